@@ -1,0 +1,48 @@
+"""A convolution, a bias, a scale, a sigmoid, group normalisation: KernelBench level 2, problem 21.
+
+    h = conv2d(x, W) + b;    h = sigmoid((h + bias) * scale);    out = GroupNorm(h) with weight and bias
+
+No padding, stride 1. The norm runs over the out_channels / num_groups channels and all pixels of each group of each sample.
+
+Shapes: x (N, in_channels, H, W), bias and scale broadcastable to (N, out_channels, H - k + 1, W - k + 1), out of that shape.
+Work at the benchmark shapes: 1.33 GB (x, W and the vectors read once, out written once), 38.1 GFLOP in the convolution.
+"""
+
+import torch
+from torch import nn
+
+batch_size = 128
+in_channels = 8
+out_channels = 32
+height = 256
+width = 256
+kernel_size = 3
+num_groups = 8
+bias_shape = (out_channels, 1, 1)
+scale_shape = (out_channels, 1, 1)
+
+
+class Model(nn.Module):
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, num_groups: int, bias_shape: tuple, scale_shape: tuple
+    ):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
+        self.bias = nn.Parameter(torch.randn(bias_shape))
+        self.scale = nn.Parameter(torch.randn(scale_shape))
+        self.group_norm = nn.GroupNorm(num_groups, out_channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.conv(x)
+        h = h + self.bias
+        h = h * self.scale
+        h = torch.sigmoid(h)
+        return self.group_norm(h)
+
+
+def get_inputs(batch_size: int = batch_size):
+    return [torch.rand(batch_size, in_channels, height, width)]
+
+
+def get_init_inputs():
+    return [in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape]
