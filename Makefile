@@ -1,0 +1,22 @@
+# Both commands make .venv, install the pinned requirements, and run. They need python 3.10 or newer, a C++ compiler and make; on a machine
+# with a GPU also the CUDA toolkit's nvcc.
+PYTHON ?= python3
+VENV = .venv
+
+.PHONY: run test chart
+
+run: $(VENV)/installed
+	$(VENV)/bin/python harness.py
+
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest
+
+# The README's table and chart, from the committed measurements.
+chart: $(VENV)/installed
+	$(VENV)/bin/pip install --quiet matplotlib
+	$(VENV)/bin/python harness.py --from results/h200.json --markdown --plot results/h200.svg
+
+$(VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@

@@ -1,0 +1,14 @@
+"""The parts of the harness: how a Model/ModelNew pair is found, judged, timed, held against the machine's limits, and recorded.
+
+    pairs        finds pairs by file stem and loads them by path
+    guard        what a candidate must leave alone: clocks, comparisons, PyTorch's switches
+    machine      the device: memory, precision switches, clocks, versions
+    correctness  the two gates and the hygiene checks
+    timing       interleaved rounds, medians, confidence intervals
+    roof         bytes and FLOPs of a pair, ceilings of the machine, the floor they set
+    trial        one pair from import to record
+    record       the JSON file
+    report       the table and the chart
+
+Nothing here knows any pair by name.
+"""

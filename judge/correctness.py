@@ -1,0 +1,530 @@
+"""Is a ModelNew right? Two gates and the hygiene around them.
+
+Gate 1: allclose with the Model in the run's dtype, within TOLERANCE.
+Gate 2: against the Model run in float64, ModelNew's largest and root-mean-square error are at most ERROR_RATIO times the Model's own.
+A loose tolerance alone passes kernels that lost half the digits; an error ratio alone has no meaning in float64. Both are hard.
+
+Around them: the same seed gives the same weights; weights and inputs are drawn anew for every seed (a fresh norm has weight 1 and bias 0:
+ignoring them would go unseen); outputs have the Model's type, dtype, shape, stride and device; NaN appears where the Model has it;
+inputs and state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs.
+Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import warnings
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from judge.machine import synchronize
+from judge.pairs import CandidateRaised, Problem, last_line, to_device
+
+SEEDS = 3
+ERROR_RATIO = 2.0
+GRADIENT = "gradient of "  # what the names of gradients begin with, beside "output"
+CHUNK = {"cuda": 1 << 22, "cpu": 1 << 15}  # elements compared at a time: few launches on a GPU, a core's own cache on a CPU
+
+# Gate 1, used as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the Model
+# rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16 Model and the exact result.
+# There gate 2 is the sharp one.
+TOLERANCE = {
+    torch.float64: {"highest": 1e-10, "high": 1e-10},
+    torch.float32: {"highest": 1e-4, "high": 5e-3},
+    torch.float16: {"highest": 4e-2, "high": 4e-2},
+    torch.bfloat16: {"highest": 3e-1, "high": 3e-1},
+}
+
+
+@dataclass
+class Case:
+    """One examination: this candidate, in this way."""
+
+    problem: Problem
+    new_class: type
+    device: str
+    dtype: torch.dtype
+    precision: str
+    backward: bool
+    batch: int | None
+    seed: int
+
+
+@dataclass
+class Verdict:
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: dict[str, Errors] = field(default_factory=dict)
+
+
+@dataclass
+class Errors:
+    """Errors of one output or gradient against float64, pooled over the seeds."""
+
+    new_max: float = 0.0
+    new_squares: float = 0.0
+    eager_max: float = 0.0
+    eager_squares: float = 0.0
+    reference_max: float = 0.0
+    reference_squares: float = 0.0
+    count: int = 0
+
+    def add(self, whose: str, magnitudes: torch.Tensor) -> None:
+        setattr(self, f"{whose}_max", max(getattr(self, f"{whose}_max"), magnitudes.max().item()))
+        setattr(self, f"{whose}_squares", getattr(self, f"{whose}_squares") + torch.linalg.vector_norm(magnitudes).item() ** 2)
+
+    def rms(self, squares: float) -> float:
+        return (squares / self.count) ** 0.5 if self.count else 0.0
+
+    def as_dict(self, dtype: torch.dtype) -> dict[str, float | None]:
+        """For the record. In float64 nothing is higher: what is known is the distance to the Model, and nothing of its own error."""
+        known = dtype != torch.float64
+        return {
+            "new_max": self.new_max,
+            "new_rms": self.rms(self.new_squares),
+            "eager_max": self.eager_max if known else None,
+            "eager_rms": self.rms(self.eager_squares) if known else None,
+        }
+
+    def over_limit(self, dtype: torch.dtype) -> list[str]:
+        """Gate 2. Half an ulp at the output's scale is always allowed: where the Model is exact, rounding the result is not an error."""
+        half_ulp = torch.finfo(dtype).eps / 2
+        complaints = []
+        for kind, new, eager, scale in (
+            ("largest", self.new_max, self.eager_max, self.reference_max),
+            ("rms", self.rms(self.new_squares), self.rms(self.eager_squares), self.rms(self.reference_squares)),
+        ):
+            limit = max(ERROR_RATIO * eager, half_ulp * scale)
+            if not new <= limit:
+                complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
+        return complaints
+
+
+def perturb(model: torch.nn.Module, seed: int) -> None:
+    """New values for everything floating in the state, of the size and sign it had; what is all zero becomes small numbers."""
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
+    for tensor in tensors:
+        generator = generators[tensor.device]
+        factors = torch.empty_like(tensor).uniform_(0.5, 1.5, generator=generator)
+        if tensor.any():
+            tensor.mul_(factors)
+        else:
+            tensor.copy_(factors.sub_(1.0))
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal to the last bit: NaN equals the same NaN, and 0 is not -0."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.is_floating_point():
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+        left, right = left.view(bits), right.view(bits)
+    return torch.equal(left, right)
+
+
+def clone_all(tensors: list) -> list:
+    return [x.clone() if isinstance(x, torch.Tensor) else x for x in tensors]
+
+
+def first_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str | None:
+    return next((name for name in before if not same_bits(before[name], after[name])), None)
+
+
+def by_name(inputs: list) -> dict[str, torch.Tensor]:
+    return {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+
+
+def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def observe(module: Callable, inputs: list, backward: bool, seed: int) -> dict[str, object]:
+    """What one call gives, by name: the outputs and, with the backward pass, a gradient for each floating input and parameter.
+
+    The incoming gradients are random (a sum as loss would make many a wrong backward look right) and the same for the same seed.
+    """
+    if not backward:
+        with torch.no_grad():
+            return _named_outputs(module(*inputs))
+    inputs = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    wanted = {GRADIENT + name: x for name, x in by_name(inputs).items() if x.requires_grad}
+    wanted.update((GRADIENT + name, p) for name, p in module.named_parameters() if p.requires_grad)
+    seen = _named_outputs(module(*inputs))
+    roots = [out for out in seen.values() if isinstance(out, torch.Tensor) and out.requires_grad]
+    if wanted and not roots:
+        raise RuntimeError("no output requires a gradient")
+    if wanted:
+        gradients = torch.autograd.grad(roots, list(wanted.values()), random_like(roots, seed), allow_unused=True)
+        seen = {name: out.detach() if isinstance(out, torch.Tensor) else out for name, out in seen.items()}
+        seen.update(zip(wanted, gradients))
+    return seen
+
+
+def random_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Normal numbers that hardly round in any dtype, so that a run and its float64 reference get the same ones."""
+    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
+    drawn = (torch.randn(x.shape, generator=generators[x.device], device=x.device) for x in tensors)
+    return [values.bfloat16().to(x.dtype) for values, x in zip(drawn, tensors)]
+
+
+def _named_outputs(result) -> dict[str, object]:
+    leaves, spec = tree_flatten(result)
+    if isinstance(result, torch.Tensor):
+        return {"output": result}
+    return {"structure": spec, **{f"output {i}": leaf for i, leaf in enumerate(leaves)}}
+
+
+@contextlib.contextmanager
+def poisoned(device: str, like: list):
+    """Memory is full of NaN inside: blocks of the outputs' sizes are filled and freed, and PyTorch fills what torch.empty hands out."""
+    if device == "cuda":
+        floating = [x for x in like if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        blocks = [torch.full(x.shape, float("nan"), dtype=x.dtype, device=device) for x in floating]
+        del blocks
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches = getattr(torch.utils, "deterministic", None)  # newer than the oldest supported PyTorch
+    filling = switches.fill_uninitialized_memory if switches else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        if switches:
+            switches.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+            if switches:
+                switches.fill_uninitialized_memory = filling
+
+
+@dataclass
+class Difference:
+    """How far one tensor of the candidate is from the Model's."""
+
+    wrong: int = 0
+    largest: float = 0.0
+    nan_disagrees: int = 0
+
+
+def compare(
+    new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float, errors: Errors
+) -> Difference:
+    """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the sums of gate 2, in chunks.
+
+    Without a reference what is pooled is the distance to the Model.
+    """
+    found = Difference()
+    flat = [t.reshape(-1) for t in ((new, eager) if reference is None else (new, eager, reference))]
+    size = CHUNK[new.device.type]
+    for start in range(0, new.numel(), size):
+        n, e, *rest = (t[start : start + size].double() for t in flat)
+        distance = _distance(n, e)
+        largest = distance.max().item()
+        found.largest = max(found.largest, largest)
+        if largest > tolerance * scale:
+            found.wrong += int((distance > tolerance * (scale + _finite(e.abs()))).sum())
+            found.nan_disagrees += int((n.isnan() != e.isnan()).sum())
+        if rest:
+            errors.add("eager", _distance(e, rest[0]))
+            errors.add("reference", _finite(rest[0].abs()))
+            distance = _distance(n, rest[0])
+        errors.add("new", distance)
+        errors.count += n.numel()
+    return found
+
+
+def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
+    distance = (left - right).abs_()
+    if not distance.max().isfinite():
+        distance.masked_fill_((left == right) | (left.isnan() & right.isnan()), 0.0)
+        distance.nan_to_num_(float("inf"), float("inf"))
+    return distance
+
+
+def _finite(magnitudes: torch.Tensor) -> torch.Tensor:
+    return magnitudes if magnitudes.max().isfinite() else magnitudes.nan_to_num(0.0, 0.0)
+
+
+def same_form(name: str, new, eager) -> str | None:
+    """Type, dtype, shape, device and stride as the Model's; strides of dimensions of one element mean nothing."""
+    if type(new) is not type(eager):
+        return f"{name} is a {type(new).__name__}, the Model's is a {type(eager).__name__}"
+    if not isinstance(eager, torch.Tensor):
+        return None if new == eager else f"{name} is {new}, the Model's is {eager}"
+    for what in ("dtype", "shape", "device", "layout"):
+        mine, theirs = getattr(new, what), getattr(eager, what)
+        if mine != theirs:
+            shown = (tuple(mine), tuple(theirs)) if what == "shape" else (mine, theirs)
+            return f"{name} has {what} {shown[0]}, the Model's {shown[1]}"
+    strides = [(n, e) for n, e, size in zip(new.stride(), eager.stride(), eager.shape) if size > 1]
+    if eager.numel() and any(n != e for n, e in strides):
+        return f"{name} has stride {new.stride()}, the Model's {eager.stride()}"
+    return None
+
+
+class Examination:
+    """Judges one candidate in one way. `run` before timing, `after_timing` behind it; `verdict` collects what was found."""
+
+    def __init__(self, case: Case, say: Callable[[str], None]):
+        self.case = case
+        self.say = say
+        self.verdict = Verdict()
+        self.model: torch.nn.Module | None = None
+        self.new: torch.nn.Module | None = None
+        self.inputs: list = []
+        self.answer: dict[str, object] = {}
+        self.answer_seed = case.seed + SEEDS - 1  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.tolerance = TOLERANCE[case.dtype][case.precision]
+
+    def run(self) -> Verdict:
+        """Each step adds its reasons; one that finds any ends the examination, as later ones would only echo it."""
+        steps = (self._same_start, self._seeds, self._no_stale_answers, self._nan_in_nan_out, self._other_grad_mode, self._other_stream)
+        try:
+            for step in steps:
+                step()
+                if self.verdict.reasons:
+                    break
+        except CandidateRaised as raised:
+            self._wrong(f"raised {raised}")
+        return self.verdict
+
+    def after_timing(self, timed_inputs: list) -> None:
+        """The timed inputs had new values in every round: the answer to the last ones, and the old answer to the old ones."""
+        try:
+            expected = observe(self.model, timed_inputs, self.case.backward, self.case.seed)
+            self._judge("after timing", self._candidate(timed_inputs, self.case.seed), expected, None, {})
+            del expected
+            self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer after timing is not the one before it")
+        except CandidateRaised as raised:
+            self._wrong(f"raised {raised} after timing")
+
+    def _wrong(self, reason: str) -> None:
+        if reason not in self.verdict.reasons:
+            self.verdict.reasons.append(reason)
+
+    def _fresh_inputs(self, seed: int) -> list:
+        case = self.case
+        return case.problem.inputs(case.batch, case.device, case.dtype, seed)
+
+    def _candidate(self, inputs: list, seed: int, forward_only: bool = False) -> dict[str, object]:
+        """What ModelNew gives. Whatever it raises is the candidate's fault and no one else's."""
+        try:
+            seen = observe(self.new, inputs, self.case.backward and not forward_only, seed)
+            synchronize(self.case.device)
+            return seen
+        except Exception as error:
+            raise CandidateRaised(last_line(error)) from error
+
+    def _same_start(self) -> None:
+        """The same seed gives both the same state, in the same order, and each loads the other's, strictly."""
+        case = self.case
+        self.model = case.problem.make(case.problem.model_class, case.seed)
+        try:
+            self.new = case.problem.make(case.new_class, case.seed)
+        except Exception as error:
+            raise CandidateRaised(last_line(error)) from error
+        theirs, mine = self.model.state_dict(), self.new.state_dict()
+        if list(theirs) != list(mine):
+            self._wrong(f"state_dict: keys are {list(mine)}, the Model's {list(theirs)}")
+            return
+        for name in theirs:
+            if not same_bits(theirs[name], mine[name]):
+                self._wrong(f"state_dict: the same seed does not give the Model's {name}")
+        try:
+            self.new.load_state_dict(theirs, strict=True)
+            self.model.load_state_dict(mine, strict=True)
+        except RuntimeError as error:
+            self._wrong(f"state_dict: strict loading fails: {last_line(error)}")
+            return
+        self.model.to(device=case.device, dtype=case.dtype)
+        self.new.to(device=case.device, dtype=case.dtype)
+
+    def _seeds(self) -> None:
+        """Both gates over several seeds, with weights and inputs drawn anew and the two taking turns at going first."""
+        case = self.case
+        for turn in range(SEEDS):
+            seed = case.seed + turn
+            self.say(f"checking, seed {turn + 1} of {SEEDS}")
+            perturb(self.model, seed)
+            self.new.load_state_dict(self.model.state_dict(), strict=True)
+            self.answer = {}
+            self.inputs = self._fresh_inputs(seed)
+            reference = self._reference(seed) if case.dtype != torch.float64 else None
+            inputs_before, state_before = clone_all(self.inputs), snapshot(self.new)
+
+            if turn % 2 == 0:
+                eager = observe(self.model, self.inputs, case.backward, seed)
+                form = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in eager.values()]
+                seen = self._poisoned_candidate(seed, form)
+            else:
+                seen = self._poisoned_candidate(seed, form)
+                eager = observe(self.model, self.inputs, case.backward, seed)
+            written = first_changed(by_name(inputs_before), by_name(self.inputs))
+            written = written or first_changed(state_before, self.new.state_dict())
+            if written:
+                self._wrong(f"writes {written}, which a forward pass must leave alone")
+                return
+            del inputs_before, state_before
+
+            # This call ran in deterministic mode, where PyTorch may choose other kernels: gate 1 and the NaN alone. An ordinary one goes
+            # through both gates, and from there on every call must give its bits.
+            self._judge(f"seed {seed}", seen, eager, None, {})
+            if self.verdict.reasons:
+                return
+            seen = self._candidate(self.inputs, seed)
+            self._judge(f"a second call on the same inputs, seed {seed}", seen, eager, reference, self.verdict.errors)
+            del eager, reference
+            self.answer = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in seen.items()}
+            del seen
+            self._expect_answer(self._candidate(self.inputs, seed), "a third call on the same inputs gives another answer than the second")
+            if self.verdict.reasons:
+                return
+        if case.dtype != torch.float64:
+            for name, errors in self.verdict.errors.items():
+                for complaint in errors.over_limit(case.dtype):
+                    self._wrong(f"{name}: {complaint}")
+
+    def _reference(self, seed: int) -> dict[str, object]:
+        model = copy.deepcopy(self.model).double()
+        inputs = [to_device(x, self.case.device, torch.float64) for x in self.inputs]
+        return observe(model, inputs, self.case.backward, seed)
+
+    def _poisoned_candidate(self, seed: int, like: list) -> dict[str, object]:
+        with poisoned(self.case.device, like):
+            return self._candidate(self.inputs, seed)
+
+    def _judge(
+        self, when: str, new: dict[str, object], eager: dict[str, object], reference: dict[str, object] | None, pooled: dict[str, Errors]
+    ) -> None:
+        """Form, NaN, constancy, gate 1; and adds to the pooled errors of gate 2."""
+        if list(new) != list(eager):
+            self._wrong(f"gives {len(new)} outputs, the Model {len(eager)}")
+            return
+        for name, expected in eager.items():
+            complaint = same_form(name, new[name], expected)
+            if complaint:
+                self._wrong(complaint)
+                continue
+            if not isinstance(expected, torch.Tensor):
+                continue
+            if not expected.is_floating_point():
+                if not torch.equal(new[name], expected):
+                    self._wrong(f"{name} differs ({when}): {int((new[name] != expected).sum())} of {expected.numel()} elements")
+                continue
+            errors = pooled.setdefault(name, Errors())
+            scale = _scale_of(name, expected)
+            found = compare(new[name].detach(), expected.detach(), reference and reference[name], self.tolerance, scale, errors)
+            if found.nan_disagrees:
+                self._wrong(f"{name} ({when}): {found.nan_disagrees} of {expected.numel()} elements are NaN in one and not in the other")
+            if found.wrong and _is_constant(new[name]) and not _is_constant(expected):
+                self._wrong(f"{name} ({when}): constant, the Model's is not")
+            if found.wrong:
+                self._wrong(
+                    f"{name} ({when}): {found.wrong} of {expected.numel()} elements are not close to the Model's, "
+                    f"largest difference {found.largest:.2e} (tolerance {self.tolerance * scale:.1e})"
+                )
+
+    def _expect_answer(self, seen: dict[str, object], complaint: str) -> None:
+        if list(seen) != list(self.answer) or not all(self._repeated(name, seen[name], before) for name, before in self.answer.items()):
+            self._wrong(complaint)
+
+    def _repeated(self, name: str, seen, before) -> bool:
+        """The same bits as before. Where the Model itself cannot keep them (cuDNN's gradients may differ from call to call), close to it."""
+        if same_form(name, seen, before):
+            return False
+        if not isinstance(before, torch.Tensor) or same_bits(seen.detach(), before):
+            return True
+        return not self._model_repeats(name) and self.close(name, seen, before)
+
+    def _model_repeats(self, name: str) -> bool:
+        """Whether the Model gives the same bits three times."""
+        first = observe(self.model, self.inputs, self.case.backward, self.answer_seed)[name]
+        again = (observe(self.model, self.inputs, self.case.backward, self.answer_seed)[name] for _ in range(2))
+        return all(same_bits(first.detach(), other.detach()) for other in again)
+
+    def close(self, name: str, new: torch.Tensor, eager: torch.Tensor) -> bool:
+        """Gate 1 for one tensor."""
+        return not compare(new.detach(), eager.detach(), None, self.tolerance, _scale_of(name, eager), Errors()).wrong
+
+    def _no_stale_answers(self) -> None:
+        """An answer stays what it was when other inputs come, and those get an answer of their own."""
+        self.say("checking repeated calls")
+        case = self.case
+        seed = case.seed + SEEDS
+        kept = self._candidate(self.inputs, self.answer_seed)
+        self._expect_answer(kept, "a later call on the same inputs gives another answer")
+        if self.verdict.reasons:
+            return
+        others = self._fresh_inputs(seed)
+        seen = self._candidate(others, seed)
+        self._expect_answer(kept, "an earlier answer changed when called again: the output's memory is reused")
+        del kept
+        self._judge("other inputs in between", seen, observe(self.model, others, case.backward, seed), None, {})
+        self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between")
+
+    def _nan_in_nan_out(self) -> None:
+        """One NaN in each input: it spreads as far as it does in the Model, and no further."""
+        seed = self.case.seed + SEEDS
+        inputs = self._fresh_inputs(seed)
+        position = random.Random(seed)
+        for x in inputs:
+            if isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                x[tuple(position.randrange(size) for size in x.shape)] = float("nan")
+        expected = observe(self.model, inputs, False, seed)
+        self._judge("one NaN in each input", self._candidate(inputs, seed, forward_only=True), expected, None, {})
+
+    def _other_grad_mode(self) -> None:
+        """The forward answer does not depend on whether gradients are recorded."""
+        case, seed = self.case, self.answer_seed
+        when = "without gradients" if case.backward else "with gradients"
+        expected = observe(self.model, self.inputs, False, seed)
+        try:
+            with torch.set_grad_enabled(not case.backward):
+                result = _named_outputs(self.new(*self.inputs))
+        except Exception as error:
+            raise CandidateRaised(f"{last_line(error)} ({when})") from error
+        self._judge(when, result, expected, None, {})
+        differentiable = any(isinstance(out, torch.Tensor) and out.requires_grad for out in result.values())
+        if not case.backward and not differentiable and any(p.requires_grad for p in self.model.parameters()):
+            self.verdict.notes.append("outputs carry no gradient, the Model's do")
+
+    def _other_stream(self) -> None:
+        """On a stream that is not the default one: inputs that are written late there, and outputs that are read there only."""
+        if self.case.device != "cuda":
+            return
+        self.say("checking on another stream")
+        late = [torch.full_like(x, float("nan")) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in self.inputs]
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        busy = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(stream):
+            for _ in range(64):
+                busy.zero_()  # milliseconds of work ahead: whoever does not wait for this stream reads the NaN
+            for target, source in zip(late, self.inputs):
+                if target is not source:
+                    target.copy_(source)
+            try:
+                seen = observe(self.new, late, self.case.backward, self.answer_seed)
+            except Exception as error:
+                raise CandidateRaised(f"{last_line(error)} (on another stream)") from error
+            seen = dict(zip(seen, clone_all(list(seen.values()))))
+        stream.synchronize()
+        self._expect_answer(seen, "on a stream that is not the default one the answer differs: work is launched elsewhere")
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
+
+
+def _scale_of(name: str, tensor: torch.Tensor) -> float:
+    """A gradient sums over a batch: where it is large, an error counts relative to the size of them all."""
+    if not name.startswith(GRADIENT) or not tensor.numel():
+        return 1.0
+    return max(1.0, torch.linalg.vector_norm(tensor, dtype=torch.float64).item() / tensor.numel() ** 0.5)

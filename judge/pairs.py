@@ -1,0 +1,152 @@
+"""Pairs: a file with `Model`, `get_inputs` and `get_init_inputs`, and a file with `ModelNew`, joined by their stem.
+
+Both files are loaded by path under module names nobody else uses, so any file can be judged, however it is called, and two pairs
+never see each other's modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import re
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_serial = itertools.count()
+_perf_counter = time.perf_counter
+
+# A message that speaks of the build, in an exception that a build raises. Anything else that goes wrong at import is a wrong candidate.
+_BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|compil\w+|building|build)(?!\w)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    model_path: Path
+    new_path: Path
+
+    def source_sha256(self) -> str:
+        return hashlib.sha256(self.new_path.read_bytes()).hexdigest()
+
+
+class BuildFailed(Exception):
+    """The ModelNew file could not be compiled."""
+
+
+class CandidateRaised(Exception):
+    """The candidate raised, at import or in a call. Its text is the last line of the traceback."""
+
+
+def discover(root: Path) -> dict[str, Pair]:
+    """Every models/X.py that has a kernels/X.py, by stem."""
+    models = {path.stem: path for path in sorted((root / "models").glob("*.py"))}
+    kernels = {path.stem: path for path in sorted((root / "kernels").glob("*.py"))}
+    return {stem: Pair(stem, models[stem], kernels[stem]) for stem in models if stem in kernels}
+
+
+def _load(path: Path) -> ModuleType:
+    name = f"judged_{next(_serial)}_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle, dataclasses and inspect look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class Problem:
+    """A loaded model file."""
+
+    def __init__(self, path: Path):
+        module = _load(path)
+        for needed in ("Model", "get_inputs", "get_init_inputs"):
+            if not hasattr(module, needed):
+                raise AttributeError(f"{path.name} has no {needed}")
+        self.path = path
+        self.model_class = module.Model
+        self._module = module
+        # The batch size is an optional argument of get_inputs or, in files that take none, the module constant it reads.
+        parameter = next(iter(inspect.signature(module.get_inputs).parameters.values()), None)
+        self._batch_is_argument = parameter is not None
+        default = parameter.default if self._batch_is_argument else getattr(module, "batch_size", None)
+        self.benchmark_batch: int | None = default if isinstance(default, int) else None
+
+    def make(self, cls: type, seed: int) -> torch.nn.Module:
+        """An instance of Model or ModelNew, in eval mode, from a known state of the random numbers."""
+        torch.manual_seed(seed)
+        arguments = self._module.get_init_inputs()
+        torch.manual_seed(seed)
+        return cls(*arguments).eval()
+
+    def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
+        """Fresh inputs on the device, floating ones in the run's dtype. `batch` is None where the file's is not adjustable."""
+        torch.manual_seed(seed)
+        with torch.device(device):
+            if batch is None:
+                inputs = self._module.get_inputs()
+            elif self._batch_is_argument:
+                inputs = self._module.get_inputs(batch)
+            else:
+                self._module.batch_size = batch
+                inputs = self._module.get_inputs()
+        return [to_device(x, device, dtype) for x in inputs]
+
+
+def to_device(x, device: str, dtype: torch.dtype):
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype)
+
+
+def load_new(path: Path) -> tuple[type, float]:
+    """ModelNew and the seconds its file took to import, the build included."""
+    start = _perf_counter()
+    try:
+        module = _load(path)
+        seconds = _perf_counter() - start
+        return module.ModelNew, seconds
+    except Exception as error:
+        if _is_build_failure(error):
+            raise BuildFailed(_build_message(error)) from error
+        raise CandidateRaised(last_line(error)) from error
+
+
+def last_line(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip()
+
+
+def _causes(error: BaseException | None):
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_build_failure(error: BaseException) -> bool:
+    for cause in _causes(error):
+        if isinstance(cause, subprocess.CalledProcessError):
+            return True
+        frames = traceback.extract_tb(cause.__traceback__)
+        if any(Path(frame.filename).name == "cpp_extension.py" for frame in frames):
+            return True
+        if isinstance(cause, (RuntimeError, ImportError, OSError)) and _BUILD_WORDS.search(str(cause)):
+            return True
+    return False
+
+
+def _build_message(error: BaseException) -> str:
+    """The compiler's first complaint if there is one, otherwise what the exception says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    complaints = [line for line in lines if re.search(r"\berror\b\s*:", line, re.IGNORECASE)]
+    return (complaints or lines or [last_line(error)])[0]

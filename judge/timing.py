@@ -1,0 +1,143 @@
+"""Timing contenders against each other.
+
+All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
+Before every call the cache is flushed; between rounds the inputs get new values, so that nothing remembered helps. Medians over rounds;
+a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from time import perf_counter  # taken now, before any candidate could replace it
+from typing import Callable
+
+import torch
+
+Event = torch.cuda.Event
+
+MIN_ROUNDS = 7
+MAX_ROUNDS = 500
+SECONDS_EACH = {"cuda": 2.0, "cpu": 1.5}  # a contender's share of the time budget; a tenth of it again is its warm-up
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+BOOTSTRAP_DRAWS = 2000
+
+
+class Stopwatch:
+    """Times one call: CUDA events around it on a GPU, the host's clock elsewhere. The result dies outside the timed window."""
+
+    def __init__(self, device: str):
+        self._cuda = device == "cuda"
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        """Milliseconds."""
+        if self._cuda:
+            start, end = Event(enable_timing=True), Event(enable_timing=True)
+            start.record()
+            result = call()
+            end.record()
+            end.synchronize()
+            elapsed = start.elapsed_time(end)
+        else:
+            begin = perf_counter()
+            result = call()
+            elapsed = 1e3 * (perf_counter() - begin)
+        del result
+        return elapsed
+
+
+class CacheFlush:
+    """Overwrites a buffer of at least twice the last-level cache. On a GPU that takes long enough for the host to launch ahead of it."""
+
+    def __init__(self, device: str):
+        size = FLUSH_BYTES[device]
+        if device == "cuda":
+            size = max(size, 2 * getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        self._buffer.zero_()
+
+
+@dataclass
+class Samples:
+    """Milliseconds by contender; the i-th sample of each comes from the i-th round."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        return _quantile(self.ms[name], 0.5)
+
+    def spread(self, name: str) -> list[float]:
+        """The quartiles around the median."""
+        return [_quantile(self.ms[name], 0.25), _quantile(self.ms[name], 0.75)]
+
+    def speedup(self, of: str, over: str) -> float:
+        return self.median(over) / self.median(of)
+
+    def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
+        """95% bootstrap interval of `speedup`, rounds drawn with replacement."""
+        rows = torch.tensor([self.ms[of], self.ms[over]], dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        rounds = rows.shape[1]
+        drawn = rows[:, torch.randint(rounds, (BOOTSTRAP_DRAWS, rounds), generator=generator)]
+        medians = drawn.quantile(0.5, dim=2)
+        ratios = medians[1] / medians[0]
+        return ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return torch.tensor(values, dtype=torch.float64).quantile(q).item()
+
+
+def warm_up(call: Callable[[], object], seconds: float, device: str) -> None:
+    """Runs until the time is up, three times at least: module load, handle creation and clock ramps stay out of the samples."""
+    stopwatch = Stopwatch(device)
+    begin, calls = perf_counter(), 0
+    while calls < 3 or perf_counter() - begin < seconds:
+        stopwatch(call)
+        calls += 1
+
+
+def measure(
+    contenders: dict[str, Callable[[], object]], renew: Callable[[float], None], device: str, seconds_each: float, seed: int
+) -> Samples:
+    """Times all contenders in interleaved rounds. `renew(f)` gives the inputs new values, scaled by f, between rounds."""
+    stopwatch, flush, order = Stopwatch(device), CacheFlush(device), random.Random(seed)
+    for call in contenders.values():
+        warm_up(call, seconds_each / 10, device)
+
+    samples = Samples({name: [] for name in contenders})
+    deadline = perf_counter() + seconds_each * len(contenders)
+    for done in range(MAX_ROUNDS):
+        if done >= MIN_ROUNDS and perf_counter() > deadline:
+            break
+        renew(order.uniform(0.9, 1.0))
+        for name in order.sample(sorted(contenders), len(contenders)):
+            flush()
+            samples.ms[name].append(stopwatch(contenders[name]))
+    return samples
+
+
+def peak_memory(call: Callable[[], object]) -> int:
+    """Bytes of GPU memory one call takes above what was in use before it, its outputs included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def in_cuda_graph(call: Callable[[], object]) -> tuple[Callable[[], None], object]:
+    """The call captured in a CUDA graph: its replay, and the output every replay overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    return graph.replay, output

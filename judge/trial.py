@@ -1,0 +1,291 @@
+"""One pair from import to records: judged, timed, held against the floor, once for every dtype, precision and direction asked for."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from judge import machine, timing
+from judge.correctness import GRADIENT, Case, Examination, clone_all, random_like
+from judge.guard import Guard
+from judge.pairs import BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
+from judge.roof import Ceilings, Load, count_work
+
+OK, WRONG, BUILD = "ok", "wrong", "build failed"
+COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
+BASELINES = ("eager", *COMPILE_MODES, "cudagraph")
+# Contenders whose every call allocates what it needs; a CUDA graph holds its memory from capture on.
+OWN_ALLOCATIONS = ("new", "eager", "compile")
+ABOVE_FLOOR = "above 100% of the floor: an error in the measurement, or a size that stays in the caches"
+
+
+@dataclass
+class Settings:
+    load: Load
+    baselines: list[str]
+    seed: int
+    seconds_each: float
+
+
+@dataclass
+class Entry:
+    """A pair that will run: its Model is loaded, its batch chosen. `failure` says why the Model's file is of no use."""
+
+    pair: Pair
+    problem: Problem | None = None
+    batch: int | None = None
+    failure: str | None = None
+
+
+@dataclass
+class Run:
+    """One record, as it goes into the JSON file."""
+
+    model: str
+    source_sha256: str
+    device: str
+    dtype: str
+    precision: str
+    direction: str
+    seed: int
+    batch: int | None
+    status: str = OK
+    ok: bool = True
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shapes: list = field(default_factory=list)
+    import_seconds: float | None = None
+    error: dict = field(default_factory=dict)
+    gradient_error: dict = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, list[float]] = field(default_factory=dict)
+    rounds: int = 0
+    speedup: dict[str, float] = field(default_factory=dict)
+    speedup_ci: dict[str, list[float]] = field(default_factory=dict)
+    roof: dict = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
+
+    def reject(self, reasons: list[str], status: str = WRONG) -> None:
+        if reasons:
+            self.status, self.ok = status, False
+            self.reasons += [_without_paths(reason) for reason in reasons]
+
+
+def _without_paths(text: str) -> str:
+    """Records travel: they name files, not the folders of the machine that wrote them."""
+    for folder in (Path(__file__).resolve().parent.parent, Path.home()):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
+def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> list[Run]:
+    """All records of one pair. Never raises for what a pair does wrong."""
+    load = settings.load
+    ways = [(dtype, level, backward) for dtype in load.dtypes for level in load.precisions for backward in sorted({False, load.backward})]
+    runs = [
+        Run(
+            model=entry.pair.name,
+            source_sha256=entry.pair.source_sha256(),
+            device=load.device,
+            dtype=machine.DTYPE_NAMES[dtype],
+            precision=level,
+            direction="forward_backward" if backward else "forward",
+            seed=settings.seed,
+            batch=entry.batch,
+        )
+        for dtype, level, backward in ways
+    ]
+
+    def reject_all(reasons: list[str], status: str = WRONG) -> list[Run]:
+        for run in runs:
+            run.reject(reasons, status)
+        return runs
+
+    if entry.failure:
+        return reject_all([entry.failure])
+    guard = Guard()
+    say(f"importing {entry.pair.new_path.name}")
+    try:
+        new_class, import_seconds = load_new(entry.pair.new_path)
+    except BuildFailed as failed:
+        return reject_all([f"build failed: {failed}"], BUILD)
+    except CandidateRaised as raised:
+        return reject_all([f"raised {raised} at import"])
+    finally:
+        meddling = guard.check()
+    if meddling:
+        return reject_all([f"the candidate {complaint}" for complaint in meddling])
+
+    for run, (dtype, level, backward) in zip(runs, ways):
+        run.import_seconds = round(import_seconds, 3)
+        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed)
+        prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
+        with machine.precision(level):
+            _judge_way(run, case, settings, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
+        machine.release(load.device)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+    return runs
+
+
+def _judge_way(run: Run, case: Case, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+    """Right? How fast? How far from the limit? A wrong answer's speed has no meaning and is not measured."""
+    guard, examination = Guard(), Examination(case, say)
+    try:
+        verdict = examination.run()
+        run.shapes = [list(x.shape) for x in examination.inputs if isinstance(x, torch.Tensor)]
+        run.reject(verdict.reasons + [f"the candidate {complaint}" for complaint in guard.check()])
+        run.notes += verdict.notes
+        for name, errors in verdict.errors.items():
+            if name.startswith(GRADIENT):
+                run.gradient_error[name[len(GRADIENT) :]] = errors.as_dict(case.dtype)
+        run.error = _worst([errors.as_dict(case.dtype) for name, errors in verdict.errors.items() if not name.startswith(GRADIENT)])
+        if run.ok:
+            known = len(verdict.reasons)
+            _time(run, case, settings, examination, say)
+            run.reject(verdict.reasons[known:] + [f"the candidate {complaint}" for complaint in guard.check()])
+    except CandidateRaised as raised:
+        run.reject([f"raised {raised}"])
+    except Exception as error:  # noqa: BLE001 - the other pairs still run
+        run.reject([f"the Model itself raised {last_line(error)}"])
+    if run.ok:
+        _set_roof(run, case, ceilings, say)
+
+
+def _worst(errors: list[dict]) -> dict:
+    """Of several outputs, the largest of each figure."""
+    if not errors:
+        return {}
+    return {key: None if errors[0][key] is None else max(each[key] for each in errors) for key in errors[0]}
+
+
+def _time(run: Run, case: Case, settings: Settings, examination: Examination, say: Callable[[str], None]) -> None:
+    inputs = clone_all(examination.inputs)
+    tensors = [(x, source) for x, source in zip(inputs, examination.inputs) if isinstance(x, torch.Tensor)]
+    if case.backward:
+        for x, _ in tensors:
+            x.requires_grad_(x.is_floating_point())
+
+    def renew(factor: float) -> None:
+        with torch.no_grad():
+            for x, source in tensors:
+                x.copy_(source)
+                if x.is_floating_point():
+                    x.mul_(factor)
+
+    with torch.set_grad_enabled(case.backward):
+        contenders = _contenders(run, case, settings, examination, inputs, say)
+        say(f"timing {', '.join(contenders)}")
+        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed)
+        if case.device == "cuda":
+            run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
+    examination.after_timing(inputs)
+
+    run.rounds = len(samples.ms["new"])
+    for name in contenders:
+        run.ms[name] = _tidy(samples.median(name))
+        run.spread[name] = [_tidy(q) for q in samples.spread(name)]
+    for name in contenders:
+        if not name.startswith("new"):
+            run.speedup[name] = _tidy(samples.speedup("new", over=name))
+            run.speedup_ci[name] = [_tidy(q) for q in samples.speedup_interval("new", over=name, seed=settings.seed)]
+
+
+def _contenders(
+    run: Run, case: Case, settings: Settings, examination: Examination, inputs: list, say: Callable[[str], None]
+) -> dict[str, Callable[[], object]]:
+    """A call for each contender that works here; why another does not is noted."""
+    model, new = examination.model, examination.new
+    step = _step(model, inputs, case)
+
+    def new_call():
+        try:
+            return step(new, new)
+        except Exception as error:
+            raise CandidateRaised(f"{last_line(error)} while being timed") from error
+
+    contenders: dict[str, Callable[[], object]] = {"new": new_call}
+    for name in settings.baselines:
+        if name == "eager":
+            contenders[name] = lambda: step(model, model)
+        elif name in COMPILE_MODES:
+            say(f"compiling the Model ({name})")
+            compiled = torch.compile(model, mode=COMPILE_MODES[name], dynamic=False)
+            try:
+                if name == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
+                    for x in inputs:
+                        if isinstance(x, torch.Tensor):
+                            torch._dynamo.mark_static_address(x)
+                step(compiled, model)
+                contenders[name] = lambda compiled=compiled: step(compiled, model)
+            except Exception as error:  # noqa: BLE001 - a baseline that fails is no fault of the candidate
+                run.notes.append(_without_paths(f"no {name} baseline: {last_line(error)}"))
+        elif case.device != "cuda":
+            run.notes.append("no new_cudagraph: there are no CUDA graphs on a CPU")
+        else:
+            say("capturing ModelNew in a CUDA graph")
+            try:
+                contenders["new_cudagraph"] = _captured(new_call, examination)
+            except Exception as error:  # noqa: BLE001 - a baseline that fails is no fault of the candidate
+                run.notes.append(_without_paths(f"no new_cudagraph: {last_line(error)}"))
+    return contenders
+
+
+def _step(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
+    """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
+    if not case.backward:
+        return lambda module, owner: module(*inputs)
+    incoming = random_like(_differentiable(model(*inputs)), case.seed)
+    wanted_inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+
+    def forward_backward(module: torch.nn.Module, owner: torch.nn.Module):
+        roots = _differentiable(module(*inputs))
+        return torch.autograd.grad(roots, [*wanted_inputs, *owner.parameters()], incoming, allow_unused=True)
+
+    return forward_backward
+
+
+def _differentiable(result) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def _captured(call: Callable[[], object], examination: Examination) -> Callable[[], object]:
+    replay, output = timing.in_cuda_graph(call)
+    replay()
+    for replayed, expected in zip(tree_flatten(output)[0], tree_flatten(call())[0]):
+        if isinstance(expected, torch.Tensor) and not examination.close(GRADIENT, replayed, expected):
+            raise RuntimeError("its replay gives another answer")
+    return replay
+
+
+def _set_roof(run: Run, case: Case, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+    try:
+        work = count_work(case.problem, case.batch, case.dtype, case.backward)
+    except Exception as error:  # noqa: BLE001 - a record without a floor is still one
+        run.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
+        return
+    run.roof = {"bytes": work.bytes, "flops": work.flops}
+    update_floor(run, ceilings)
+    if run.roof["percent"] > 100:
+        say("above 100% of the floor: measuring the ceilings again")
+        ceilings.measure()
+        update_floor(run, ceilings)
+    if run.roof["percent"] > 100:
+        run.notes.append(ABOVE_FLOOR)
+
+
+def update_floor(run: Run, ceilings: Ceilings) -> None:
+    """The floor and how near the candidate is, by the ceilings as they stand now."""
+    if run.roof:
+        floor = ceilings.floor_ms(run.roof["bytes"], run.roof["flops"], machine.DTYPES[run.dtype], run.precision)
+        run.roof.update(floor_ms=_tidy(floor), percent=_tidy(100 * floor / run.ms["new"]))
+
+
+def _tidy(value: float) -> float:
+    """Six digits: more than any clock here has."""
+    return float(f"{value:.6g}")

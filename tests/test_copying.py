@@ -1,0 +1,151 @@
+"""A kernel file is copied, alone, into somebody else's project: it works under another name, as text, twice, and beside an edited copy."""
+
+import ast
+import re
+import shutil
+import symtable
+import sys
+
+import pytest
+import torch
+from cases import FIRST, ROOT, STEMS, build, load
+from processes import finish, run_python, save_case, start_python
+from sources import BEGIN, END, one_of_each_build, shared_blocks, source
+
+first_cases = pytest.mark.parametrize("case", FIRST, ids=lambda case: case.stem)
+stems = pytest.mark.parametrize("stem", STEMS)
+
+
+def loaded_from_text(text: str, namespace: dict) -> dict:
+    exec(compile(text, "<string>", "exec"), namespace)  # noqa: S102
+    return namespace
+
+
+@first_cases
+def test_copied_alone_into_an_empty_folder(case, device, tmp_path):
+    saved = save_case(case, tmp_path / "case.pt", device)
+    folder = tmp_path / "project"
+    folder.mkdir()
+    shutil.copy(ROOT / "kernels" / f"{case.stem}.py", folder / "copied.py")
+    run_python("sys.path.insert(0, '')\nimport copied\ncheck(copied.ModelNew, sys.argv[1])", saved, cwd=folder)
+    assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == ["copied.py"]  # and it left nothing there
+
+
+@first_cases
+def test_executed_as_text_in_a_fresh_process(case, device, tmp_path):
+    """As KernelBench does: no file, no __name__, no source for `inspect` to find; then again, as a notebook does."""
+    saved = save_case(case, tmp_path / "case.pt", device)
+    (tmp_path / "text").write_text(source(case.stem))
+    script = """
+text = open("text").read()
+for namespace in ({}, {"__name__": "builtins"}, {"__name__": "__main__"}):
+    exec(compile(text, "<string>", "exec"), namespace)
+    check(namespace["ModelNew"], sys.argv[1])
+"""
+    run_python(script, saved, cwd=tmp_path)
+
+
+@first_cases
+def test_loaded_twice_in_one_process(case, device):
+    _, new, inputs = build(case, device)
+    expected = new(*inputs)
+    again = load(ROOT / "kernels" / f"{case.stem}.py", f"{case.stem}_again")
+    as_text = loaded_from_text(source(case.stem), {})
+    for cls in (again.ModelNew, as_text["ModelNew"]):
+        other = cls(*case.arguments())
+        other.load_state_dict(new.state_dict())
+        assert torch.equal(other.to(device)(*inputs), expected)
+    assert torch.equal(new(*inputs), expected)
+    assert as_text["NAMESPACE"] == again.NAMESPACE
+
+
+@pytest.mark.parametrize("stem", one_of_each_build())
+def test_two_edited_copies_side_by_side(stem, tmp_path):
+    """Each runs its own C++: both say so when they are loaded, and both go on working."""
+    case = next(c for c in FIRST if c.stem == stem)
+    saved = save_case(case, tmp_path / "case.pt")
+    for letter in "AB":
+        said = f'#include <cstdio>\nstatic const int said = std::puts("this is copy {letter}");\n'
+        edited, edits = re.subn(r'(?m)^(CPP_SOURCE = r?""")\\?\n?', lambda match, said=said: f"{match[0]}{said}", source(stem))
+        assert edits == 1
+        (tmp_path / f"copy_{letter}.py").write_text(edited)
+    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    alone = 'check(load(sys.argv[1], "alone").ModelNew, sys.argv[2])'
+    builds = [start_python(alone, f"copy_{letter}.py", saved, **options) for letter in "AB"]  # at once, which halves the wait
+    assert [finish(build)[:2] for build in builds] == [(0, "this is copy A\n"), (0, "this is copy B\n")]
+    script = """
+sys.path.insert(0, "")
+import copy_A, copy_B
+for module in (copy_A, copy_B, copy_A):
+    check(module.ModelNew, sys.argv[1])
+print(copy_A.NAMESPACE, copy_B.NAMESPACE)
+"""
+    *said, namespaces = run_python(script, saved, **options).strip().splitlines()
+    assert sorted(said) == ["this is copy A", "this is copy B"]
+    a, b = namespaces.split()
+    assert a != b
+
+
+@stems
+def test_imports_nothing_but_torch_and_the_standard_library(stem):
+    for node in ast.walk(ast.parse(source(stem))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+        names = {ast.Import: lambda n: [a.name for a in n.names], ast.ImportFrom: lambda n: [n.module]}.get(type(node), lambda n: [])(node)
+        for name in names:
+            assert name.split(".")[0] in {"torch", *sys.stdlib_module_names} - {"__future__"}, name
+
+
+@stems
+@pytest.mark.parametrize(
+    "word",
+    [r"\btry\s*:", r"\bexcept\s*:", r"\bexcept\s+\w+", r"\bpass\b", r"\bthreading\b", r"\bmultiprocessing\b", r"concurrent\.futures"]
+    + [r"torch\.cuda\.Stream\(", r"_make_subclass", r"__file__", r"__future__"],
+)
+def test_holds_no_word_that_kernelbench_or_a_bare_exec_rejects(stem, word):
+    """Not in comments, docstrings or the C++ either: KernelBench's checker reads the text, not the code."""
+    lines = [line for line in source(stem).splitlines() if re.search(word, line)]
+    assert not lines
+
+
+def top_level_names(text: str) -> set[str]:
+    symbols = symtable.symtable(text, "<string>", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+@stems
+def test_shares_no_name_with_its_problem_file(stem):
+    """Both may end up in one namespace."""
+    problem_names = top_level_names((ROOT / "models" / f"{stem}.py").read_text())
+    assert {"Model", "get_inputs"} <= problem_names
+    assert not top_level_names(source(stem)) & problem_names - {"torch", "nn"}
+
+
+# ---- blocks that several files repeat
+
+
+@stems
+def test_shared_blocks_are_equal_to_their_homes(stem):
+    for name, (home, text) in shared_blocks(stem).items():
+        at_home = shared_blocks(home)
+        assert name in at_home, f"kernels/{home}.py has no block {name}"
+        assert at_home[name][0] == home, f"kernels/{home}.py calls another file the home of {name}"
+        assert text == at_home[name][1], f"{name} differs from kernels/{home}.py"
+
+
+def test_code_that_files_repeat_is_marked_as_shared():
+    """Twelve lines in a row that stand in two files outside the markers are a copy that nothing holds equal."""
+
+    def unmarked_runs(stem: str) -> set[tuple[str, ...]]:
+        lines = source(stem).splitlines()
+        inside, kept = False, []
+        for line in lines:
+            inside = inside or bool(BEGIN.match(line))
+            kept.append(None if inside else line.strip())
+            inside = inside and not END.match(line)
+        runs = (tuple(kept[i : i + 12]) for i in range(len(kept) - 11))
+        return {run for run in runs if None not in run and sum(map(bool, run)) >= 10}
+
+    runs = {stem: unmarked_runs(stem) for stem in STEMS}
+    copies = [(a, b, run[0]) for a in STEMS for b in STEMS if a < b for run in runs[a] & runs[b]]
+    assert not copies

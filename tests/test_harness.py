@@ -1,0 +1,880 @@
+"""The harness: candidates it must reject and for which reason, honest ones it must accept, its parts, its command line."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from judge import machine, report, roof, timing, trial
+from judge.correctness import CHUNK, Case, Errors, Examination, compare, first_changed, perturb, poisoned, random_like, same_bits
+from judge.pairs import Pair, Problem, discover
+from judge.roof import Ceilings, Load
+
+ROOT = Path(harness.__file__).resolve().parent
+
+MODEL = """
+import torch
+from torch import nn
+
+batch_size = 32
+
+class Model(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+
+    def forward(self, x):
+        h = self.matmul(x)
+        h = torch.sigmoid(h) * h
+        h = h + self.bias
+        return self.group_norm(h)
+
+def get_inputs(batch_size=batch_size):
+    return [torch.rand(batch_size, 96)]
+
+def get_init_inputs():
+    return [96, 64, 8]
+"""
+
+# An honest candidate, and the right answer that dishonest ones start from.
+NEW = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+{at_import}
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+        self.calls = 0
+        self.kept = None
+        {at_init}
+
+    def right(self, x):
+        return self.group_norm(F.silu(self.matmul(x)) + self.bias)
+
+    def forward(self, x):
+        self.calls += 1
+        {forward}
+"""
+
+
+def candidate(forward="return self.right(x)", at_import="", at_init=""):
+    body = "\n        ".join(forward.strip().splitlines())
+    return NEW.format(forward=body, at_import=at_import, at_init=at_init)
+
+
+def rounded_to(bits):
+    """Operands of the product keep `bits` bits of mantissa: 10 are TF32's."""
+    return f"""
+def rounded(t):
+    mantissa, exponent = torch.frexp(t)
+    return torch.ldexp(torch.round(mantissa * 2.0**{bits + 1}) / 2.0**{bits + 1}, exponent)
+"""
+
+
+LOW_PRECISION = """h = F.linear(rounded(x), rounded(self.matmul.weight), self.matmul.bias)
+return self.group_norm(F.silu(h) + self.bias)"""
+
+# name: the candidate, and words of the reason it must be rejected for
+WRONG = {
+    "returns zeros": (candidate("return torch.zeros_like(self.right(x))"), "constant, the Model's is not"),
+    "reuses one static buffer": (
+        candidate("if self.kept is None: self.kept = self.right(x).clone()\nreturn self.kept.copy_(self.right(x))"),
+        "the output's memory is reused",
+    ),
+    "returns the previous call's output": (
+        candidate("stale, self.kept = self.kept, self.right(x)\nreturn self.kept if stale is None else stale"),
+        "not close to the Model's",
+    ),
+    "adds the bias before Swish": (candidate("return self.group_norm(F.silu(self.matmul(x) + self.bias))"), "not close to the Model's"),
+    "multiplies with TF32's 10 bits": (candidate(LOW_PRECISION, at_import=rounded_to(10)), "output"),
+    "multiplies with 15 bits, close but imprecise": (candidate(LOW_PRECISION, at_import=rounded_to(15)), "error against float64"),
+    "writes its input": (candidate("out = self.right(x)\nx.add_(1.0)\nreturn out"), "writes input 0"),
+    "writes its parameter": (candidate("out = self.right(x)\nself.bias.data.add_(1.0)\nreturn out"), "writes bias"),
+    "is right on the first call only": (
+        candidate("return self.right(x) + (1.0 if self.calls > 1 else 0.0)"),
+        "output (a second call on the same inputs, seed 0): 2048 of 2048",
+    ),
+    "is never twice the same": (
+        candidate("return self.right(x) * (1 + 1e-7 * self.calls)"),
+        "a third call on the same inputs gives another answer",
+    ),
+    "returns float64": (candidate("return self.right(x).double()"), "has dtype torch.float64"),
+    "returns another shape": (candidate("return self.right(x)[None]"), "has shape (1, 32, 64)"),
+    "returns other strides": (candidate("return self.right(x).t().contiguous().t()"), "has stride (1, 32)"),
+    "returns a list": (candidate("return [self.right(x)]"), "gives 2 outputs, the Model 1"),
+    "leaves a tail unwritten": (
+        candidate("out = torch.empty(32, 64, device=x.device)\nout[:-1] = self.right(x)[:-1]\nreturn out"),
+        "NaN in one and not in the other",
+    ),
+    "ignores the affine parameters": (
+        candidate("return F.group_norm(F.silu(self.matmul(x)) + self.bias, self.group_norm.num_groups)"),
+        "not close to the Model's",
+    ),
+    "hides NaN": (candidate("return self.right(x.nan_to_num())"), "one NaN in each input"),
+    "replaces the clock at import": (
+        candidate(at_import="import time\ntime.perf_counter = lambda: 0.0"),
+        "the candidate replaces time.perf_counter",
+    ),
+    "replaces the comparison in a call": (
+        candidate("torch.allclose = lambda *a, **k: True\nreturn self.right(x)"),
+        "the candidate replaces torch.allclose",
+    ),
+    "replaces a method of the event": (
+        candidate(at_import="torch.cuda.Event.elapsed_time = lambda *a: 0.0"),
+        "the candidate replaces torch.cuda.Event.elapsed_time",
+    ),
+    "replaces a method every tensor inherits": (
+        candidate("torch.Tensor.isnan = lambda t: torch.zeros_like(t, dtype=torch.bool)\nreturn self.right(x)"),
+        "the candidate replaces torch.Tensor.isnan",
+    ),
+    "slows the Model down": (
+        candidate(at_import="slow = F.group_norm\nF.group_norm = lambda *a: (slow(*a), slow(*a))[1]"),
+        "the candidate replaces torch.nn.functional.group_norm",
+    ),
+    "replaces the harness itself": (
+        candidate(at_import="import judge.correctness\njudge.correctness.compare = lambda *a: judge.correctness.Difference()"),
+        "the candidate replaces judge.correctness.compare",
+    ),
+    "allows TF32 for everyone": (
+        candidate(at_import="torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32"),
+        "the candidate changes torch.backends.cudnn.allow_tf32",
+    ),
+    "raises in a call": (candidate("raise RuntimeError('no kernel for this')"), "raised RuntimeError: no kernel for this"),
+    "raises at import": (candidate(at_import="undefined_name"), "raised NameError: name 'undefined_name' is not defined at import"),
+    "has no ModelNew": ("x = 1", "has no attribute 'ModelNew' at import"),
+    "has one more parameter": (candidate(at_init="self.gamma = nn.Parameter(torch.ones(3))"), "state_dict: keys are"),
+    "draws its weights differently": (candidate(at_init="nn.init.zeros_(self.bias)"), "the same seed does not give the Model's bias"),
+    "remembers answers by address": (
+        candidate(
+            "if x.data_ptr() not in answers: answers[x.data_ptr()] = (x, self.right(x))\nreturn answers[x.data_ptr()][1]", "answers = {}"
+        ),
+        "after timing",
+    ),
+}
+
+WRONG_BACKWARD = {
+    "cuts a parameter off": (
+        candidate("return self.group_norm(F.silu(self.matmul(x)) + self.bias.detach())"),
+        "gradient of bias is a NoneType",
+    ),
+    "takes a sum for granted": (
+        candidate(
+            "return AsIfSummed.apply(self.right(x))",
+            at_import="""
+class AsIfSummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        return torch.ones_like(g)
+""",
+        ),
+        "gradient of input 0",
+    ),
+    "has an imprecise gradient": (
+        candidate(
+            "return Rounded.apply(self.right(x))",
+            at_import="""
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + 1e-5 * torch.cos(1e3 * g))
+""",
+        ),
+        "error against float64",
+    ),
+    "gives no gradient": (candidate("return self.right(x).detach()"), "no output requires a gradient"),
+}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(timing, "SECONDS_EACH", {"cuda": 0.05, "cpu": 0.05})
+
+
+@pytest.fixture(autouse=True)
+def same_process_afterwards():
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    assert torch.get_num_threads() == threads
+    assert torch.get_float32_matmul_precision() == precision
+
+
+def fake_ceilings(device="cpu", dtype=torch.float32):
+    """Far above any machine, so that no floor is crossed and nothing is measured."""
+    ceilings = Ceilings(device, [dtype])
+    ceilings.copy_bandwidth = 1e15
+    ceilings.matrix_rate = {name: 1e18 for name in machine.DTYPES}
+    return ceilings
+
+
+def write_pair(folder, new, model=MODEL):
+    model_path, new_path = folder / "model.py", folder / "new.py"
+    model_path.write_text(model)
+    new_path.write_text(new)
+    return Pair("model", model_path, new_path)
+
+
+def judge(folder, new, device="cpu", model=MODEL, dtype="float32", backward=False, baselines=("eager",), precision="highest"):
+    load = Load(device, [machine.DTYPES[dtype]], [precision], backward)
+    pair = write_pair(folder, new, model)
+    problem = Problem(pair.model_path)
+    entry = trial.Entry(pair, problem, problem.benchmark_batch)
+    settings = trial.Settings(load, list(baselines), 0, 0.02)
+    return trial.judge_pair(entry, settings, fake_ceilings(device, machine.DTYPES[dtype]), lambda text: None)
+
+
+def tree(folder, **kernels):
+    """A suite of its own: the harness as it is, small models, the kernels given."""
+    shutil.copy(ROOT / "harness.py", folder)
+    shutil.copytree(ROOT / "judge", folder / "judge", ignore=shutil.ignore_patterns("__pycache__"))
+    for sub in ("models", "kernels"):
+        (folder / sub).mkdir()
+    for name, source in kernels.items():
+        (folder / "models" / f"{name}.py").write_text(MODEL)
+        (folder / "kernels" / f"{name}.py").write_text(source)
+    return folder
+
+
+def run_harness(folder, *arguments, cwd=None):
+    command = [sys.executable, str(folder / "harness.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd or folder, timeout=300, check=False)
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """`main` over a folder of pairs, in this process, with nothing measured that takes long."""
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(Ceilings, "measure", lambda self: self.__dict__.update(vars(fake_ceilings(self.device))))
+
+    def add(name, new, model=MODEL):
+        for sub, source in (("models", model), ("kernels", new)):
+            (tmp_path / sub).mkdir(exist_ok=True)
+            (tmp_path / sub / f"{name}.py").write_text(source)
+
+    def main(*arguments):
+        return harness.main(["--device", "cpu", "--baselines", "eager", *arguments])
+
+    main.add = add
+    return main
+
+
+# Candidates
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rejects_one_that(name, tmp_path, device):
+    if name == "leaves a tail unwritten" and not hasattr(torch.utils, "deterministic") and device.type == "cpu":
+        pytest.skip("this PyTorch cannot fill what torch.empty hands out")
+    source, reason = WRONG[name]
+    (run,) = judge(tmp_path, source, device.type)
+    assert not run.ok
+    assert run.status == trial.WRONG
+    assert any(reason in each for each in run.reasons), run.reasons
+    assert not run.ms or reason == "after timing"
+
+
+@pytest.mark.parametrize("name", WRONG_BACKWARD)
+def test_rejects_a_backward_that(name, tmp_path, device):
+    source, reason = WRONG_BACKWARD[name]
+    forward, forward_backward = judge(tmp_path, source, device.type, backward=True)
+    assert forward.ok, forward.reasons
+    assert forward_backward.direction == "forward_backward"
+    assert any(reason in each for each in forward_backward.reasons), forward_backward.reasons
+
+
+def test_says_that_a_forward_carries_no_gradient(tmp_path):
+    (run,) = judge(tmp_path, WRONG_BACKWARD["gives no gradient"][0])
+    assert run.notes == ["outputs carry no gradient, the Model's do"]
+
+
+@pytest.mark.parametrize("dtype", machine.DTYPES)
+def test_accepts_an_honest_one_in(dtype, tmp_path, device):
+    runs = judge(tmp_path, candidate(), device.type, dtype=dtype, backward=True)
+    assert [run.reasons for run in runs] == [[], []]
+    for run in runs:
+        assert run.rounds >= timing.MIN_ROUNDS
+        assert run.ms["new"] > 0
+        assert run.ms["eager"] > 0
+        assert run.shapes == [[32, 96]]
+        assert (run.error["eager_max"] is None) == (dtype == "float64")
+    assert set(runs[1].gradient_error) == {"input 0", "bias", *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias"))}
+
+
+def test_accepts_the_model_itself_exactly(tmp_path):
+    (run,) = judge(tmp_path, MODEL.replace("class Model(", "class ModelNew("))
+    assert run.ok, run.reasons
+    assert run.error["new_max"] == run.error["eager_max"] > 0
+    assert run.error["new_rms"] == run.error["eager_rms"] > 0
+
+
+def test_accepts_several_outputs_of_several_types(tmp_path):
+    model = MODEL.replace("return self.group_norm(h)", "h = self.group_norm(h)\n        return h, (h.argmax(1), h.mean(1))")
+    new = candidate("h = self.right(x)\nreturn h, (h.argmax(1), h.mean(1))")
+    runs = judge(tmp_path, new, model=model, backward=True)
+    assert [run.reasons for run in runs] == [[], []]
+    off_by_one = candidate("h = self.right(x)\nreturn h, (h.argmax(1) + 1, h.mean(1))")
+    (run,) = judge(tmp_path, off_by_one, model=model)
+    assert any("output 1 differs" in reason and "32 of 32" in reason for reason in run.reasons)
+
+
+def test_kernelbench_files_that_take_no_batch_argument(tmp_path):
+    model = MODEL.replace("def get_inputs(batch_size=batch_size)", "def get_inputs()")
+    problem = Problem(write_pair(tmp_path, candidate(), model).model_path)
+    assert problem.benchmark_batch == 32
+    assert problem.inputs(5, "cpu", torch.float32, 0)[0].shape == (5, 96)
+    (run,) = judge(tmp_path, candidate(), model=model)
+    assert run.ok, run.reasons
+
+
+def test_a_model_that_cannot_run_on_meta_has_no_floor(tmp_path):
+    model = MODEL.replace("h = self.matmul(x)", "h = self.matmul(x) * (2.0 if x.sum().item() > 1e9 else 1.0)")
+    (run,) = judge(tmp_path, candidate(), model=model)
+    assert run.ok, run.reasons
+    assert run.roof == {}
+    assert "no floor" in run.notes[0]
+    assert "-" in report.table([run])
+
+
+def test_a_model_that_raises_is_not_the_candidates_fault(tmp_path):
+    (run,) = judge(tmp_path, candidate(), model=MODEL.replace("h = self.matmul(x)", "h = self.nothing(x)"))
+    assert not run.ok
+    assert run.reasons[0].startswith("the Model itself raised AttributeError")
+
+
+def test_a_baseline_that_fails_is_noted(tmp_path, monkeypatch):
+    def fails(*args, **kwargs):
+        def compiled(*inputs):
+            raise RuntimeError("no C++ compiler")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", fails)
+    (run,) = judge(tmp_path, candidate(), baselines=("eager", "compile", "cudagraph"))
+    assert run.ok, run.reasons
+    assert set(run.ms) == {"new", "eager"}
+    assert run.notes == ["no compile baseline: RuntimeError: no C++ compiler", "no new_cudagraph: there are no CUDA graphs on a CPU"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_times_the_candidate_in_a_cuda_graph(tmp_path):
+    runs = judge(tmp_path, candidate(), "cuda", backward=True, baselines=("eager", "cudagraph"))
+    for run in runs:
+        assert run.ok, run.reasons
+        assert run.notes == []
+        assert set(run.ms) == {"new", "eager", "new_cudagraph"}
+        assert run.peak_memory["new"] >= 32 * 64 * 4
+
+
+UNREPEATABLE_MODEL = MODEL.replace(
+    "return self.group_norm(h)", "return self.group_norm(h) * (1 + 1e-12 * torch.rand((), dtype=h.dtype, device=h.device))"
+)
+
+
+def test_a_candidate_need_repeat_its_bits_only_where_the_model_does(tmp_path):
+    forward = "return self.right(x) * (1 + 1e-12 * torch.rand((), dtype=x.dtype, device=x.device))"
+    (exact,) = judge(tmp_path, candidate(forward), dtype="float64")
+    assert any("a third call" in reason for reason in exact.reasons), exact.reasons
+    (unrepeatable,) = judge(tmp_path, candidate(forward), model=UNREPEATABLE_MODEL, dtype="float64")
+    assert unrepeatable.ok, unrepeatable.reasons
+    (stale,) = judge(tmp_path, WRONG["reuses one static buffer"][0], model=UNREPEATABLE_MODEL, dtype="float64")
+    assert any("the output's memory is reused" in reason for reason in stale.reasons), stale.reasons
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_rejects_work_on_the_default_stream(tmp_path):
+    forward = "with torch.cuda.stream(torch.cuda.default_stream()):\n    return self.right(x)"
+    (run,) = judge(tmp_path, candidate(forward), "cuda")
+    assert any("work is launched elsewhere" in reason for reason in run.reasons), run.reasons
+
+
+# The two gates and their helpers
+
+
+def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
+    ulp = torch.finfo(torch.float32).eps
+    inside = Errors(new_max=2e-6, eager_max=1e-6, new_squares=4e-12, eager_squares=1e-12, reference_max=1, reference_squares=1, count=1)
+    assert inside.over_limit(torch.float32) == []
+    outside = Errors(new_max=2.1e-6, eager_max=1e-6, new_squares=4e-12, eager_squares=1e-12, reference_max=1, reference_squares=1, count=1)
+    assert len(outside.over_limit(torch.float32)) == 1
+    exact_eager = Errors(new_max=ulp, new_squares=ulp**2, reference_max=2.0, reference_squares=4.0, count=1)
+    assert exact_eager.over_limit(torch.float32) == []
+    exact_eager.reference_max = 1.9
+    assert "largest error" in exact_eager.over_limit(torch.float32)[0]
+    assert Errors(new_max=math.nan, count=1).over_limit(torch.float32)
+
+
+def test_compare_counts_across_chunks(device):
+    eager = torch.linspace(-1, 1, CHUNK[device.type] + 3, device=device)
+    new = eager.clone()
+    new[0] += 1e-3
+    new[-1] += 2e-3
+    errors = Errors()
+    found = compare(new, eager, eager.double(), 1e-4, 1.0, errors)
+    assert found.wrong == 2
+    assert found.largest == pytest.approx(2e-3, rel=1e-3)
+    assert errors.new_max == found.largest
+    assert errors.new_squares == pytest.approx(5e-6, rel=1e-3)
+    assert errors.eager_max == 0
+    assert errors.reference_max == 1
+    assert errors.count == eager.numel()
+
+
+def test_gate_one_is_relative_to_the_scale_and_to_each_element():
+    eager = torch.tensor([0.0, 100.0])
+    for new, scale, wrong in (([2e-3, 100.0], 1.0, 1), ([2e-3, 100.0], 50.0, 0), ([0.0, 100.010], 1.0, 0), ([0.0, 100.011], 1.0, 1)):
+        assert compare(torch.tensor(new), eager, None, 1e-4, scale, Errors()).wrong == wrong
+
+
+def test_compare_takes_the_same_nan_and_infinity_as_equal():
+    special = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    errors = Errors()
+    assert compare(special, special, special.double(), 1e-4, 1.0, errors).wrong == 0
+    assert (errors.new_max, errors.reference_max) == (0.0, 1.0)
+    for other in ([0.0, math.inf, -math.inf, 1.0], [math.nan, math.inf, math.inf, 1.0], [math.nan, 3e38, -math.inf, 1.0]):
+        assert compare(torch.tensor(other), special, None, 1e-4, 1.0, Errors()).wrong == 1
+
+
+def test_same_bits():
+    nan = torch.tensor([math.nan, 1.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([1]))
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+    assert same_bits(torch.tensor([True]), torch.tensor([True]))
+    assert first_changed({"a": nan, "b": torch.zeros(1)}, {"a": nan, "b": torch.ones(1)}) == "b"
+
+
+def test_perturb_changes_every_floating_value_and_repeats(device):
+    models = [torch.nn.BatchNorm2d(64).to(device) for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2)):
+        perturb(model, seed)
+    first, again, other = (model.state_dict() for model in models)
+    fresh = torch.nn.BatchNorm2d(64).to(device).state_dict()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        assert bool((first[name] != fresh[name]).all()), name
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+    assert (first["running_var"] > 0).all()
+    assert first["num_batches_tracked"] == 0
+
+
+def test_incoming_gradients_are_the_same_in_every_dtype(device):
+    drawn = [random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0] for dtype in (torch.float16, torch.float32, torch.float64)]
+    assert torch.equal(drawn[1].double(), drawn[2])
+    assert torch.allclose(drawn[0].double(), drawn[2], rtol=0, atol=1e-6)
+    assert 0.9 < drawn[2].std() < 1.1
+
+
+@pytest.mark.skipif(not hasattr(torch.utils, "deterministic"), reason="this PyTorch cannot fill what torch.empty hands out")
+def test_poisoned_memory_is_nan_inside_and_the_switches_come_back(device):
+    assert not torch.are_deterministic_algorithms_enabled()
+    with poisoned(device.type, []):
+        assert torch.empty(1000, device=device).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(ValueError, match="inside"), poisoned(device.type, []):
+        raise ValueError("inside")
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_precision_sets_all_switches_and_restores_them():
+    def switches():
+        return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    before = switches()
+    with machine.precision("high"):
+        assert switches() == ("high", True, True)
+        with machine.precision("highest"):
+            assert switches() == ("highest", False, False)
+        assert switches() == ("high", True, True)
+    assert switches() == before
+
+
+# Timing
+
+
+def test_a_against_a_is_about_one(tmp_path):
+    (run,) = judge(tmp_path, MODEL.replace("class Model(", "class ModelNew("))
+    low, high = run.speedup_ci["eager"]
+    assert low <= run.speedup["eager"] <= high
+    assert low < 1.5
+    assert high > 0.67
+
+
+def test_twice_the_time_is_a_speedup_of_two(monkeypatch):
+    noise = random.Random(0)
+    now = [0.0]
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+
+    def taking(seconds):
+        def call():
+            now[0] += seconds * noise.uniform(0.9, 1.1)
+
+        return call
+
+    samples = timing.measure({"new": taking(0.004), "slow": taking(0.008)}, lambda factor: None, "cpu", 0.5, seed=3)
+    assert len(samples.ms["new"]) == len(samples.ms["slow"]) == pytest.approx(2 * 0.5 / 0.012, rel=0.15)
+    low, high = samples.speedup_interval("new", over="slow", seed=0)
+    assert 1.9 < low < samples.speedup("new", over="slow") < high < 2.1
+    assert samples.median("new") == pytest.approx(4.0, rel=0.05)
+
+
+def test_rounds_interleave_in_changing_order_and_inputs_change():
+    order, factors = [], []
+    contenders = {name: (lambda name=name: order.append(name)) for name in "abc"}
+    samples = timing.measure(contenders, factors.append, "cpu", 0.05, seed=1)
+    rounds = len(samples.ms["a"])
+    timed = order[-3 * rounds :]
+    triples = {tuple(timed[i : i + 3]) for i in range(0, len(timed), 3)}
+    assert all(sorted(triple) == ["a", "b", "c"] for triple in triples)
+    assert len(triples) > 1
+    assert len(factors) == len(set(factors)) == rounds
+
+
+def test_statistics_of_known_samples():
+    samples = timing.Samples({"new": [1.0, 2.0, 3.0, 4.0, 5.0], "eager": [10.0, 20.0, 30.0, 40.0, 50.0]})
+    assert samples.median("new") == 3.0
+    assert samples.spread("new") == [2.0, 4.0]
+    assert samples.speedup("new", over="eager") == 10.0
+    # Drawn in pairs, the ratio of every round is 10: an unpaired bootstrap would spread.
+    assert samples.speedup_interval("new", over="eager", seed=0) == pytest.approx([10.0, 10.0])
+
+
+# The floor
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "gigaflop"),
+    [
+        ("instance_norm", 15.032, 0.0),
+        ("linear_instance_norm_residual", 0.369, 137.438953472),
+        ("linear_swish_group_norm", 0.688, 274.877906944),
+        ("conv_sigmoid_group_norm", 1.325, 38.053085184),
+    ],
+)
+def test_work_at_the_benchmark_shapes(name, gigabytes, gigaflop):
+    problem = Problem(ROOT / "models" / f"{name}.py")
+    work = roof.count_work(problem, problem.benchmark_batch, torch.float32, backward=False)
+    assert work.bytes / 1e9 == pytest.approx(gigabytes, abs=6e-4)
+    assert work.flops / 1e9 == gigaflop
+    both = roof.count_work(problem, problem.benchmark_batch, torch.float32, backward=True)
+    assert both.flops == 3 * work.flops
+    gradients = work.input_bytes + work.state_bytes
+    assert both.bytes == 2 * work.bytes + gradients
+
+
+def test_half_precision_moves_half_the_bytes():
+    problem = Problem(ROOT / "models" / "linear_swish_group_norm.py")
+    full, half = (roof.count_work(problem, 64, dtype, backward=False) for dtype in (torch.float32, torch.bfloat16))
+    assert full.bytes == 2 * half.bytes
+    assert full.flops == half.flops
+
+
+def test_a_strict_float32_product_counts_as_three_halves_or_one_float32():
+    ceilings = Ceilings("cuda", [torch.float32])
+    ceilings.copy_bandwidth, ceilings.matrix_rate = 4e12, {"float32": 50e12, "float16": 600e12, "float64": 60e12}
+    assert ceilings.flop_rate(torch.float32, "highest") == 200e12
+    assert ceilings.flop_rate(torch.float32, "high") == 600e12
+    ceilings.matrix_rate["float32"] = 250e12
+    assert ceilings.flop_rate(torch.float32, "highest") == 250e12
+    assert ceilings.flop_rate(torch.float64, "highest") == 60e12
+    assert ceilings.floor_ms(8_000_000_000, 1, torch.float32, "highest") == pytest.approx(2.0)
+    assert ceilings.floor_ms(1, 25 * 10**10, torch.float32, "highest") == pytest.approx(1.0)
+
+
+def test_more_than_all_is_measured_again_and_then_said(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(Ceilings, "measure", lambda self: measured.append(1))
+    slow_machine = fake_ceilings()
+    slow_machine.copy_bandwidth = 1.0
+    pair = write_pair(tmp_path, candidate())
+    settings = trial.Settings(Load("cpu", [torch.float32], ["highest"], False), ["eager"], 0, 0.02)
+    (run,) = trial.judge_pair(trial.Entry(pair, Problem(pair.model_path), 32), settings, slow_machine, lambda text: None)
+    assert measured == [1]
+    assert run.ok
+    assert run.notes == [trial.ABOVE_FLOOR]
+    assert "% (!)" in report.table([run])
+
+
+def test_ceilings_of_this_machine():
+    ceilings = Ceilings("cpu", [torch.float32])
+    ceilings.measure()
+    assert 1e8 < ceilings.copy_bandwidth < 1e13
+    assert 1e8 < ceilings.matrix_rate["float32"] < 1e15
+
+
+def test_the_estimate_of_memory_covers_the_float64_reference():
+    problem = Problem(ROOT / "models" / "conv_sigmoid_group_norm.py")
+    need = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        work = roof.count_work(problem, 128, dtype, backward=False)
+        widening = 8 / torch.empty((), dtype=dtype).element_size()
+        need[dtype] = roof.memory_needed(work, dtype, backward=False)
+        assert need[dtype] > widening * 3 * work.largest_bytes
+        both = roof.count_work(problem, 128, dtype, backward=True)
+        assert roof.memory_needed(both, dtype, backward=True) > widening * (both.produced_bytes + both.output_bytes)
+    assert need[torch.bfloat16] < need[torch.float32]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
+@pytest.mark.parametrize("name", ["instance_norm", "linear_swish_group_norm", "conv_sigmoid_group_norm"])
+def test_the_estimate_of_memory_holds(name, backward):
+    problem = Problem(ROOT / "models" / f"{name}.py")
+    batch = problem.benchmark_batch // 8
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    case = Case(problem, problem.model_class, "cuda", torch.float32, "highest", backward, batch, 0)
+    assert Examination(case, lambda text: None).run().reasons == []
+    estimate = roof.memory_needed(roof.count_work(problem, batch, torch.float32, backward), torch.float32, backward)
+    assert torch.cuda.max_memory_allocated() < estimate
+
+
+def test_default_batches(tmp_path, monkeypatch):
+    problem = Problem(write_pair(tmp_path, candidate(), MODEL.replace("batch_size = 32", "batch_size = 100")).model_path)
+    cpu, cuda = (Load(device, [torch.float32], ["highest"], False) for device in ("cpu", "cuda"))
+    ceilings = fake_ceilings()
+    work = roof.count_work(problem, 16, torch.float32, backward=False)
+    free = {"bytes": 1 << 50}
+    monkeypatch.setattr(roof, "free_memory", lambda device: free["bytes"])
+    assert roof.choose_batch(problem, None, cpu, ceilings) == 100
+    ceilings.copy_bandwidth = work.bytes / (roof.CPU_FLOOR_MS / 1e3) * 1.01  # batch 16 just under the limit
+    assert roof.choose_batch(problem, None, cpu, ceilings) == 16
+    assert roof.choose_batch(problem, None, cuda, ceilings) == 100
+    free["bytes"] = roof.memory_needed(roof.count_work(problem, 64, torch.float32, False), torch.float32, False)
+    assert roof.choose_batch(problem, None, cuda, ceilings) == 64
+    free["bytes"] = 1
+    with pytest.raises(roof.DoesNotFit):
+        roof.choose_batch(problem, None, cuda, ceilings)
+
+
+# Files and records
+
+
+def test_discovers_what_both_folders_have(tmp_path):
+    for path in ("models/a.py", "models/b.py", "kernels/b.py", "kernels/c.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert list(discover(tmp_path)) == ["b"]
+
+
+def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
+    suite.add("good", candidate())
+    path = tmp_path / "deep" / "out.json"
+    assert suite("--json", str(path), "--backward") == 0
+    document = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    environment = document["environment"]
+    for key in (
+        "time",
+        "command",
+        "git",
+        "device",
+        "driver",
+        "clocks",
+        "copy_bandwidth",
+        "matrix_rate",
+        "torch",
+        "cuda",
+        "cudnn",
+        "python",
+    ):
+        assert key in environment
+    assert environment["command"][0] == "harness.py"
+    assert [run["direction"] for run in document["runs"]] == ["forward", "forward_backward"]
+    for run in document["runs"]:
+        assert run["model"] == "good"
+        assert run["ok"] is True
+        assert run["reasons"] == []
+        assert len(run["source_sha256"]) == 64
+        assert (run["device"], run["dtype"], run["precision"]) == ("cpu", "float32", "highest")
+        assert (run["batch"], run["shapes"], run["seed"]) == (32, [[32, 96]], 0)
+        assert set(run["ms"]) == set(run["spread"]) == {"new", "eager"}
+        assert set(run["speedup"]) == set(run["speedup_ci"]) == {"eager"}
+        assert set(run["roof"]) == {"bytes", "flops", "floor_ms", "percent"}
+        assert set(run["error"]) == {"new_max", "new_rms", "eager_max", "eager_rms"}
+        assert run["import_seconds"] >= 0
+        assert run["peak_memory"] == {}
+    assert "checking, seed 1 of 3" in capsys.readouterr().err
+
+
+def test_from_prints_and_judges_what_was_recorded(suite, tmp_path, capsys):
+    suite.add("good", candidate())
+    suite.add("wrong", WRONG["returns zeros"][0])
+    path = tmp_path / "out.json"
+    assert suite("--json", str(path)) == 1
+    table = capsys.readouterr().out
+    assert suite("--from", str(path)) == 1
+    assert capsys.readouterr().out == table
+    assert suite("--from", str(path), "good", "--markdown") == 0
+    markdown = capsys.readouterr().out.splitlines()
+    assert markdown[0].startswith("| model | run | result | new ms | eager ms | x eager [95%] |")
+    assert set(markdown[1]) <= set("|- ")
+    assert markdown[2].startswith("| good | cpu float32 highest fwd b32 | ok |")
+    assert len(markdown) == 3
+    assert suite("--from", str(path), "godd") == 2
+    assert "did you mean good?" in capsys.readouterr().err
+
+
+def test_plot_of_a_record(suite, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    suite.add("good", candidate())
+    source, first, again, png = (tmp_path / name for name in ("out.json", "a.svg", "b.svg", "c.png"))
+    assert suite("--json", str(source)) == 0
+    for path in (first, again, png):
+        assert suite("--from", str(source), "--plot", str(path)) == 0
+    assert "good" in first.read_text()
+    assert first.read_bytes() == again.read_bytes()
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib_names_it(suite, tmp_path, monkeypatch, capsys):
+    suite.add("good", candidate())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert suite("--plot", str(tmp_path / "a.svg")) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# The command line
+
+BUILD_FAILURES = {
+    "compiler": "raise RuntimeError(\"Error building extension 'x': ninja: build stopped\\nx.cpp:3: error: expected ';'\")",
+    "ninja": "raise ImportError('ninja is needed to build the kernels: pip install ninja')",
+    "called": "import subprocess\nsubprocess.run(['false'], check=True)",
+    "inside": "import torch.utils.cpp_extension as e\ne.load_inline('nothing', 7)",
+}
+
+
+def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
+    suite.add("good", candidate())
+    assert suite() == 0
+    suite.add("raising", WRONG["raises in a call"][0])
+    assert suite() == 1
+    out = capsys.readouterr().out
+    assert "raised RuntimeError: no kernel for this" in out
+    assert "WRONG" in out
+    suite.add("unbuilt", candidate(at_import=BUILD_FAILURES["compiler"]))
+    assert suite() == 3
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows[1:4]] == ["good", "raising", "unbuilt"]
+    assert [next(word for word in row.split() if word in ("ok", "WRONG", "BUILD")) for row in rows[1:4]] == ["ok", "WRONG", "BUILD"]
+    assert "build failed: x.cpp:3: error: expected ';'" in "\n".join(rows)
+
+
+@pytest.mark.parametrize("how", BUILD_FAILURES)
+def test_a_failed_build_is_known_by(how, suite):
+    suite.add("unbuilt", candidate(at_import=BUILD_FAILURES[how]))
+    assert suite() == 3
+
+
+def test_an_import_error_of_another_kind_is_wrong(suite):
+    suite.add("bad", candidate(at_import="import a_module_nobody_has"))
+    assert suite() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["instnce_norm"], "unknown pair 'instnce_norm': did you mean instance_norm?"),
+        (["instance_norm", "--dtype", "float23"], "did you mean float32?"),
+        (["instance_norm", "--precision", "hihg"], "did you mean high"),
+        (["instance_norm", "--baselines", "eager,compil"], "did you mean compile?"),
+        (["instance_norm", "--batch", "0"], "--batch must be at least 1"),
+        (["instance_norm", "--plot", "x.pdf"], ".svg or .png"),
+        (["model.py"], "files come in twos"),
+        (["model.py", "none.py"], "no file model.py"),
+        (["--from", "none.json"], "no file none.json"),
+    ],
+)
+def test_usage_errors(arguments, message, suite, capsys):
+    suite.add("instance_norm", candidate())
+    assert suite(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_gpu_is_a_usage_error(suite, monkeypatch, capsys):
+    suite.add("good", candidate())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert suite("--device", "cuda") == 2
+    assert "sees no GPU" in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_fit_names_one_that_would(suite, monkeypatch, capsys):
+    suite.add("good", candidate())
+    problem = Problem(harness.ROOT / "models" / "good.py")
+
+    def need(batch):
+        return roof.memory_needed(roof.count_work(problem, batch, torch.float32, False), torch.float32, False)
+
+    monkeypatch.setattr(roof, "free_memory", lambda device: need(1000))
+    assert suite("--batch", "1000000") == 2
+    message = capsys.readouterr().err
+    fitting = int(message.partition("--batch ")[2].split()[0])
+    assert need(fitting) <= need(1000) < need(fitting + 1)
+    assert suite("--batch", str(fitting)) == 0
+
+
+def test_dtypes_and_precisions_make_a_record_each(suite, tmp_path):
+    suite.add("good", candidate())
+    path = tmp_path / "out.json"
+    assert suite("--dtype", "float64,bfloat16", "--precision", "high,highest", "--json", str(path)) == 0
+    runs = json.loads(path.read_text())["runs"]
+    ways = [(run["dtype"], run["precision"]) for run in runs]
+    assert ways == [("float64", "high"), ("float64", "highest"), ("bfloat16", "high"), ("bfloat16", "highest")]
+
+
+def test_two_files_from_another_folder(tmp_path):
+    pair = write_pair(tmp_path, candidate())
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run_harness(ROOT, str(pair.model_path), str(pair.new_path), "--device", "cpu", "--baselines", "eager", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1].startswith("model  cpu float32 highest fwd b32  ok")
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_wrong_pair_exits_with_one(tmp_path):
+    pair = write_pair(tmp_path, WRONG["adds the bias before Swish"][0])
+    done = run_harness(ROOT, str(pair.model_path), str(pair.new_path), "--device", "cpu", "--baselines", "eager")
+    assert done.returncode == 1, done.stderr
+    assert "not close to the Model's" in done.stdout
+
+
+def test_a_fifth_pair_is_two_files_and_no_edit(tmp_path):
+    folder = tree(tmp_path, fifth=candidate())
+    assert run_harness(folder, "--list").stdout.split() == ["fifth"]
+    done = run_harness(folder, "--device", "cpu", "--baselines", "eager", "--json", "out.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text())["runs"][0]["model"] == "fifth"
+
+
+def test_lists_the_pairs_of_this_suite():
+    listed = run_harness(ROOT, "--list").stdout.split()
+    assert set(listed) == {path.stem for path in (ROOT / "models").glob("*.py")} & {path.stem for path in (ROOT / "kernels").glob("*.py")}
+
+
+def test_help_documents_the_exit_codes():
+    text = run_harness(ROOT, "--help").stdout
+    assert "0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build" in text
