@@ -1,5 +1,9 @@
 """What the tests share: the device they run on, a fixed seed, the markers."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: idle threads do not keep a busy machine's cores
+
 import pytest
 import torch
 

@@ -32,7 +32,7 @@ def environment(device: str, ceilings: Ceilings, command: list[str], root: Path,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
     }
 
 
@@ -51,7 +51,7 @@ def _git(root: Path) -> dict | None:
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     revision = ask("rev-parse", "HEAD")
-    return revision and {"revision": revision, "dirty": bool(ask("status", "--porcelain"))}
+    return revision and {"revision": revision, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
 
 
 def save(path: Path, runs: list[Run], surroundings: dict) -> None:

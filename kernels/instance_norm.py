@@ -11,6 +11,9 @@ depends on its size alone, and so does the kernel:
     up to 4 MiB               a cluster's registers and shared memory    1 read, 1 write     sm_90 and later
     any                       nowhere (L2, if it happens to)             2 reads, 1 write    any GPU
 
+Accesses are of 16 bytes; where a slice is not whole packs of 16, its few loose values at both ends go apart. Only a tensor that does not
+begin on 16 bytes, and such slices of less than 32 packs, are read value by value.
+
 Statistics are accumulated in float32 (float64 for float64) as (count, mean, M2) and merged pairwise after Chan, Golub and LeVeque
 (1979), never as E[x^2] - E[x]^2. The mean is carried as an unevaluated sum hi + lo, and the output is ((x - hi) - lo) * rstd, so that a
 mean far from zero (x = 1e4 + noise) costs no accuracy. Sums have a fixed order: the same input gives the same bits.
@@ -88,8 +91,11 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 // --- end shared: values ---
 
 // --- shared: moments (home: kernels/instance_norm.py) ---
-// 1 / v of a count, without the call (and its spills) that IEEE division makes; to an ulp or two.
-__device__ __forceinline__ float reciprocal(float v) { return __fdividef(1.0f, v); }
+// 1 / v of a count, to an ulp, without the call (and its spills) that IEEE division makes.
+__device__ __forceinline__ float reciprocal(float v) {
+    const float r = __fdividef(1.0f, v);
+    return fmaf(r, fmaf(-v, r, 1.0f), r);
+}
 __device__ __forceinline__ double reciprocal(double v) {
     double r;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(r) : "d"(v));  // 20 bits, doubled by each Newton step
@@ -197,9 +203,10 @@ template <typename A> struct Scale {
     __device__ __forceinline__ Scale(const Moments<A>& m, A n, A eps) : hi(m.hi), lo(m.lo), rstd(reciprocal_sqrt(m.m2 * reciprocal(n) + eps)) {}
     template <typename T> __device__ __forceinline__ T operator()(T value) const {
         T out;
-        from_acc(((to_acc(value) - hi) - lo) * rstd, out);
+        from_acc(normal(to_acc(value)), out);
         return out;
     }
+    __device__ __forceinline__ A normal(A value) const { return ((value - hi) - lo) * rstd; }
     template <typename T, int V> __device__ __forceinline__ Pack<T, V> operator()(const Pack<T, V>& pack) const {
         Pack<T, V> out;
 #pragma unroll
@@ -323,6 +330,7 @@ constexpr int kRingSharedBytes = kRingStages * kChunkBytes;
 static_assert(kRingSharedBytes + 2048 <= 227 * 1024, "the ring and its barriers are one block's shared memory on sm_90");
 static_assert(kChunkBytes % 128 == 0, "stages stay aligned for the bulk copies");
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
+static_assert(kHeldPacks % 2 == 0, "batches of 8 values come out even, but for the part's end");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
 
 // --- shared: cluster (home: kernels/instance_norm.py) ---
@@ -450,14 +458,17 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
 
             // The first chunks into registers, their stages free at once.
             Accumulator<float> accumulator;
-            const auto gather = [&](const Pack<T, V>(&packs)[kHeldPacks], int count) {
+            const auto gather = [&](int count, auto pack) {  // up to kHeldPacks of them, 8 values at a time
                 constexpr int kBatch = 8 / V;
 #pragma unroll
                 for (int i = 0; i < kHeldPacks; i += kBatch) {
                     if (i + kBatch <= count) {
-                        accumulator.add(reinterpret_cast<const Pack<T, V>(&)[kBatch]>(packs[i]));
+                        Pack<T, V> batch[kBatch];
+#pragma unroll
+                        for (int j = 0; j < kBatch; ++j) batch[j] = pack(i + j);
+                        accumulator.add(batch);
                     } else if (i < count) {
-                        accumulator.add(packs[i]);
+                        accumulator.add(pack(i));
                     }
                 }
             };
@@ -471,19 +482,14 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
                         if (c * kHeldPacks + i < mine) held[c][i] = my_pack(stage, i);
                     }
                     leave_stage(stage);
-                    gather(held[c], mine - c * kHeldPacks);
+                    gather(mine - c * kHeldPacks, [&](int i) { return held[c][i]; });
                     advance(stage, phase);
                 }
             }
             // The others stay in the ring.
             for (int c = kHeldChunks, s = stage, p = phase; c < part.chunks; ++c, advance(s, p)) {
                 mbarrier_wait(&full[s], p);
-                Pack<T, V> chunk[kHeldPacks];
-#pragma unroll
-                for (int i = 0; i < kHeldPacks; ++i) {
-                    if (c * kHeldPacks + i < mine) chunk[i] = my_pack(s, i);
-                }
-                gather(chunk, mine - c * kHeldPacks);
+                gather(mine - c * kHeldPacks, [&](int i) { return my_pack(s, i); });
             }
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
@@ -628,8 +634,7 @@ static cudaError_t launch_in_registers(const T* x, T* y, int64_t slices, int n, 
     const int packs = int(divide_up(n, V));
     int group = 1;
     while (group < packs && group * V * sizeof(T) < 32) group *= 2;
-    while (group * kRegisterItems < packs) group *= 2;
-    if (n % V != 0 && group < 2 * V) group = 2 * V;  // a thread for each loose value
+    while (group * kRegisterItems < packs || (V > 1 && n % V != 0 && group < 32)) group *= 2;
     const int items = int(divide_up(packs, group));
     auto kernel = normalize_in_registers<T, V, kRegisterItems>;
     if (items == 1) kernel = normalize_in_registers<T, V, 1>;
@@ -699,9 +704,9 @@ static cudaError_t launch(const void* xv, void* yv, int64_t slices, int64_t n, d
     constexpr int V = kPack<T>;
     const bool aligned = aligned_16(x, y);
     const int64_t bytes = n * sizeof(T);
-    const bool whole_packs = aligned && (n % V == 0 || n >= 32 * V);  // short slices with loose values go value by value
-    if (whole_packs && bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, V>(x, y, slices, int(n), eps, stream);
-    if (!whole_packs && n <= kMaxGroup * kRegisterItems) return launch_in_registers<T, 1>(x, y, slices, int(n), eps, stream);
+    const bool by_packs = aligned && (n % V == 0 || n >= 32 * V);  // a group of 32 threads has one for each loose value
+    if (by_packs && bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, V>(x, y, slices, int(n), eps, stream);
+    if (!by_packs && n <= kMaxGroup * kRegisterItems) return launch_in_registers<T, 1>(x, y, slices, int(n), eps, stream);
     if constexpr (sizeof(T) < 8) {
         const int blocks = cluster_size(bytes);
         if (aligned && blocks > 0 && device.major >= 9 && device.shared_bytes >= kRingSharedBytes + 2048) {

@@ -84,8 +84,11 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 // --- end shared: values ---
 
 // --- shared: moments (home: kernels/instance_norm.py) ---
-// 1 / v of a count, without the call (and its spills) that IEEE division makes; to an ulp or two.
-__device__ __forceinline__ float reciprocal(float v) { return __fdividef(1.0f, v); }
+// 1 / v of a count, to an ulp, without the call (and its spills) that IEEE division makes.
+__device__ __forceinline__ float reciprocal(float v) {
+    const float r = __fdividef(1.0f, v);
+    return fmaf(r, fmaf(-v, r, 1.0f), r);
+}
 __device__ __forceinline__ double reciprocal(double v) {
     double r;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(r) : "d"(v));  // 20 bits, doubled by each Newton step

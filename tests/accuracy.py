@@ -31,8 +31,8 @@ def allowed_error(eager_error: float, scale: float, dtype: torch.dtype, rounding
 
 
 def draws(case: Case, device, dtype, change: Callable = lambda model, new, inputs: inputs) -> Iterable[tuple]:
-    """(Model, ModelNew, inputs) with several seeds where the tensors are small: the worst of ten values says little about an algorithm."""
-    for seed in range(6 if case.values < 5000 else 1):
+    """Model, ModelNew and inputs, of several seeds."""
+    for seed in range(6):
         model, new, inputs = build(case, device, dtype, seed)
         yield model, new, change(model, new, inputs)
 
@@ -59,6 +59,16 @@ def assert_as_accurate_as_eager(
     our measure, adds float64 numbers one by one, and the roundings of n sums drift that far.
     """
     ours, eagers, scales, dtypes = defaultdict(list), defaultdict(list), defaultdict(list), {}
+
+    def too_large() -> list[str]:
+        found = []
+        for name, dtype in dtypes.items():
+            error, eager_error, scale = (torch.tensor(v).max().item() for v in (ours[name], eagers[name], scales[name]))
+            allowed = allowed_error(eager_error, scale, dtype, roundings)
+            if not error <= allowed:
+                found.append(f"{name} in {dtype}: error {error:.3g}, eager's {eager_error:.3g}, allowed {allowed:.3g}")
+        return found
+
     for model, new, inputs in samples:
         got, right = run(new, inputs), run(in_float64(model), converted(inputs, dtype=torch.float64))
         in_doubles = all(out.dtype is torch.float64 for out in got.values())
@@ -70,10 +80,11 @@ def assert_as_accurate_as_eager(
             eagers[name].append(drift * worst_error(eager[name], right[name]))
             scales[name].append(largest(right[name]))
             dtypes[name] = out.dtype
-    for name, dtype in dtypes.items():
-        error, eager_error, scale = (torch.tensor(v).max().item() for v in (ours[name], eagers[name], scales[name]))
-        allowed = allowed_error(eager_error, scale, dtype, roundings)
-        assert error <= allowed, f"{name} in {dtype}: error {error:.3g}, eager's {eager_error:.3g}, allowed {allowed:.3g}"
+        # The worst of a few values in one sample is luck, on both sides: tensors of a few are judged by all samples. Of large ones
+        # another sample is taken only while something small among the results, such as the gradient of one bias, looks bad.
+        if sum(t.numel() for t in inputs) > 5000 and not too_large():
+            return
+    assert not too_large(), "\n".join(too_large())
 
 
 def assert_same_form(out: torch.Tensor, expected: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from cases import Case, build
 # What the process has to do: load a kernel file given by its path, run its ModelNew on the saved case, compare with the saved result.
 PRELUDE = """
 import importlib.util
+import os
 import sys
 import time
 

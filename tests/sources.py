@@ -31,9 +31,9 @@ def shared_blocks(stem: str) -> dict[str, tuple[str, str]]:
 
 
 def one_of_each_build() -> list[str]:
-    """One stem for each way of building: files with an equal block `build` are built in the same way, and one of them stands for all."""
+    """One stem for each way of building: files with an equal block `build` are built in the same way, and the shortest stands for all."""
     ways = {}
-    for stem in STEMS:
+    for stem in sorted(STEMS, key=lambda stem: len(source(stem))):
         try:
             code = shared_blocks(stem)["build"][1]
         except (AssertionError, KeyError):
