@@ -216,7 +216,9 @@ __device__ __forceinline__ double sigmoid(double v) {
 
 // What a value of h becomes before the norm.
 constexpr int kOperands = 2;  // the bias, the scale
-template <typename A> __device__ __forceinline__ A activate(A h, const A (&operand)[kOperands]) { return sigmoid((h + operand[0]) * operand[1]); }
+template <typename A> __device__ __forceinline__ A activate(A h, const A (&operand)[kOperands]) {
+    return sigmoid((h + operand[0]) * operand[1]);
+}
 
 // --- shared: channels (home: kernels/linear_swish_group_norm.py) ---
 // A slice is one group of one sample: the `spatial` pixels of each of its channels, contiguous.
@@ -320,14 +322,15 @@ template <typename A> struct Scale {
         if constexpr (sizeof(A) == 8) rstd = rsqrt(variance + eps);
         else rstd = reciprocal_sqrt(variance + eps);
     }
-    // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: this one for channels of one pixel, the other for images.
+    // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
         if (image && !isfinite(a)) return a * v + (beta - a * hi);
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>
-    __device__ __forceinline__ Pack<T, V> operator()(const Pack<A, V>& v, const Vectors<A>& vectors, const Place<I>& place, I spatial) const {
+    __device__ __forceinline__ Pack<T, V> operator()(
+        const Pack<A, V>& v, const Vectors<A>& vectors, const Place<I>& place, I spatial) const {
         A gamma[V], beta[V];
         gather<V>(vectors.gamma, place, spatial, gamma);
         gather<V>(vectors.beta, place, spatial, beta);
@@ -342,13 +345,14 @@ template <typename A> struct Scale {
 // --- shared: group norm in registers (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to kMostInRegisters values: the slice waits in registers.
-// `group` threads (a power of two) own a slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further
-// on, ROWS in all: `stride` is a multiple of the groups, so the channels are the same. A group is part of a warp, or whole warps of a block.
+// `group` threads (a power of two) own a slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ...
+// further on, ROWS in all: `stride` is a multiple of the groups, so the channels are the same. A group is part of a warp, or whole warps
+// of a block.
 
 constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
 template <typename T, int V> constexpr int kThreadPacks = V == 1 ? 8 : 128 / (V * sizeof(Acc<T>));  // of a long slice
 template <typename T, int V> constexpr int kShortPacks = kThreadPacks<T, V> / 4;                     // of a short one
-template <typename T> constexpr int kRows = sizeof(T) == 2 ? 4 : 2;                                  // short ones: 64 bytes in flight a thread
+template <typename T> constexpr int kRows = sizeof(T) == 2 ? 4 : 2;  // short slices of a thread: 64 bytes in flight
 template <typename T, int V> constexpr int kMostInRegisters = kMaxGroup * kThreadPacks<T, V> * V;  // values of a slice
 
 // The sums over `group` threads, of K values at a time.
@@ -459,7 +463,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
 constexpr int kStreamBlock = 512;
 constexpr int kStreamBatch = 2;  // packs of a thread in flight
 
-// A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 loose values, whole packs, up to V - 1 loose ones.
+// A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 loose values, whole packs, and up to V - 1
+// loose values again.
 template <int V> struct Span {
     int head, tail;
     int64_t packs;
@@ -575,19 +580,19 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
 // Clusters are persistent: each takes every so-many-th slice, and each of its blocks a contiguous part of the slice, in chunks of 14 KiB.
-// A producer warp fills a ring of stages in shared memory by bulk copies. Two teams of consumers take the slices in turn, so that one stores
-// while the other gathers: the first chunks of its part into registers, which empties their stages at once; the others stay in theirs
-// until the slice's statistics are complete. Blocks send each other their parts' moments by st.async, counted on an mbarrier.
+// A producer warp fills a ring of stages in shared memory by bulk copies. Two teams of consumers take the slices in turn, so that one
+// stores while the other gathers: the first chunks of its part into registers, which empties their stages at once; the others stay in
+// theirs until the slice's statistics are complete. Blocks send each other their parts' moments by st.async, counted on an mbarrier.
 // Float32 stays as v: in the ring it is written over h. 16-bit types stay as h.
 
-constexpr int kTeam = 224;       // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
-constexpr int kChunkPacks = 4;   // of a chunk, a thread
-constexpr int kWaitingMost = 7;  // of a part, in the ring: the other team's fit beside them, and some to come. The largest cluster may fill it
+constexpr int kTeam = 224;      // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
+constexpr int kChunkPacks = 4;  // of a chunk, a thread
+constexpr int kStageBytes = kTeam * kChunkPacks * 16;
 constexpr int kStages = 16;
 template <typename T> constexpr int kHeldChunks = sizeof(T) == 4 ? 3 : 2;  // of a part, in its team's registers
-constexpr int kStageBytes = kTeam * kChunkPacks * 16;
-constexpr int kMostBlocks = 16;       // of a cluster
-constexpr int kSmallestImage = 64;    // pixels: a pack reaches into one more channel at most
+constexpr int kWaitingMost = 7;     // of a part, in the ring, as far as clusters reach: the other team's fit beside them, and some to come
+constexpr int kMostBlocks = 16;     // of a cluster
+constexpr int kSmallestImage = 64;  // pixels: a pack reaches into one more channel at most
 static_assert(kStages * kStageBytes + 2048 <= 227 * 1024, "the ring and its barriers are one block's shared memory on sm_90");
 static_assert(kStageBytes % 128 == 0, "stages stay aligned for the bulk copies");
 static_assert(2 * kWaitingMost < kStages, "both teams' waiting chunks leave room for the next slice's");
@@ -638,7 +643,7 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Between this thread's own writes to a stage and the bulk copy that comes after they are read.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void team_sync(int team, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(threads) : "memory"); }
+__device__ __forceinline__ void team_sync(int team) { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory"); }
 
 // A block's part of a slice; parts are whole 128-byte lines but for the last. The producer takes it chunk by chunk, and thread `tid` of a
 // team takes packs tid, tid + kTeam, ... of it.
@@ -679,7 +684,7 @@ __device__ __forceinline__ Moments<float> merge_across_cluster(
     const int rank = cluster_rank(), blocks = cluster_blocks();
     m = merge_across_warp(m);
     if (tid % 32 == 0) warp_moments[tid / 32] = m;
-    team_sync(team, kTeam);
+    team_sync(team);
     if (tid < 32) {
         m = merge_across_warp(tid < kTeam / 32 ? warp_moments[tid] : Moments<float>());
         Moments<float> message;
@@ -747,7 +752,9 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
         }
         const int channel = first_channel(slice, sizes), loose = rank == 0 ? int(Span<V>(part.begin, sizes.n).loose(tid)) : -1;
         const Place<int> begin(channel, part.value + tid * V, spatial), stride(0, kTeam * V, spatial);
-        const auto my_pack = [&](int s, int i) -> Pack<T, V>& { return reinterpret_cast<Pack<T, V>*>(ring + s * kStageBytes)[tid + i * kTeam]; };
+        const auto my_pack = [&](int s, int i) -> Pack<T, V>& {
+            return reinterpret_cast<Pack<T, V>*>(ring + s * kStageBytes)[tid + i * kTeam];
+        };
         const auto arrive = [&](uint64_t* bar) {
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(bar);
@@ -1000,16 +1007,17 @@ static cudaError_t launch(
 }
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
-// h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and beta, in float32
-// (float64 for float64), contiguous and 16-byte aligned; full: which operands have h's shape. workspace: group_norm_workspace bytes.
+// h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and
+// beta, in float32 (float64 for float64), contiguous and 16-byte aligned; full: which operands have h's shape. workspace:
+// group_norm_workspace bytes.
 extern "C" int64_t group_norm_workspace(int64_t slices, int64_t slice_bytes) {
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     return slices * stream_parts(slices, slice_bytes, device.sms) * int64_t(sizeof(Moments<double>));
 }
 extern "C" int group_norm_forward(
-    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial, int groups,
-    double eps, void* workspace, cudaStream_t stream) {
+    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial,
+    int groups, double eps, void* workspace, cudaStream_t stream) {
     const Sizes sizes = {slices, n, spatial, groups, int(n / spatial)};
     switch (dtype) {
         case 0: return launch<float>(h, out, vectors_from<float>(vectors, full), sizes, eps, workspace, stream);
@@ -1111,7 +1119,7 @@ template <typename A> inline Moments block_moments(const A* values, int64_t n) {
 
 // --- shared: cpu sigmoid (home: kernels/linear_swish_group_norm.py) ---
 // 1 / (1 + exp(-v)) without a branch, so that loops over it vectorise. exp(-|v|) = 2^n * exp(r) with |r| <= ln(2) / 2, and a polynomial
-// in r (Cephes' expf); below the smallest normal number it is 0.
+// in r (Cephes' for float, Taylor's for double); below the smallest normal number it is 0.
 inline float sigmoid(float v) {
     constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: added to it, a number rounds to an integer, found in the sum's low bits
     const float a = -std::fabs(v);
@@ -1132,7 +1140,32 @@ inline float sigmoid(float v) {
     const float e = a < -87.3f ? 0.0f : p * power;
     return (v < 0.0f ? e : 1.0f) / (1.0f + e);
 }
-inline double sigmoid(double v) { return 1.0 / (1.0 + std::exp(-v)); }
+inline double sigmoid(double v) {
+    constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52
+    const double a = -std::fabs(v);
+    const double shifted = a * 1.4426950408889634 + kRounder, n = shifted - kRounder;
+    const double r = (a - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+    double p = 1.0 / 6227020800.0;
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = (p * r * r + r) + 1.0;
+    uint64_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    bits = (bits << 52) + 0x3ff0000000000000;
+    double power;
+    std::memcpy(&power, &bits, sizeof(power));
+    const double e = a < -708.0 ? 0.0 : p * power;
+    return (v < 0.0 ? e : 1.0) / (1.0 + e);
+}
 // --- end shared: cpu sigmoid ---
 
 // What values of h become before the norm. `to` may be `h`.
@@ -1146,7 +1179,7 @@ template <typename A> void activate(const A* h, const std::array<const A*, kOper
 // --- shared: cpu group norm (home: kernels/linear_swish_group_norm.py) ---
 // A slice is one group of one sample: the `spatial` pixels of each of its channels, contiguous.
 struct Sizes {
-    int64_t slices, n, spatial, groups;  // n values a slice
+    int64_t slices, n, spatial, groups, channels;  // n values a slice, groups a sample, channels a group
 };
 
 // What the values are combined with: one value a channel, or with full[i] one for each of h's.
@@ -1179,7 +1212,9 @@ template <typename A> struct Spread {
     }
 };
 
-constexpr int64_t kHeld = 8192;  // values of a slice that wait in a buffer for its statistics; in longer slices they are computed again
+// The values of a slice wait for its statistics in the output, or, where that has 16-bit ones, in a buffer; those of longer slices than
+// this are computed a second time instead.
+constexpr int64_t kMostWaiting = 1 << 22;
 
 // One thread's work: activate, take the moments, normalise. [begin, end) are values of a slice.
 template <typename T> struct Normalizer {
@@ -1190,21 +1225,49 @@ template <typename T> struct Normalizer {
     const Sizes sizes;
     const double eps;
     Spread<A> operands[kOperands], gammas, betas;
-    A block[kBlock], held[kHeld];
+    A block[kBlock];
+    A* const buffer;  // of max(n, kBlock) values where the slice waits there
+    static constexpr bool kInPlace = std::is_same_v<T, A>;
 
-    Normalizer(const T* h, T* out, const Vectors<A>& vectors, const Sizes& sizes, double eps)
-        : h(h), out(out), vectors(vectors), sizes(sizes), eps(eps) {}
+    Normalizer(const T* h, T* out, const Vectors<A>& vectors, const Sizes& sizes, double eps, A* buffer)
+        : h(h), out(out), vectors(vectors), sizes(sizes), eps(eps), buffer(buffer) {}
+    static int64_t buffer_size(int64_t n) { return kInPlace ? 0 : n > kMostWaiting ? kBlock : std::max(n, kBlock); }
+    bool waits() const { return kInPlace || sizes.n <= kMostWaiting; }
 
-    int64_t channel_of(int64_t slice, int64_t value) const { return slice % sizes.groups * (sizes.n / sizes.spatial) + value / sizes.spatial; }
+    // Where value `begin` of the slice, and those after it, wait.
+    A* waiting(int64_t slice, int64_t begin) {
+        if constexpr (kInPlace) return out + slice * sizes.n + begin;
+        else return waits() ? buffer + begin : block;
+    }
+    // Where results go before `leave`.
+    A* destination(int64_t at) {
+        if constexpr (kInPlace) return out + at;
+        else return block;
+    }
+    void leave(int64_t at, int64_t count) {
+        if constexpr (!kInPlace) store_values(block, out + at, count);
+    }
+
+    // Of a value of a slice: its channel, and its pixel there.
+    struct Place {
+        int64_t channel, pixel;
+        Place(const Sizes& sizes, int64_t slice, int64_t value) {
+            const int64_t whole = sizes.spatial == 1 ? value : value / sizes.spatial;
+            channel = slice % sizes.groups * sizes.channels + whole;
+            pixel = value - whole * sizes.spatial;
+        }
+    };
 
     void activate_block(int64_t slice, int64_t begin, int64_t count, A* to) {
-        const int64_t at = slice * sizes.n + begin, channel = channel_of(slice, begin), pixel = begin % sizes.spatial;
+        const int64_t at = slice * sizes.n + begin;
+        const Place place(sizes, slice, begin);
         const A* from = to;
-        if constexpr (std::is_same_v<T, A>) from = h + at;
+        if constexpr (kInPlace) from = h + at;
         else load_values(h + at, to, count);
         std::array<const A*, kOperands> operand;
         for (int k = 0; k < kOperands; ++k) {
-            operand[k] = vectors.full[k] ? vectors.operand[k] + at : operands[k](vectors.operand[k], channel, pixel, count, sizes.spatial);
+            operand[k] = vectors.full[k] ? vectors.operand[k] + at
+                                         : operands[k](vectors.operand[k], place.channel, place.pixel, count, sizes.spatial);
         }
         activate(from, operand, to, count);
     }
@@ -1213,33 +1276,56 @@ template <typename T> struct Normalizer {
         Moments m;
         for (int64_t i = begin; i < end; i += kBlock) {
             const int64_t count = std::min(kBlock, end - i);
-            A* values = sizes.n <= kHeld ? held + i : block;
+            A* values = waiting(slice, i);
             activate_block(slice, i, count, values);
-            m.merge(block_moments(values, count));
+            if (i == begin) m = block_moments(values, count);
+            else m.merge(block_moments(values, count));
         }
         return m;
     }
 
-    void normalize(int64_t slice, int64_t begin, int64_t end, const Moments& m) {
+    // (from - mean) * rstd * gamma + beta
+    void scale(const A* from, A* to, int64_t n, const A* gamma, const A* beta, const Moments& m) const {
         const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / m.count + eps));
-        for (int64_t i = begin; i < end; i += kBlock) {
-            const int64_t count = std::min(kBlock, end - i), channel = channel_of(slice, i), pixel = i % sizes.spatial;
-            const A* from = sizes.n <= kHeld ? held + i : block;
-            if (sizes.n > kHeld) activate_block(slice, i, count, block);
-            const A* gamma = gammas(vectors.gamma, channel, pixel, count, sizes.spatial);
-            const A* beta = betas(vectors.beta, channel, pixel, count, sizes.spatial);
-            A* to = block;
-            if constexpr (std::is_same_v<T, A>) to = out + slice * sizes.n + i;
-            if (std::isfinite(vectors.largest_gamma * rstd)) {
+        if (std::isfinite(vectors.largest_gamma * rstd)) {
 #pragma omp simd
-                for (int64_t j = 0; j < count; ++j) to[j] = ((from[j] - hi) - lo) * (gamma[j] * rstd) + beta[j];
-            } else {  // as PyTorch does it: an infinite gamma decides between infinity and NaN
-                for (int64_t j = 0; j < count; ++j) {
-                    const A a = gamma[j] * rstd;
-                    to[j] = std::isfinite(a) ? ((from[j] - hi) - lo) * a + beta[j] : from[j] * a + (beta[j] - hi * a);
-                }
+            for (int64_t i = 0; i < n; ++i) to[i] = ((from[i] - hi) - lo) * (gamma[i] * rstd) + beta[i];
+        } else {  // as PyTorch does it: an infinite gamma decides between infinity and NaN
+            for (int64_t i = 0; i < n; ++i) {
+                const A a = gamma[i] * rstd;
+                to[i] = std::isfinite(a) ? ((from[i] - hi) - lo) * a + beta[i] : from[i] * a + (beta[i] - hi * a);
             }
-            if constexpr (!std::is_same_v<T, A>) store_values(to, out + slice * sizes.n + i, count);
+        }
+    }
+    void normalize(int64_t slice, int64_t begin, int64_t end, const Moments& m) {
+        for (int64_t i = begin; i < end; i += kBlock) {
+            const int64_t count = std::min(kBlock, end - i), at = slice * sizes.n + i;
+            const Place place(sizes, slice, i);
+            A* values = waiting(slice, i);
+            if (!waits()) activate_block(slice, i, count, values);
+            const A* gamma = gammas(vectors.gamma, place.channel, place.pixel, count, sizes.spatial);
+            const A* beta = betas(vectors.beta, place.channel, place.pixel, count, sizes.spatial);
+            scale(values, destination(at), count, gamma, beta, m);
+            leave(at, count);
+        }
+    }
+
+    // Whole slices from first to last. Short ones together, as far as they are of one sample and fit a block.
+    void slices(int64_t first, int64_t last) {
+        const int64_t n = sizes.n, together = kBlock / n;
+        for (int64_t s = first, run; s < last; s += run) {
+            run = std::max<int64_t>(1, std::min({together, last - s, sizes.groups - s % sizes.groups}));
+            if (run == 1) {
+                normalize(s, 0, n, moments(s, 0, n));
+                continue;
+            }
+            const int64_t channel = Place(sizes, s, 0).channel;
+            const A* gamma = gammas(vectors.gamma, channel, 0, run * n, sizes.spatial);
+            const A* beta = betas(vectors.beta, channel, 0, run * n, sizes.spatial);
+            A *values = waiting(s, 0), *to = destination(s * n);
+            activate_block(s, 0, run * n, values);
+            for (int64_t i = 0; i < run * n; i += n) scale(values + i, to + i, n, gamma + i, beta + i, block_moments(values + i, n));
+            leave(s * n, run * n);
         }
     }
 };
@@ -1247,25 +1333,27 @@ template <typename T> struct Normalizer {
 // Whole slices to each thread where there are enough of them, or else parts of one slice after the other.
 template <typename T>
 void forward_cpu(const T* h, T* out, const Vectors<acc_t<T>>& vectors, const Sizes& sizes, double eps) {
-    const int64_t n = sizes.n;
-    if (sizes.slices >= at::get_num_threads() || n <= kHeld) {
+    using A = acc_t<T>;
+    const int64_t n = sizes.n, buffered = Normalizer<T>::buffer_size(n);
+    if (sizes.slices >= at::get_num_threads() || n <= 8 * kBlock) {
         at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps);
-            for (int64_t s = begin; s < end; ++s) own.normalize(s, 0, n, own.moments(s, 0, n));
+            std::vector<A> buffer(buffered);
+            Normalizer<T>(h, out, vectors, sizes, eps, buffer.data()).slices(begin, end);
         });
         return;
     }
     const int64_t part = 8 * kBlock, parts = (n + part - 1) / part;  // of fixed size: the sum's order is the same on any machine
+    std::vector<A> buffer(buffered);
     std::vector<Moments> moments(parts);
     for (int64_t s = 0; s < sizes.slices; ++s) {
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps);
+            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
             for (int64_t p = begin; p < end; ++p) moments[p] = own.moments(s, p * part, std::min(n, (p + 1) * part));
         });
         Moments m;
         for (const Moments& other : moments) m.merge(other);
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps);
+            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
             own.normalize(s, begin * part, std::min(n, end * part), m);
         });
     }
@@ -1284,14 +1372,17 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     TORCH_CHECK(channels % groups == 0, "Expected number of channels in input to be divisible by num_groups, but got input of shape ",
         h.sym_sizes(), " and num_groups=", groups);
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1: ", channels);
-    for (const at::Tensor& vector : {weight, bias}) {
-        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "Expected weight and bias to be vectors of size equal to the number ",
-            "of channels in input, but got shape ", vector.sym_sizes(), " and input of shape ", h.sym_sizes());
+    const auto check_vector = [&](const at::Tensor& vector) {
+        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "Expected weight and bias to be vectors of size equal to the ",
+            "number of channels in input, but got shape ", vector.sym_sizes(), " and input of shape ", h.sym_sizes());
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
         const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
-            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ", bias.scalar_type());
-    }
+            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
+            bias.scalar_type());
+    };
+    check_vector(weight);
+    check_vector(bias);
     for (const at::Tensor& operand : operands) {
         const bool vector = operand.dim() == 1 && operand.sym_size(0) == channels;
         TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the shape ",
@@ -1309,8 +1400,9 @@ Sizes sizes_of(const at::Tensor& h, int64_t groups) {
     Sizes sizes;
     sizes.slices = h.size(0) * groups;
     sizes.n = h.numel() / sizes.slices;
-    sizes.spatial = sizes.n / (h.size(1) / groups);
     sizes.groups = groups;
+    sizes.channels = h.size(1) / groups;
+    sizes.spatial = sizes.n / sizes.channels;
     return sizes;
 }
 
@@ -1365,8 +1457,8 @@ at::Tensor forward_on_cpu(
 
 extern "C" int64_t group_norm_workspace(int64_t slices, int64_t slice_bytes);
 extern "C" int group_norm_forward(
-    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial, int groups,
-    double eps, void* workspace, cudaStream_t stream);
+    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial,
+    int groups, double eps, void* workspace, cudaStream_t stream);
 extern "C" const char* group_norm_error(int error);
 
 static at::Tensor forward_on_cuda(

@@ -227,21 +227,12 @@ template <typename A> __device__ __forceinline__ A sum_across_group(A v, int gro
 }
 // --- end shared: group sum ---
 
-template <typename T, int V, int ITEMS>
-__global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
-    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, Acc<T> eps, int group) {
-    using A = Acc<T>;
-    __shared__ A warp_sums[kMaxGroup / 32];
-    const int64_t row = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
-
-    Pack<T, V> r[ITEMS];
+// --- shared: moments in registers (home: kernels/instance_norm.py) ---
+// Of n values that a group holds, `packs` packs and one loose value a thread; in all of its threads. Two sweeps over registers.
+template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ Moments<A> moments_in_registers(
+    Pack<T, V> (&r)[ITEMS], int packs, bool has_loose, A loose_value, int n, int lane, int group, A* warp_sums) {
     const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    A sum = 0;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) r[i] = load_streaming<T, V>(h + row * n + int64_t(lane + i * group) * V);
-    }
+    A sum = has_loose ? loose_value * share : A(0);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) {
@@ -251,22 +242,46 @@ __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
     }
     // Deviations from the rounded mean give M2 and what the rounding left over.
     Moments<A> m;
+    m.count = n;
     m.hi = sum_across_group(sum, group, warp_sums);
-    A rest = 0;
+    A rest = has_loose ? loose_value - m.hi : A(0);
+    m.m2 = rest * rest;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
+        keep_packed(r[i]);
         if (lane + i * group < packs) {
+            A pack_rest = 0, pack_m2 = 0;  // sums of sums: one outlier must not drown the others
 #pragma unroll
             for (int j = 0; j < V; ++j) {
                 const A deviation = to_acc(r[i].value[j]) - m.hi;
-                rest += deviation;
-                m.m2 += deviation * deviation;
+                pack_rest += deviation;
+                pack_m2 += deviation * deviation;
             }
+            rest += pack_rest;
+            m.m2 += pack_m2;
         }
     }
     m.lo = sum_across_group(rest, group, warp_sums) * share;
     m.m2 = sum_across_group(m.m2, group, warp_sums);
     if (isinf(m.m2)) m.lo = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
+    return m;
+}
+// --- end shared: moments in registers ---
+
+template <typename T, int V, int ITEMS>
+__global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
+    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, Acc<T> eps, int group) {
+    using A = Acc<T>;
+    __shared__ A warp_sums[kMaxGroup / 32];
+    const int64_t row = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
+
+    Pack<T, V> r[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (lane + i * group < packs) r[i] = load_streaming<T, V>(h + row * n + int64_t(lane + i * group) * V);
+    }
+    const Moments<A> m = moments_in_registers(r, packs, false, A(0), n, lane, group, warp_sums);
     const Finish<A> finish(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

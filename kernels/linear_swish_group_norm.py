@@ -319,14 +319,15 @@ template <typename A> struct Scale {
         if constexpr (sizeof(A) == 8) rstd = rsqrt(variance + eps);
         else rstd = reciprocal_sqrt(variance + eps);
     }
-    // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: this one for channels of one pixel, the other for images.
+    // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
         if (image && !isfinite(a)) return a * v + (beta - a * hi);
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>
-    __device__ __forceinline__ Pack<T, V> operator()(const Pack<A, V>& v, const Vectors<A>& vectors, const Place<I>& place, I spatial) const {
+    __device__ __forceinline__ Pack<T, V> operator()(
+        const Pack<A, V>& v, const Vectors<A>& vectors, const Place<I>& place, I spatial) const {
         A gamma[V], beta[V];
         gather<V>(vectors.gamma, place, spatial, gamma);
         gather<V>(vectors.beta, place, spatial, beta);
@@ -341,13 +342,14 @@ template <typename A> struct Scale {
 // --- shared: group norm in registers (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to kMostInRegisters values: the slice waits in registers.
-// `group` threads (a power of two) own a slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further
-// on, ROWS in all: `stride` is a multiple of the groups, so the channels are the same. A group is part of a warp, or whole warps of a block.
+// `group` threads (a power of two) own a slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ...
+// further on, ROWS in all: `stride` is a multiple of the groups, so the channels are the same. A group is part of a warp, or whole warps
+// of a block.
 
 constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
 template <typename T, int V> constexpr int kThreadPacks = V == 1 ? 8 : 128 / (V * sizeof(Acc<T>));  // of a long slice
 template <typename T, int V> constexpr int kShortPacks = kThreadPacks<T, V> / 4;                     // of a short one
-template <typename T> constexpr int kRows = sizeof(T) == 2 ? 4 : 2;                                  // short ones: 64 bytes in flight a thread
+template <typename T> constexpr int kRows = sizeof(T) == 2 ? 4 : 2;  // short slices of a thread: 64 bytes in flight
 template <typename T, int V> constexpr int kMostInRegisters = kMaxGroup * kThreadPacks<T, V> * V;  // values of a slice
 
 // The sums over `group` threads, of K values at a time.
@@ -458,7 +460,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
 constexpr int kStreamBlock = 512;
 constexpr int kStreamBatch = 2;  // packs of a thread in flight
 
-// A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 loose values, whole packs, up to V - 1 loose ones.
+// A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 loose values, whole packs, and up to V - 1
+// loose values again.
 template <int V> struct Span {
     int head, tail;
     int64_t packs;
@@ -658,16 +661,17 @@ static cudaError_t launch(
 }
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
-// h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and beta, in float32
-// (float64 for float64), contiguous and 16-byte aligned; full: which operands have h's shape. workspace: group_norm_workspace bytes.
+// h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and
+// beta, in float32 (float64 for float64), contiguous and 16-byte aligned; full: which operands have h's shape. workspace:
+// group_norm_workspace bytes.
 extern "C" int64_t group_norm_workspace(int64_t slices, int64_t slice_bytes) {
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     return slices * stream_parts(slices, slice_bytes, device.sms) * int64_t(sizeof(Moments<double>));
 }
 extern "C" int group_norm_forward(
-    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial, int groups,
-    double eps, void* workspace, cudaStream_t stream) {
+    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial,
+    int groups, double eps, void* workspace, cudaStream_t stream) {
     const Sizes sizes = {slices, n, spatial, groups, int(n / spatial)};
     switch (dtype) {
         case 0: return launch<float>(h, out, vectors_from<float>(vectors, full), sizes, eps, workspace, stream);
@@ -769,7 +773,7 @@ template <typename A> inline Moments block_moments(const A* values, int64_t n) {
 
 // --- shared: cpu sigmoid (home: kernels/linear_swish_group_norm.py) ---
 // 1 / (1 + exp(-v)) without a branch, so that loops over it vectorise. exp(-|v|) = 2^n * exp(r) with |r| <= ln(2) / 2, and a polynomial
-// in r (Cephes' expf); below the smallest normal number it is 0.
+// in r (Cephes' for float, Taylor's for double); below the smallest normal number it is 0.
 inline float sigmoid(float v) {
     constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: added to it, a number rounds to an integer, found in the sum's low bits
     const float a = -std::fabs(v);
@@ -790,7 +794,32 @@ inline float sigmoid(float v) {
     const float e = a < -87.3f ? 0.0f : p * power;
     return (v < 0.0f ? e : 1.0f) / (1.0f + e);
 }
-inline double sigmoid(double v) { return 1.0 / (1.0 + std::exp(-v)); }
+inline double sigmoid(double v) {
+    constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52
+    const double a = -std::fabs(v);
+    const double shifted = a * 1.4426950408889634 + kRounder, n = shifted - kRounder;
+    const double r = (a - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+    double p = 1.0 / 6227020800.0;
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = (p * r * r + r) + 1.0;
+    uint64_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    bits = (bits << 52) + 0x3ff0000000000000;
+    double power;
+    std::memcpy(&power, &bits, sizeof(power));
+    const double e = a < -708.0 ? 0.0 : p * power;
+    return (v < 0.0 ? e : 1.0) / (1.0 + e);
+}
 // --- end shared: cpu sigmoid ---
 
 // What values of h become before the norm: Swish, then the bias. `to` may be `h`.
@@ -837,7 +866,9 @@ template <typename A> struct Spread {
     }
 };
 
-constexpr int64_t kHeld = 8192;  // values of a slice that wait in a buffer for its statistics; in longer slices they are computed again
+// The values of a slice wait for its statistics in the output, or, where that has 16-bit ones, in a buffer; those of longer slices than
+// this are computed a second time instead.
+constexpr int64_t kMostWaiting = 1 << 22;
 
 // One thread's work: activate, take the moments, normalise. [begin, end) are values of a slice.
 template <typename T> struct Normalizer {
@@ -848,10 +879,28 @@ template <typename T> struct Normalizer {
     const Sizes sizes;
     const double eps;
     Spread<A> operands[kOperands], gammas, betas;
-    A block[kBlock], held[kHeld];
+    A block[kBlock];
+    A* const buffer;  // of max(n, kBlock) values where the slice waits there
+    static constexpr bool kInPlace = std::is_same_v<T, A>;
 
-    Normalizer(const T* h, T* out, const Vectors<A>& vectors, const Sizes& sizes, double eps)
-        : h(h), out(out), vectors(vectors), sizes(sizes), eps(eps) {}
+    Normalizer(const T* h, T* out, const Vectors<A>& vectors, const Sizes& sizes, double eps, A* buffer)
+        : h(h), out(out), vectors(vectors), sizes(sizes), eps(eps), buffer(buffer) {}
+    static int64_t buffer_size(int64_t n) { return kInPlace ? 0 : n > kMostWaiting ? kBlock : std::max(n, kBlock); }
+    bool waits() const { return kInPlace || sizes.n <= kMostWaiting; }
+
+    // Where value `begin` of the slice, and those after it, wait.
+    A* waiting(int64_t slice, int64_t begin) {
+        if constexpr (kInPlace) return out + slice * sizes.n + begin;
+        else return waits() ? buffer + begin : block;
+    }
+    // Where results go before `leave`.
+    A* destination(int64_t at) {
+        if constexpr (kInPlace) return out + at;
+        else return block;
+    }
+    void leave(int64_t at, int64_t count) {
+        if constexpr (!kInPlace) store_values(block, out + at, count);
+    }
 
     // Of a value of a slice: its channel, and its pixel there.
     struct Place {
@@ -867,7 +916,7 @@ template <typename T> struct Normalizer {
         const int64_t at = slice * sizes.n + begin;
         const Place place(sizes, slice, begin);
         const A* from = to;
-        if constexpr (std::is_same_v<T, A>) from = h + at;
+        if constexpr (kInPlace) from = h + at;
         else load_values(h + at, to, count);
         std::array<const A*, kOperands> operand;
         for (int k = 0; k < kOperands; ++k) {
@@ -881,7 +930,7 @@ template <typename T> struct Normalizer {
         Moments m;
         for (int64_t i = begin; i < end; i += kBlock) {
             const int64_t count = std::min(kBlock, end - i);
-            A* values = sizes.n <= kHeld ? held + i : block;
+            A* values = waiting(slice, i);
             activate_block(slice, i, count, values);
             if (i == begin) m = block_moments(values, count);
             else m.merge(block_moments(values, count));
@@ -902,29 +951,22 @@ template <typename T> struct Normalizer {
             }
         }
     }
-    A* destination(int64_t at) {
-        if constexpr (std::is_same_v<T, A>) return out + at;
-        else return block;
-    }
-    void leave(int64_t at, int64_t count) {
-        if constexpr (!std::is_same_v<T, A>) store_values(block, out + at, count);
-    }
-
     void normalize(int64_t slice, int64_t begin, int64_t end, const Moments& m) {
         for (int64_t i = begin; i < end; i += kBlock) {
             const int64_t count = std::min(kBlock, end - i), at = slice * sizes.n + i;
             const Place place(sizes, slice, i);
-            if (sizes.n > kHeld) activate_block(slice, i, count, block);
+            A* values = waiting(slice, i);
+            if (!waits()) activate_block(slice, i, count, values);
             const A* gamma = gammas(vectors.gamma, place.channel, place.pixel, count, sizes.spatial);
             const A* beta = betas(vectors.beta, place.channel, place.pixel, count, sizes.spatial);
-            scale(sizes.n <= kHeld ? held + i : block, destination(at), count, gamma, beta, m);
+            scale(values, destination(at), count, gamma, beta, m);
             leave(at, count);
         }
     }
 
-    // Whole slices from first to last. Short ones of one-pixel channels together, as far as they are of one sample and fit a block.
+    // Whole slices from first to last. Short ones together, as far as they are of one sample and fit a block.
     void slices(int64_t first, int64_t last) {
-        const int64_t n = sizes.n, together = sizes.spatial == 1 ? kBlock / n : 1;
+        const int64_t n = sizes.n, together = kBlock / n;
         for (int64_t s = first, run; s < last; s += run) {
             run = std::max<int64_t>(1, std::min({together, last - s, sizes.groups - s % sizes.groups}));
             if (run == 1) {
@@ -932,11 +974,11 @@ template <typename T> struct Normalizer {
                 continue;
             }
             const int64_t channel = Place(sizes, s, 0).channel;
-            A* to = destination(s * n);
-            activate_block(s, 0, run * n, held);
-            for (int64_t i = 0; i < run * n; i += n) {
-                scale(held + i, to + i, n, vectors.gamma + channel + i, vectors.beta + channel + i, block_moments(held + i, n));
-            }
+            const A* gamma = gammas(vectors.gamma, channel, 0, run * n, sizes.spatial);
+            const A* beta = betas(vectors.beta, channel, 0, run * n, sizes.spatial);
+            A *values = waiting(s, 0), *to = destination(s * n);
+            activate_block(s, 0, run * n, values);
+            for (int64_t i = 0; i < run * n; i += n) scale(values + i, to + i, n, gamma + i, beta + i, block_moments(values + i, n));
             leave(s * n, run * n);
         }
     }
@@ -945,24 +987,27 @@ template <typename T> struct Normalizer {
 // Whole slices to each thread where there are enough of them, or else parts of one slice after the other.
 template <typename T>
 void forward_cpu(const T* h, T* out, const Vectors<acc_t<T>>& vectors, const Sizes& sizes, double eps) {
-    const int64_t n = sizes.n;
-    if (sizes.slices >= at::get_num_threads() || n <= kHeld) {
+    using A = acc_t<T>;
+    const int64_t n = sizes.n, buffered = Normalizer<T>::buffer_size(n);
+    if (sizes.slices >= at::get_num_threads() || n <= 8 * kBlock) {
         at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
-            Normalizer<T>(h, out, vectors, sizes, eps).slices(begin, end);
+            std::vector<A> buffer(buffered);
+            Normalizer<T>(h, out, vectors, sizes, eps, buffer.data()).slices(begin, end);
         });
         return;
     }
     const int64_t part = 8 * kBlock, parts = (n + part - 1) / part;  // of fixed size: the sum's order is the same on any machine
+    std::vector<A> buffer(buffered);
     std::vector<Moments> moments(parts);
     for (int64_t s = 0; s < sizes.slices; ++s) {
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps);
+            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
             for (int64_t p = begin; p < end; ++p) moments[p] = own.moments(s, p * part, std::min(n, (p + 1) * part));
         });
         Moments m;
         for (const Moments& other : moments) m.merge(other);
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps);
+            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
             own.normalize(s, begin * part, std::min(n, end * part), m);
         });
     }
@@ -981,14 +1026,17 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     TORCH_CHECK(channels % groups == 0, "Expected number of channels in input to be divisible by num_groups, but got input of shape ",
         h.sym_sizes(), " and num_groups=", groups);
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1: ", channels);
-    for (const at::Tensor& vector : {weight, bias}) {
-        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "Expected weight and bias to be vectors of size equal to the number ",
-            "of channels in input, but got shape ", vector.sym_sizes(), " and input of shape ", h.sym_sizes());
+    const auto check_vector = [&](const at::Tensor& vector) {
+        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "Expected weight and bias to be vectors of size equal to the ",
+            "number of channels in input, but got shape ", vector.sym_sizes(), " and input of shape ", h.sym_sizes());
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
         const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
-            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ", bias.scalar_type());
-    }
+            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
+            bias.scalar_type());
+    };
+    check_vector(weight);
+    check_vector(bias);
     for (const at::Tensor& operand : operands) {
         const bool vector = operand.dim() == 1 && operand.sym_size(0) == channels;
         TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the shape ",
@@ -1063,8 +1111,8 @@ at::Tensor forward_on_cpu(
 
 extern "C" int64_t group_norm_workspace(int64_t slices, int64_t slice_bytes);
 extern "C" int group_norm_forward(
-    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial, int groups,
-    double eps, void* workspace, cudaStream_t stream);
+    int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial,
+    int groups, double eps, void* workspace, cudaStream_t stream);
 extern "C" const char* group_norm_error(int error);
 
 static at::Tensor forward_on_cuda(

@@ -14,7 +14,7 @@ import torch
 from cases import FIRST, ROOT, STEMS, solution
 from processes import finish, run_python, save_case, start_python
 from sources import one_of_each_build
-from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME
 
 stems = pytest.mark.parametrize("stem", STEMS)
 builders = pytest.mark.parametrize("stem", one_of_each_build())
@@ -110,7 +110,7 @@ def python_without_ninja(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-COMPILER_TOOLS = ["c++", "as", "ld"]
+COMPILER_TOOLS = ["c++", "g++", "gcc", "as", "ld"]
 
 
 @builders
@@ -134,7 +134,8 @@ def test_ninja_beside_python_is_found(stem, tmp_path):
     python = python_without_ninja(tmp_path / "venv")
     (python.parent / "ninja").symlink_to(shutil.which("ninja") or Path(sys.executable).parent / "ninja")
     tools = folder_of_tools(tmp_path / "tools", *COMPILER_TOOLS)
-    saved, options = saved_case(stem, tmp_path), {"PATH": tools, "CXX": None, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    options = {"PATH": tools, "CXX": None, "CUDA_HOME": CUDA_HOME, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    saved = saved_case(stem, tmp_path)
     run_python(IMPORT_AND_CHECK, kernel_file(stem), saved, cwd=tmp_path, python=python, **options)
 
 

@@ -194,7 +194,7 @@ MALLOC_DEBUG = next((path for folder in ("/lib*", "/lib/*") for path in glob.glo
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_nothing_is_written_outside_the_output(stem, monkeypatch):
+def test_nothing_is_written_outside_the_output(stem):
     """All cases in a process whose malloc guards every block's borders and aborts when one was overwritten."""
     if MALLOC_DEBUG is None:
         pytest.skip("needs glibc's libc_malloc_debug.so.0")
@@ -205,7 +205,7 @@ for case in CASES:
     if case.stem == sys.argv[1] and case.values < 1e5:
         for dtype in DTYPES:
             _, new, inputs = build(case, "cpu", dtype)
-            new(*inputs).sum().backward() if any(True for _ in new.parameters()) else new(*inputs)
+            new(*inputs)
 """
     run_python(script, stem, cwd=ROOT, LD_PRELOAD=MALLOC_DEBUG, MALLOC_CHECK_=3)
 

@@ -225,7 +225,8 @@ def test_nothing_is_written_beside_the_output(case, dtype):
     _, new, inputs = build(case, "cuda", dtype)
     expected = new(*inputs)
     size = max(expected.numel() * expected.element_size(), 1)
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
         blocks = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for _ in range(17)]
         neighbours, places = blocks[::2], {block.data_ptr() for block in blocks[1::2]}
         del blocks
@@ -233,6 +234,7 @@ def test_nothing_is_written_beside_the_output(case, dtype):
         assert out.numel() == 0 or out.data_ptr() in places
     assert all(bool((block == 77).all()) for block in neighbours)
     assert torch.equal(out, expected)
+    del neighbours, out  # before their pool
 
 
 @first_cases
@@ -261,6 +263,7 @@ HUGE = [
 @torch.no_grad()
 def test_more_than_2_to_the_31_elements(case):
     """In float16, the first and last samples against the same ones alone: an index of 32 bits wraps before it reaches the last."""
+    torch.cuda.empty_cache()
     needed = 40 * 2**30
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
@@ -269,5 +272,6 @@ def test_more_than_2_to_the_31_elements(case):
     out = new(*inputs)
     assert out.numel() > 2**31
     for sample in (slice(0, 1), slice(-1, None)):
-        alone = in_float64(model).float()(*[t[sample].float() for t in inputs])
+        with torch.backends.cudnn.flags(enabled=False):  # PyTorch's own kernels count in 64 bits
+            alone = in_float64(model).float()(*[t[sample].float() for t in inputs])
         torch.testing.assert_close(out[sample].float(), alone, rtol=1e-2, atol=1e-2)
