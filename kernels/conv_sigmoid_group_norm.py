@@ -692,8 +692,15 @@ __device__ __forceinline__ Moments<float> merge_across_cluster(
         message.hi = __shfl_sync(~0u, m.hi, 0);
         message.lo = __shfl_sync(~0u, m.lo, 0);
         message.m2 = __shfl_sync(~0u, m.m2, 0);
-        if (tid == 0) mbarrier_expect_bytes(arrived, blocks * int(sizeof(message)));
-        if (tid < blocks) send_moments(message, inbox + rank, arrived, tid);
+        if (blocks == 1) {  // no peers, and no cluster to send in
+            if (tid == 0) {
+                inbox[0] = message;
+                mbarrier_arrive(arrived);
+            }
+        } else {
+            if (tid == 0) mbarrier_expect_bytes(arrived, blocks * int(sizeof(message)));
+            if (tid < blocks) send_moments(message, inbox + rank, arrived, tid);
+        }
     }
     mbarrier_wait(arrived, parity);
     m = inbox[0];
@@ -1373,8 +1380,7 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
         h.sym_sizes(), " and num_groups=", groups);
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1: ", channels);
     const auto check_vector = [&](const at::Tensor& vector) {
-        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "Expected weight and bias to be vectors of size equal to the ",
-            "number of channels in input, but got shape ", vector.sym_sizes(), " and input of shape ", h.sym_sizes());
+        TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
         const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
@@ -1639,6 +1645,11 @@ def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor) -> tuple:
     if math.prod(size) == size[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
     weight, bias = group_norm.weight, group_norm.bias
+    if h.shape[1] % group_norm.num_groups == 0 and weight.shape != h.shape[1:2]:
+        raise RuntimeError(
+            f"Expected weight to have one value for each of the input's channels, but got weight of shape {list(weight.shape)} and input "
+            f"of shape {list(h.shape)}"
+        )
     if h.is_cuda and torch.is_autocast_enabled():
         weight, bias = weight.to(h.dtype), bias.to(h.dtype)
     return weight, bias, group_norm.num_groups, group_norm.eps
