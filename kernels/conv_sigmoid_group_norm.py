@@ -692,15 +692,8 @@ __device__ __forceinline__ Moments<float> merge_across_cluster(
         message.hi = __shfl_sync(~0u, m.hi, 0);
         message.lo = __shfl_sync(~0u, m.lo, 0);
         message.m2 = __shfl_sync(~0u, m.m2, 0);
-        if (blocks == 1) {  // no peers, and no cluster to send in
-            if (tid == 0) {
-                inbox[0] = message;
-                mbarrier_arrive(arrived);
-            }
-        } else {
-            if (tid == 0) mbarrier_expect_bytes(arrived, blocks * int(sizeof(message)));
-            if (tid < blocks) send_moments(message, inbox + rank, arrived, tid);
-        }
+        if (tid == 0) mbarrier_expect_bytes(arrived, blocks * int(sizeof(message)));
+        if (tid < blocks) send_moments(message, inbox + rank, arrived, tid);
     }
     mbarrier_wait(arrived, parity);
     m = inbox[0];

@@ -521,15 +521,8 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
                 m.hi = __shfl_sync(~0u, m.hi, 0);
                 m.lo = __shfl_sync(~0u, m.lo, 0);
                 m.m2 = __shfl_sync(~0u, m.m2, 0);
-                if (blocks == 1) {  // no peers, and no cluster to send in
-                    if (tid == 0) {
-                        inbox[team][turn][0] = m;
-                        mbarrier_arrive(&exchanged[team][turn]);
-                    }
-                } else {
-                    if (tid == 0) mbarrier_expect_bytes(&exchanged[team][turn], blocks * int(sizeof(m)));
-                    if (tid < blocks) send_moments(m, &inbox[team][turn][rank], &exchanged[team][turn], tid);
-                }
+                if (tid == 0) mbarrier_expect_bytes(&exchanged[team][turn], blocks * int(sizeof(m)));
+                if (tid < blocks) send_moments(m, &inbox[team][turn][rank], &exchanged[team][turn], tid);
             }
             mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
             m = inbox[team][turn][0];
