@@ -631,6 +631,15 @@ __device__ __forceinline__ void send_moments(const Moments<float>& m, Moments<fl
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
         ::"r"(peer_address(inbox, rank)), "f"(m.count), "f"(m.hi), "f"(m.lo), "f"(m.m2), "r"(peer_address(bar, rank)) : "memory");
 }
+// By one warp: this block's moments to every block of its cluster. A block without peers keeps them itself: st.async is for clusters.
+__device__ __forceinline__ void post_moments(const Moments<float>& m, Moments<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
+    if (blocks == 1) {
+        if (lane == 0) inbox[0] = m, mbarrier_arrive(bar);
+    } else {
+        if (lane == 0) mbarrier_expect_bytes(bar, blocks * int(sizeof(m)));
+        if (lane < blocks) send_moments(m, inbox + rank, bar, lane);
+    }
+}
 __device__ __forceinline__ int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 __device__ __forceinline__ int cluster_blocks() { int r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 __device__ __forceinline__ void cluster_sync() {
@@ -692,8 +701,7 @@ __device__ __forceinline__ Moments<float> merge_across_cluster(
         message.hi = __shfl_sync(~0u, m.hi, 0);
         message.lo = __shfl_sync(~0u, m.lo, 0);
         message.m2 = __shfl_sync(~0u, m.m2, 0);
-        if (tid == 0) mbarrier_expect_bytes(arrived, blocks * int(sizeof(message)));
-        if (tid < blocks) send_moments(message, inbox + rank, arrived, tid);
+        post_moments(message, inbox, arrived, rank, blocks, tid);
     }
     mbarrier_wait(arrived, parity);
     m = inbox[0];

@@ -379,6 +379,15 @@ __device__ __forceinline__ void send_moments(const Moments<float>& m, Moments<fl
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
         ::"r"(peer_address(inbox, rank)), "f"(m.count), "f"(m.hi), "f"(m.lo), "f"(m.m2), "r"(peer_address(bar, rank)) : "memory");
 }
+// By one warp: this block's moments to every block of its cluster. A block without peers keeps them itself: st.async is for clusters.
+__device__ __forceinline__ void post_moments(const Moments<float>& m, Moments<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
+    if (blocks == 1) {
+        if (lane == 0) inbox[0] = m, mbarrier_arrive(bar);
+    } else {
+        if (lane == 0) mbarrier_expect_bytes(bar, blocks * int(sizeof(m)));
+        if (lane < blocks) send_moments(m, inbox + rank, bar, lane);
+    }
+}
 __device__ __forceinline__ int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 __device__ __forceinline__ int cluster_blocks() { int r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 __device__ __forceinline__ void cluster_sync() {
@@ -521,8 +530,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
                 m.hi = __shfl_sync(~0u, m.hi, 0);
                 m.lo = __shfl_sync(~0u, m.lo, 0);
                 m.m2 = __shfl_sync(~0u, m.m2, 0);
-                if (tid == 0) mbarrier_expect_bytes(&exchanged[team][turn], blocks * int(sizeof(m)));
-                if (tid < blocks) send_moments(m, &inbox[team][turn][rank], &exchanged[team][turn], tid);
+                post_moments(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
             }
             mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
             m = inbox[team][turn][0];
