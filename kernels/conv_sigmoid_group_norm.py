@@ -1664,7 +1664,7 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 
 
 def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1])
+    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
 
 
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -1681,15 +1681,21 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
     """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
     grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
     within = list(range(2, len(grouped)))
-    deviation = v.view(grouped)
-    deviation = deviation - deviation.mean(within, keepdim=True)
-    rstd = (deviation.square().mean(within, keepdim=True) + eps).rsqrt()
-    normal = deviation * rstd
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return values.mean(within, keepdim=True, dtype=torch.float64)
+
+    v_mean = mean(v.view(grouped))
+    rounded = v_mean.to(v.dtype)
+    deviation = v.view(grouped) - rounded
+    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
+    rstd = wide_rstd.to(v.dtype)
+    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
     grad_v = grad_weight = grad_bias = None
     if needed[0]:
         weighted = (grad * _spread(weight, grad)).view(grouped)
-        grad_v = weighted - weighted.mean(within, keepdim=True) - normal * (weighted * normal).mean(within, keepdim=True)
-        grad_v = (rstd * grad_v).view(v.shape)
+        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
+        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
     if needed[1]:
         grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
     if needed[2]:
