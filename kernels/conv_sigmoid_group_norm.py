@@ -1377,9 +1377,9 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     TORCH_CHECK(h.dim() >= 2, "Expected at least 2 dimensions for input tensor but received ", h.dim());
     TORCH_CHECK(groups > 0, "Expected num groups to be greater than 0, got ", groups);
     const auto channels = h.sym_size(1);
-    TORCH_CHECK(channels % groups == 0, "Expected number of channels in input to be divisible by num_groups, but got input of shape ",
-        h.sym_sizes(), " and num_groups=", groups);
-    TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1: ", channels);
+    // Messages without symbolic sizes: writing those out ends some builds of PyTorch 2.11 in a segmentation fault.
+    TORCH_CHECK(channels % groups == 0, "group_norm: the number of channels must be divisible by num_groups=", groups);
+    TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1");
     const auto check_vector = [&](const at::Tensor& vector) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
@@ -1392,8 +1392,7 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     check_vector(bias);
     for (const at::Tensor& operand : operands) {
         const bool vector = operand.dim() == 1 && operand.sym_size(0) == channels;
-        TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the shape ",
-            h.sym_sizes(), ", not ", operand.sym_sizes());
+        TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the input's shape");
         TORCH_CHECK(operand.device() == h.device(), "group_norm: input on ", h.device(), ", but an operand on ", operand.device());
     }
 }
@@ -1646,7 +1645,12 @@ def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor) -> tuple:
     if math.prod(size) == size[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
     weight, bias = group_norm.weight, group_norm.bias
-    if h.shape[1] % group_norm.num_groups == 0 and weight.shape != h.shape[1:2]:
+    if h.shape[1] % group_norm.num_groups != 0:
+        raise RuntimeError(
+            f"Expected number of channels in input to be divisible by num_groups, but got input of shape {list(h.shape)} and "
+            f"num_groups={group_norm.num_groups}"
+        )
+    if weight.shape != h.shape[1:2]:
         raise RuntimeError(
             f"Expected weight to have one value for each of the input's channels, but got weight of shape {list(weight.shape)} and input "
             f"of shape {list(h.shape)}"

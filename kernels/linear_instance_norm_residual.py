@@ -545,7 +545,7 @@ template <typename T> void forward_cpu(const at::Tensor& h, const at::Tensor& y,
 
 void check(const at::Tensor& h, const at::Tensor& y) {
     TORCH_CHECK_NOT_IMPLEMENTED(at::isFloatingType(h.scalar_type()), "row_norm_residual: not implemented for ", h.scalar_type());
-    TORCH_CHECK(h.dim() > 0 && h.sym_sizes() == y.sym_sizes(), "row_norm_residual: h and y must have one shape, got ", h.sym_sizes(), " and ", y.sym_sizes());
+    TORCH_CHECK(h.dim() > 0 && h.sym_sizes() == y.sym_sizes(), "row_norm_residual: h and y must have one shape");
     TORCH_CHECK(h.scalar_type() == y.scalar_type(), "row_norm_residual: h and y must have one dtype, got ", h.scalar_type(), " and ", y.scalar_type());
     TORCH_CHECK(h.device() == y.device(), "row_norm_residual: h and y must be on one device, got ", h.device(), " and ", y.device());
 }
