@@ -57,6 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--backward", action="store_true", help="judge and time forward + backward too")
     parser.add_argument("--batch", type=int, metavar="N", help="default: the benchmark batch on a GPU, one that takes little time on a CPU")
+    parser.add_argument("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
     parser.add_argument(
         "--baselines", default="eager,compile", metavar="LIST", help=f"of {','.join(trial.BASELINES)} (default eager,compile)"
     )
@@ -68,6 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.batch is not None and options.batch < 1:
         raise UsageError("--batch must be at least 1")
+    if options.sweep and options.batch:
+        raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
     if options.plot and options.plot.suffix not in (".svg", ".png"):
         raise UsageError("--plot takes a file that ends in .svg or .png")
     return options
@@ -94,13 +97,27 @@ def chosen_settings(options: argparse.Namespace) -> trial.Settings:
         raise UsageError("--device cuda: PyTorch sees no GPU here")
     dtypes = [machine.DTYPES[name] for name in list_of(options.dtype, machine.DTYPES, "dtype")]
     load = Load(device, dtypes, list_of(options.precision, machine.PRECISIONS, "precision"), options.backward)
-    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, timing.SECONDS_EACH[device])
+    seconds_each = timing.SECONDS_EACH[device] / (4 if options.sweep else 1)
+    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each)
 
 
-def prepare(pair: Pair, asked: int | None, load: Load, ceilings: Ceilings) -> trial.Entry:
+def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
+    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
+    if not sweep:
+        return [{}]
+    try:
+        shapes = Problem(pair.model_path).sweep
+    except Exception:  # noqa: BLE001 - `prepare` says what is wrong with the file
+        return [{}]
+    if not shapes:
+        raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants named `sweep`")
+    return shapes
+
+
+def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings: Ceilings) -> trial.Entry:
     """Loads the Model and settles the batch, before anything large is allocated."""
     try:
-        problem = Problem(pair.model_path)
+        problem = Problem(pair.model_path, constants)
     except Exception as error:  # noqa: BLE001 - whatever a file does at import
         return trial.Entry(pair, failure=f"{pair.model_path.name} cannot be used: {last_line(error)}")
     if asked and problem.benchmark_batch is None:
@@ -125,7 +142,8 @@ def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Names
     ceilings.measure()
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.matrix_rate.items())
     say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
-    entries = [prepare(pair, options.batch, load, ceilings) for pair in pairs]
+    shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
+    entries = [prepare(pair, constants, options.batch, load, ceilings) for pair, constants in shapes]
     runs: list[trial.Run] = []
     surroundings: dict = {}
     for entry in entries:

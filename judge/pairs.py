@@ -67,9 +67,9 @@ def _load(path: Path) -> ModuleType:
 
 
 class Problem:
-    """A loaded model file."""
+    """A loaded model file. `constants` replace some of its module constants: the same networks at another shape."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, constants: dict | None = None):
         module = _load(path)
         for needed in ("Model", "get_inputs", "get_init_inputs"):
             if not hasattr(module, needed):
@@ -77,10 +77,17 @@ class Problem:
         self.path = path
         self.model_class = module.Model
         self._module = module
+        self.constants = constants or {}
+        for name, value in self.constants.items():
+            if not hasattr(module, name):
+                raise AttributeError(f"{path.name} has no {name}")
+            setattr(module, name, value)
+        self.sweep: list[dict] = getattr(module, "sweep", [])  # other shapes worth a measurement
         # The batch size is an optional argument of get_inputs or, in files that take none, the module constant it reads.
         parameter = next(iter(inspect.signature(module.get_inputs).parameters.values()), None)
         self._batch_is_argument = parameter is not None
         default = parameter.default if self._batch_is_argument else getattr(module, "batch_size", None)
+        default = self.constants.get("batch_size", default)
         self.benchmark_batch: int | None = default if isinstance(default, int) else None
 
     def make(self, cls: type, seed: int) -> torch.nn.Module:

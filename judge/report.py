@@ -46,7 +46,8 @@ def _in_order(names: set[str]) -> list[str]:
 def _way(run: Run) -> str:
     direction = "fwd" if run.direction == "forward" else "fwd+bwd"
     batch = "" if run.batch is None else f" b{run.batch}"
-    return f"{run.device} {run.dtype} {run.precision} {direction}{batch}"
+    shape = "".join(f" {name} {value}" for name, value in run.constants.items() if isinstance(value, int) and name != "batch_size")
+    return f"{run.device} {run.dtype} {run.precision} {direction}{batch}{shape}"
 
 
 def _number(value: float | None) -> str:
@@ -84,7 +85,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def plot(runs: list[Run], surroundings: dict, path: Path) -> None:
-    """Bars of milliseconds, a group a run; a line across each group marks its floor. SVG or PNG by the file's suffix."""
+    """Bars of the milliseconds, or of a sweep the percent of the floor against the size. SVG or PNG by the file's suffix."""
     try:
         import matplotlib
     except ImportError as missing:
@@ -93,30 +94,67 @@ def plot(runs: list[Run], surroundings: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     timed = [run for run in runs if run.ms]
-    names = ["new", *_in_order({name for run in timed for name in run.ms} - {"new"})]
-    group = len(names) + 1
+    draw = _draw_sweep if any(run.constants for run in timed) else _draw_bars
     settings = {"svg.fonttype": "none", "svg.hashsalt": "harness", "font.size": 9}  # the same records give the same file
     with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.24 * group * max(1, len(timed))))
-        for slot, name in enumerate(names):
-            shown = [(i * group + slot, run.ms[name]) for i, run in enumerate(timed) if name in run.ms]
-            bars = axes.barh([y for y, _ in shown], [ms for _, ms in shown], height=0.9, color=COLOURS[name], label=name)
-            axes.bar_label(bars, labels=[f"{ms:.3g}" for _, ms in shown], padding=3)
-        floors = [(i * group, run.roof["floor_ms"]) for i, run in enumerate(timed) if run.roof]
-        if floors:
-            axes.vlines(
-                [ms for _, ms in floors],
-                [y - 0.6 for y, _ in floors],
-                [y + group - 1.4 for y, _ in floors],
-                colors="#d7301f",
-                linestyles="dashed",
-                label="floor",
-            )
-        axes.set_yticks([i * group + (group - 2) / 2 for i in range(len(timed))], [f"{run.model}\n{_way(run)}" for run in timed])
-        axes.invert_yaxis()
-        axes.set_xlabel("ms, less is better")
-        axes.set_title(f"{surroundings['device']}, torch {surroundings['torch']}", fontsize=9, pad=26)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names) + 1)
+        figure = draw(pyplot, timed, f"{surroundings['device']}, torch {surroundings['torch']}")
         figure.savefig(path, bbox_inches="tight", dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         pyplot.close(figure)
+
+
+def _draw_bars(pyplot, runs: list[Run], title: str):
+    """Milliseconds, a group a run; a line across each group marks its floor."""
+    names = ["new", *_in_order({name for run in runs for name in run.ms} - {"new"})]
+    group = len(names) + 1
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.24 * group * max(1, len(runs))))
+    for slot, name in enumerate(names):
+        shown = [(i * group + slot, run.ms[name]) for i, run in enumerate(runs) if name in run.ms]
+        bars = axes.barh([y for y, _ in shown], [ms for _, ms in shown], height=0.9, color=COLOURS[name], label=name)
+        axes.bar_label(bars, labels=[f"{ms:.3g}" for _, ms in shown], padding=3)
+    floors = [(i * group, run.roof["floor_ms"]) for i, run in enumerate(runs) if run.roof]
+    if floors:
+        axes.vlines(
+            [ms for _, ms in floors],
+            [y - 0.6 for y, _ in floors],
+            [y + group - 1.4 for y, _ in floors],
+            colors="#d7301f",
+            linestyles="dashed",
+            label="floor",
+        )
+    axes.set_yticks([i * group + (group - 2) / 2 for i in range(len(runs))], [f"{run.model}\n{_way(run)}" for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, less is better")
+    axes.set_title(title, fontsize=9, pad=26)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(names) + 1)
+    return figure
+
+
+def _draw_sweep(pyplot, runs: list[Run], title: str):
+    """Percent of the floor against the floor itself, which is the size in the machine's own measure: a panel a pair and way."""
+    panels: dict[str, list[Run]] = {}
+    for run in runs:
+        panels.setdefault(f"{run.model}, {run.dtype} {run.precision} {run.direction}", []).append(run)
+    across = min(2, len(panels))
+    down = -(-len(panels) // across)
+    figure, grid = pyplot.subplots(down, across, figsize=(4.5 * across, 2.8 * down), sharey=True, squeeze=False, layout="constrained")
+    names = ["new", *_in_order({name for run in runs for name in run.ms} - {"new"})]
+    for axes, (panel, shown) in zip(grid.flat, panels.items()):
+        shown = sorted((run for run in shown if run.roof), key=lambda run: run.roof["floor_ms"])
+        for name, marker in zip(names, "osv^D"):
+            points = [(run.roof["floor_ms"], 100 * run.roof["floor_ms"] / run.ms[name]) for run in shown if name in run.ms]
+            axes.plot(*zip(*points), marker=marker, markersize=4, linestyle="none", color=COLOURS[name], label=name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        axes.set_ylim(0, 110)
+        axes.axhline(100, color="#d7301f", linestyle="dashed", linewidth=1)
+        axes.set_title(panel, fontsize=9)
+        axes.set_xlabel("floor, ms")
+        axes.set_ylabel("% of the floor")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    grid.flat[0].legend(frameon=False, loc="best")
+    figure.suptitle(title, fontsize=9)
+    return figure

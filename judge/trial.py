@@ -54,6 +54,7 @@ class Run:
     direction: str
     seed: int
     batch: int | None
+    constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
     status: str = OK
     ok: bool = True
     reasons: list[str] = field(default_factory=list)
@@ -97,6 +98,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
             direction="forward_backward" if backward else "forward",
             seed=settings.seed,
             batch=entry.batch,
+            constants=entry.problem.constants if entry.problem else {},
         )
         for dtype, level, backward in ways
     ]

@@ -16,6 +16,16 @@ batch_size = 1024
 in_features = 8192
 out_features = 8192
 
+# Other shapes, for the harness's --sweep: one row to many, short and long products.
+sweep = [
+    dict(batch_size=batch, in_features=ins, out_features=outs)
+    for batch, ins, outs in (
+        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096), (512, 64, 8192),
+        (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096), (4096, 1024, 16384), (8192, 256, 1024),
+        (16384, 1000, 1000), (32768, 1024, 4096), (65536, 128, 64), (65536, 16384, 1024),
+    )
+]  # fmt: skip
+
 
 class Model(nn.Module):
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, momentum: float = 0.1):

@@ -17,6 +17,16 @@ out_features = 4096
 num_groups = 64
 bias_shape = (out_features,)
 
+# Other shapes, for the harness's --sweep: one row to many, short and long products.
+sweep = [
+    dict(batch_size=batch, in_features=ins, out_features=outs, num_groups=outs // 64, bias_shape=(outs,))
+    for batch, ins, outs in (
+        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096), (512, 64, 8192),
+        (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096), (4096, 1024, 16384), (8192, 256, 1024),
+        (16384, 1000, 1024), (32768, 1024, 4096), (65536, 128, 64), (65536, 16384, 1024),
+    )
+]  # fmt: skip
+
 
 class Model(nn.Module):
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -750,6 +751,43 @@ def test_plot_of_a_record(suite, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+SWEEP = """
+features = 96
+sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]
+"""
+
+
+def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    suite.add(
+        "good",
+        candidate(),
+        MODEL.replace("batch_size = 32", "batch_size = 32" + SWEEP).replace("96", "features").replace("= features", "= 96"),
+    )
+    records, chart = tmp_path / "sweep.json", tmp_path / "sweep.svg"
+    assert suite("--sweep", "--json", str(records), "--plot", str(chart)) == 0
+    out = capsys.readouterr().out
+    assert "b4 features 16" in out
+    assert "b8 features 24" in out
+    runs = json.loads(records.read_text())["runs"]
+    assert [run["constants"] for run in runs] == [{"batch_size": 4, "features": 16}, {"batch_size": 8, "features": 24}]
+    assert [(run["batch"], run["shapes"]) for run in runs] == [(4, [[4, 16]]), (8, [[8, 24]])]
+    assert runs[0]["roof"]["flops"] == 2 * 4 * 16 * 64
+    assert "% of the floor" in chart.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "models").glob("*.py")), ids=lambda path: path.stem)
+def test_the_shapes_to_sweep_are_the_models(path):
+    """Each runs, on the meta device, and together they span three orders of magnitude of work."""
+    works = [
+        roof.count_work(problem, problem.benchmark_batch, torch.float32, False)
+        for problem in map(partial(Problem, path), Problem(path).sweep)
+    ]
+    assert len(works) >= 12
+    sizes = [work.flops or work.bytes for work in works]
+    assert max(sizes) >= 1000 * min(sizes)
+
+
 def test_plot_without_matplotlib_names_it(suite, tmp_path, monkeypatch, capsys):
     suite.add("good", candidate())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -803,6 +841,8 @@ def test_an_import_error_of_another_kind_is_wrong(suite):
         (["instance_norm", "--baselines", "eager,compil"], "did you mean compile?"),
         (["instance_norm", "--batch", "0"], "--batch must be at least 1"),
         (["instance_norm", "--plot", "x.pdf"], ".svg or .png"),
+        (["instance_norm", "--sweep"], "no shapes to sweep"),
+        (["--sweep", "--batch", "3"], "batches of their own"),
         (["model.py"], "files come in twos"),
         (["model.py", "none.py"], "no file model.py"),
         (["--from", "none.json"], "no file none.json"),
