@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-STEMS = sorted(p.stem for p in (ROOT / "kernels").glob("*.py") if (ROOT / "models" / p.name).exists())
+SOLUTIONS = ROOT / os.environ.get("KERNELS", "kernels")  # KERNELS=FOLDER pytest: another folder's files
+STEMS = sorted(p.stem for p in SOLUTIONS.glob("*.py") if (ROOT / "models" / p.name).exists())
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -252,19 +254,19 @@ def load(path: Path, name: str) -> ModuleType | Exception:
     return module
 
 
-def _loaded(folder: str, stem: str) -> ModuleType:
-    module = load(ROOT / folder / f"{stem}.py", f"{folder}_{stem}")
+def _loaded(folder: Path, stem: str) -> ModuleType:
+    module = load(folder / f"{stem}.py", f"{folder.name}_{stem}")
     if isinstance(module, Exception):
         raise module
     return module
 
 
 def problem(stem: str) -> ModuleType:
-    return _loaded("models", stem)
+    return _loaded(ROOT / "models", stem)
 
 
 def solution(stem: str) -> ModuleType:
-    return _loaded("kernels", stem)
+    return _loaded(SOLUTIONS, stem)
 
 
 def _has_parameters(case: Case) -> bool:

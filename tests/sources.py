@@ -2,14 +2,14 @@
 
 import re
 
-from cases import ROOT, STEMS
+from cases import SOLUTIONS, STEMS
 
 BEGIN = re.compile(r"^\s*(?:#|//) --- shared: (?P<name>.+?) \(home: kernels/(?P<home>\w+)\.py\) ---$")
 END = re.compile(r"^\s*(?:#|//) --- end shared: (?P<name>.+?) ---$")
 
 
 def source(stem: str) -> str:
-    return (ROOT / "kernels" / f"{stem}.py").read_text()
+    return (SOLUTIONS / f"{stem}.py").read_text()
 
 
 def shared_blocks(stem: str) -> dict[str, tuple[str, str]]:

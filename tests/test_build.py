@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FIRST, ROOT, STEMS, solution
+from cases import FIRST, SOLUTIONS, STEMS, solution
 from processes import finish, run_python, save_case, start_python
 from sources import one_of_each_build
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME
@@ -34,7 +34,7 @@ print(min(end - begin for begin, end in zip(start, now())))
 
 
 def kernel_file(stem: str) -> Path:
-    return ROOT / "kernels" / f"{stem}.py"
+    return SOLUTIONS / f"{stem}.py"
 
 
 def saved_case(stem: str, folder: Path) -> Path:

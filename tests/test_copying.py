@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from cases import FIRST, ROOT, STEMS, build, load
+from cases import FIRST, ROOT, SOLUTIONS, STEMS, build, load
 from processes import finish, run_python, save_case, start_python
 from sources import BEGIN, END, one_of_each_build, shared_blocks, source
 
@@ -26,7 +26,7 @@ def test_copied_alone_into_an_empty_folder(case, device, tmp_path):
     saved = save_case(case, tmp_path / "case.pt", device)
     folder = tmp_path / "project"
     folder.mkdir()
-    shutil.copy(ROOT / "kernels" / f"{case.stem}.py", folder / "copied.py")
+    shutil.copy(SOLUTIONS / f"{case.stem}.py", folder / "copied.py")
     run_python("sys.path.insert(0, '')\nimport copied\ncheck(copied.ModelNew, sys.argv[1])", saved, cwd=folder)
     assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == ["copied.py"]  # and it left nothing there
 
@@ -49,7 +49,7 @@ for namespace in ({}, {"__name__": "builtins"}, {"__name__": "__main__"}):
 def test_loaded_twice_in_one_process(case, device):
     _, new, inputs = build(case, device)
     expected = new(*inputs)
-    again = load(ROOT / "kernels" / f"{case.stem}.py", f"{case.stem}_again")
+    again = load(SOLUTIONS / f"{case.stem}.py", f"{case.stem}_again")
     as_text = loaded_from_text(source(case.stem), {})
     for cls in (again.ModelNew, as_text["ModelNew"]):
         other = cls(*case.arguments())
