@@ -9,6 +9,10 @@ import torch
 from cases import Case, build, converted, in_float64
 
 
+class Inaccurate(AssertionError):
+    """An error larger than eager's own allows."""
+
+
 def worst_error(out: torch.Tensor, right: torch.Tensor) -> float:
     """The largest absolute error among the elements whose right value is finite; a NaN there is an error of NaN."""
     error = (out.double() - right).abs()[right.isfinite()]
@@ -70,7 +74,7 @@ def moved_in_the_last_bit(module: torch.nn.Module, inputs: list) -> tuple[torch.
 def assert_as_accurate_as_eager(
     run: Callable[[torch.nn.Module, list], dict[str, torch.Tensor]], samples: Iterable[tuple], roundings: int = 1
 ) -> None:
-    """`run` gives named results of a module on inputs; each, over all samples, must be within `allowed_error`.
+    """`run` gives named results of a module on inputs; each, over all samples, must be within `allowed_error`, or it is Inaccurate.
 
     Where eager or the float64 result overflows there is no error to measure by: only NaN and the infinities are compared.
 
@@ -113,7 +117,8 @@ def assert_as_accurate_as_eager(
         # only while something small among the results, such as the gradient of one bias, looks bad.
         if (taken >= 6 or max(t.numel() for t in (*inputs, *got.values())) > 5000) and not too_large():
             return
-    assert not too_large(), "\n".join(too_large())
+    if too_large():
+        raise Inaccurate("\n".join(too_large()))
 
 
 def assert_same_form(out: torch.Tensor, expected: torch.Tensor) -> None:
