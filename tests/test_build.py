@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FIRST, SOLUTIONS, STEMS, solution
-from processes import finish, run_python, save_case, start_python
+from processes import PRELUDE, finish, run_python, save_case, start_python
 from sources import one_of_each_build
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME
 
@@ -128,6 +128,17 @@ def test_what_is_missing_is_named_in_one_line(stem, missing, tmp_path):
     assert re.search("ninja" if missing == "ninja" else r"C\+\+ compiler", last_line), err
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@builders
+def test_a_wrong_cuda_home_is_named(stem, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    environment = {"CUDA_HOME": nowhere, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    code, _, err = finish(start_python(IMPORT, kernel_file(stem), cwd=tmp_path, **environment), timeout=30)
+    last_line = err.strip().splitlines()[-1]
+    assert code != 0 and "nvcc" in last_line and str(nowhere) in last_line, err
+
+
 @builders
 def test_ninja_beside_python_is_found(stem, tmp_path):
     """As in a virtual environment whose python is called without activating it."""
@@ -165,20 +176,36 @@ def test_an_unwritable_cache_folder_is_done_without(stem, tmp_path):
 
 
 @builders
-def test_paths_with_spaces_and_letters_of_other_alphabets(stem, tmp_path):
+def test_odd_paths_and_settings(stem, tmp_path):
+    """Spaces and letters of other alphabets, and architectures that nobody has, in a list that only PyTorch's own extensions heed."""
     folder = tmp_path / "ein Ordner mit Leerzeichen und Ümläuten"
     folder.mkdir()
     shutil.copy(kernel_file(stem), folder / "eine Kopie.py")
     saved = saved_case(stem, tmp_path)
-    run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, cwd=folder, TORCH_EXTENSIONS_DIR=folder / "gebaut für später")
+    environment = {"TORCH_EXTENSIONS_DIR": folder / "gebaut für später", "TORCH_CUDA_ARCH_LIST": "nonsense;3.0;99.9+PTX"}
+    run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, cwd=folder, **environment)
 
 
 @builders
-def test_two_processes_build_at_once(stem, tmp_path):
+def test_eight_processes_build_at_once(stem, tmp_path):
     saved, options = saved_case(stem, tmp_path), {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    processes = [start_python(IMPORT_AND_CHECK, kernel_file(stem), saved, **options) for _ in range(2)]
+    processes = [start_python(IMPORT_AND_CHECK, kernel_file(stem), saved, **options) for _ in range(8)]
     results = [finish(process) for process in processes]
-    assert [code for code, _, _ in results] == [0, 0], results
+    assert [code for code, _, _ in results] == [0] * 8, results
+
+
+@builders
+def test_a_full_disk_is_named(stem, tmp_path):
+    """The source fits, what the compiler makes of it does not."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system of its own")
+    (tmp_path / "built").mkdir()
+    mounted = 'mount -t tmpfs -o size=24k tmpfs built && { "$@"; code=$?; ls built; exit $code; }'
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", sys.executable, "-c", PRELUDE + IMPORT, kernel_file(stem)]
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr
+    assert not re.search(r"\.so|\.cpp", done.stdout)  # nothing left that the next import could trust
 
 
 @builders

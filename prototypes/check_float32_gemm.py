@@ -1,0 +1,327 @@
+"""Float32 products on fp16 tensor cores: as accurate as cuBLAS's float32 whatever the scales, and as well-behaved as any other kernel.
+
+Every shape here is one that the tensor cores take on sm_90; elsewhere the same tests hold ATen's product to the same bounds.
+"""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, assert_same_form
+from cases import STEMS, Case, build, converted, in_float64, solution
+from torch.nn.utils import parametrize
+
+PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    pytest.mark.skipif(len(PAIRS) < 2, reason="the two linear pairs are not both here"),
+]
+
+M = N = K = 1024
+EPSILON = 2.0**-24
+
+
+def rows_case(m: int, n: int, k: int) -> Case:
+    return Case("linear_instance_norm_residual", f"{m} rows, {k} features to {n}", (k, n), ((m, k), (m, n)))
+
+
+def grouped_case(m: int, n: int, k: int, group: int = 64) -> Case:
+    return Case("linear_swish_group_norm", f"{m} rows, {k} features to {n} in groups of {group}", (k, n, n // group, (n,)), ((m, k),))
+
+
+CASES = [rows_case(M, N, K), grouped_case(M, N, K)]
+# fmt: off
+ODD = [
+    rows_case(1000, 1026, 1100), rows_case(4097, 2050, 132), rows_case(129, 8192, 1028), rows_case(2000, 640, 9000), grouped_case(1000, 1088, 1100),
+    grouped_case(4097, 2112, 132), grouped_case(129, 8192, 1028), grouped_case(1500, 1024, 1024, 32), grouped_case(1500, 1024, 1024, 128),
+    grouped_case(640, 192, 9000), grouped_case(2048, 1024, 1024, 1024),
+]
+# fmt: on
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@torch.no_grad()
+def forward(module, inputs) -> dict[str, torch.Tensor]:
+    return {"output": module(*inputs)}
+
+
+# ---- the product alone
+
+
+def uniform(x, w):
+    return torch.rand_like(x), (2 * torch.rand_like(w) - 1) * K**-0.5
+
+
+def normal(x, w):
+    return x, w
+
+
+def far_from_zero(x, w):
+    return x + 100, w
+
+
+def rows_of_many_sizes(x, w):
+    sizes = 2.0 ** torch.randint(-40, 41, (x.shape[0], 1), device=x.device)
+    return x * sizes, w * 2.0 ** torch.randint(-40, 41, (w.shape[0], 1), device=x.device)
+
+
+def balanced(x, w):
+    sizes = 2.0 ** (torch.arange(x.shape[1], device=x.device) % 81 - 40)
+    return x * sizes, w / sizes
+
+
+def balanced_now_and_then(x, w):
+    x[::50], w[::50] = (t[::50] for t in balanced(x, w))
+    return x, w
+
+
+def outlier(size):
+    def outliers(x, w):
+        x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = size
+        return x, w
+
+    return outliers
+
+
+def outliers_in_both(x, w):
+    x, w = outlier(1e6)(x, w)
+    return x, outlier(1e6)(w, x)[0]
+
+
+def one_hot(x, w):
+    return x * torch.nn.functional.one_hot(torch.randint(x.shape[1], (x.shape[0],)), x.shape[1]).to(x), w
+
+
+def mostly_zeros(x, w):
+    return x * (torch.rand_like(x) < 0.05), w * (torch.rand_like(w) < 0.5)
+
+
+def zero_rows(x, w):
+    x[::3], w[::5] = 0, 0
+    return x, w
+
+
+def denormals(x, w):
+    x[::2] *= 2.0**-140
+    return x, w
+
+
+def tiny_rows(x, w):
+    x *= 2.0**-100
+    w[::2] *= 2.0**-20
+    return x, w
+
+
+def near_the_largest(x, w):
+    return (0.5 + 0.5 * torch.rand_like(x)) * x.sign() * 3.4e38, w * 1e-3
+
+
+def heavy_tailed(x, w):
+    return (3 * x).exp(), w * (2 * torch.randn_like(w)).exp()
+
+
+def product(kind, m: int = M, n: int = N, k: int = K):
+    """Ours, eager's, the right one, and the sum of the magnitudes of its terms."""
+    torch.manual_seed(3)
+    x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
+    b = torch.zeros(n, device="cuda")
+    ours = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE).linear(x, w, b)
+    return ours, torch.nn.functional.linear(x, w, b), x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+
+
+def worst(out, right, terms) -> float:
+    """The error in units of 2^-24 of the sum of magnitudes: what float32's own bound counts in."""
+    error = ((out.double() - right).abs() - 2.0**-148).clamp(min=0) / (EPSILON * terms).clamp(min=2.0**-149)
+    return error[out.isfinite() & terms.isfinite() & (right.abs() < 3.4e38)].max().item()
+
+
+KINDS = [
+    uniform, normal, far_from_zero, rows_of_many_sizes, balanced, balanced_now_and_then, outlier(1e4), outlier(1e6), outlier(1e30), outliers_in_both,
+    one_hot, mostly_zeros, zero_rows, denormals, tiny_rows, near_the_largest, heavy_tailed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[f"{i} {kind.__name__}" for i, kind in enumerate(KINDS)])
+def test_no_scale_costs_accuracy(kind):
+    ours, eager, right, terms = product(kind)
+    assert bool(ours[right.abs() < 3.3e38].isfinite().all())
+    assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
+
+
+@pytest.mark.parametrize("kind", [uniform, normal])
+@pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 8192, 8192), (4096, 4096, 1024), (4096, 4096, 128), (2048, 512, 20000)])
+def test_ordinary_data_come_out_better_than_eagers(kind, m, n, k):
+    ours, eager, right, _ = product(kind, m, n, k)
+    for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
+        assert measure(ours.double() - right) <= measure(eager.double() - right)
+
+
+def test_integers_are_exact():
+    ours, _, right, _ = product(lambda x, w: (torch.randint_like(x, -300, 301), torch.randint_like(w, -8, 9)))
+    assert torch.equal(ours.double(), right)
+
+
+def test_one_bad_row_spoils_no_other():
+    def one_bad(x, w):
+        x[7], x[500, 3], x[600, 5] = balanced(x, w)[0][7], torch.inf, torch.nan
+        return x, w
+
+    ours, eager, right, terms = product(one_bad)
+    assert torch.equal(ours.isfinite(), eager.isfinite())
+    assert worst(ours, right, terms) <= 2 * worst(eager, right, terms)
+
+
+# ---- the networks
+
+
+@pytest.mark.parametrize("case", CASES + ODD, ids=str)
+def test_networks_are_as_accurate_as_eager(case):
+    assert_as_accurate_as_eager(forward, [build(case, "cuda")])
+
+
+@pytest.mark.parametrize("change", [balanced, outlier(1e6), zero_rows, balanced_now_and_then], ids=lambda change: change.__name__)
+@cases
+@torch.no_grad()
+def test_networks_are_as_accurate_at_odd_scales(case, change):
+    model, new, inputs = build(case, "cuda")
+    for module in (model, new):
+        linear = next(m for m in module.modules() if isinstance(m, torch.nn.Linear))
+        torch.manual_seed(5)
+        x, linear.weight.data = change(inputs[0].clone(), linear.weight.data)
+    assert_as_accurate_as_eager(forward, [(model, new, [x, *inputs[1:]])])
+
+
+@cases
+def test_tf32_where_it_is_allowed(case, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert_as_accurate_as_eager(forward, [build(case, "cuda")])
+
+
+@cases
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@torch.no_grad()
+def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
+    for place in ("x", "weight", "bias"):
+        model, new, inputs = build(case, "cuda")
+        for module in (model, new):
+            linear = next(m for m in module.modules() if isinstance(m, torch.nn.Linear))
+            {"x": inputs[0], "weight": linear.weight, "bias": linear.bias[None]}[place][::100, 3] = value
+        expected, out = model(*inputs), new(*inputs)
+        assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf()), place
+
+
+# ---- behaviour
+
+
+@cases
+@torch.no_grad()
+def test_the_tensor_cores_run(case):
+    """On Hopper with CUDA 12: the product's kernel is ours."""
+    if torch.cuda.get_device_capability()[0] != 9 or int(torch.version.cuda.split(".")[0]) < 12:
+        pytest.skip("for sm_90")
+    _, new, inputs = build(case, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        new(*inputs)
+        torch.cuda.synchronize()
+    assert any("multiply<" in event.name for event in profile.events())
+
+
+@cases
+@torch.no_grad()
+def test_repeats_bit_for_bit_on_any_stream_without_waiting(case):
+    _, new, inputs = build(case, "cuda")
+    inputs[0] = balanced_now_and_then(inputs[0], inputs[0].clone())[0]
+    first = new(*inputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(side):
+            others = [new(*inputs) for _ in range(20)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(torch.equal(first, other) for other in others)
+
+
+@cases
+@torch.no_grad()
+def test_a_captured_graph_replays_on_new_inputs(case):
+    _, new, inputs = build(case, "cuda")
+    new(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = new(*inputs)
+    for change in (lambda t: t.normal_(), lambda t: t.copy_(balanced(t.normal_(), t)[0])):
+        change(inputs[0])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, new(*inputs))
+
+
+@cases
+@torch.no_grad()
+def test_hooks_and_parametrizations_of_the_linear_layer_count(case):
+    model, new, inputs = build(case, "cuda")
+    plain, seen = new(*inputs), []
+    linear, theirs = (next(m for m in module.modules() if isinstance(m, torch.nn.Linear)) for module in (new, model))
+    with linear.register_forward_hook(lambda module, args, output: seen.append(output.shape)):
+        torch.testing.assert_close(new(*inputs), plain, rtol=1e-4, atol=1e-4)
+    assert seen == [(M, N)]
+    with torch.nn.modules.module.register_module_forward_pre_hook(lambda module, args: seen.append(type(module).__name__)):
+        new(*inputs)
+    assert "Linear" in seen
+
+    class Halved(torch.nn.Module):
+        def forward(self, weight):
+            return weight / 2
+
+    for module in (linear, theirs):
+        parametrize.register_parametrization(module, "weight", Halved())
+    torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@cases
+def test_autocast_and_gradients_go_as_before(case):
+    model, new, inputs = build(case, "cuda")
+    with torch.autocast("cuda", torch.float16), torch.no_grad():
+        assert_same_form(new(*inputs), model(*inputs))
+    inputs[0].requires_grad_()
+    with torch.no_grad():
+        plain = new(*inputs)
+    out = new(*inputs)
+    torch.testing.assert_close(out.detach(), plain, rtol=1e-4, atol=1e-4)
+    out.square().mean().backward()
+    assert all(p.grad is not None for p in new.parameters()) and inputs[0].grad is not None
+
+
+@cases
+@torch.no_grad()
+def test_in_one_compiled_graph(case):
+    torch._dynamo.reset()
+    _, new, inputs = build(case, "cuda")
+    assert torch.equal(torch.compile(new, fullgraph=True, backend="aot_eager")(*inputs), new(*inputs))
+
+
+@cases
+@torch.no_grad()
+def test_nothing_is_written_beside_the_output(case):
+    _, new, inputs = build(case, "cuda")
+    inputs[0] = balanced_now_and_then(inputs[0], inputs[0].clone())[0]
+    expected = new(*inputs)
+    size = expected.numel() * expected.element_size()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        blocks = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for _ in range(33)]
+        neighbours = blocks[::2]
+        del blocks
+        out = new(*inputs)
+    assert torch.equal(out, expected)
+    assert all(bool((block == 77).all()) for block in neighbours)
+    del neighbours, out
+
+
+@cases
+@torch.no_grad()
+def test_float64_keeps_its_own_way(case):
+    model, new, inputs = build(case, "cuda", torch.float64)
+    torch.testing.assert_close(new(*inputs), in_float64(model)(*converted(inputs, dtype=torch.float64)))

@@ -1,0 +1,192 @@
+"""The convolution of conv_sigmoid_group_norm on the tensor cores: every way through it, and what must not go through it."""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, draws
+from cases import Case, build, in_float64, solution
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEM = "conv_sigmoid_group_norm"
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+
+
+def case(name: str, samples: int, channels: int, height: int, width: int, size: int, groups: int, of_group: int) -> Case:
+    out = groups * of_group
+    return Case(STEM, name, (channels, out, size, groups, (out, 1, 1), (out, 1, 1)), ((samples, channels, height, width),))
+
+
+SHAPES = [
+    case("groups of four channels", 2, 8, 34, 36, 3, 8, 4),
+    case("an odd size", 2, 8, 35, 37, 3, 8, 4),
+    case("the benchmark's images", 3, 8, 256, 256, 3, 8, 4),
+    case("images 260 wide", 2, 8, 40, 260, 3, 8, 4),
+    case("more units than teams", 70, 8, 130, 130, 3, 8, 4),
+    case("a team for each unit", 300, 8, 34, 34, 3, 4, 4),
+    case("narrow images", 2, 8, 200, 20, 3, 2, 4),
+    case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
+    case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
+    case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
+    case("groups of 20 channels", 2, 8, 100, 100, 3, 2, 20),
+    case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
+    case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
+    case("33 channels to 128 in one group", 2, 33, 30, 31, 3, 1, 128),
+    case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
+    case("1x1 kernels and an odd size", 2, 20, 57, 59, 1, 4, 6),
+]
+shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
+
+
+@torch.no_grad()
+def forward(module, inputs) -> dict[str, torch.Tensor]:
+    return {"output": module(*inputs)}
+
+
+class Calls(TorchDispatchMode):
+    """The names of our operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == solution(STEM).NAMESPACE:
+            self.names.append(function.name().split("::")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def calls(module, *inputs) -> list[str]:
+    with Calls() as seen:
+        module(*inputs)
+    return seen.names
+
+
+class TestOnTheGPU:
+    pytestmark = gpu
+
+    @shapes
+    @dtypes
+    def test_is_as_accurate_as_eager(self, case, dtype):
+        assert_as_accurate_as_eager(forward, draws(case, "cuda", dtype))
+
+    @shapes
+    @torch.no_grad()
+    def test_repeated_calls_give_the_same_bits(self, case):
+        _, new, inputs = build(case, "cuda")
+        first = new(*inputs)
+        for _ in range(20):
+            assert torch.equal(new(*inputs), first)
+
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e-3, 1e3, 1e6, 1e30])
+    def test_inputs_of_any_magnitude(self, magnitude):
+        """Beyond fp16's range blocks compute in float32; below it, what is lost is below the sigmoid's own rounding."""
+        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, lambda model, new, inputs: [inputs[0] * magnitude]))
+
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e3, 1e6, 1e20])
+    def test_weights_of_any_magnitude(self, magnitude):
+        def change(model, new, inputs):
+            for module in (model, new):
+                module.conv.weight.data.mul_(magnitude)
+            return [inputs[0] / min(magnitude, 1e6)]
+
+        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, change))
+
+    def test_a_few_inputs_beyond_half_precision(self):
+        def change(model, new, inputs):
+            x = inputs[0].clone()
+            x[0, 3, 17, 11], x[1, 0, 0, 0], x[1, -1, -1, -1] = 1e6, -7e5, 1e9
+            return [x]
+
+        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, change))
+
+    @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+    @dtypes
+    @torch.no_grad()
+    def test_what_is_not_finite_stays_where_eager_has_it(self, value, dtype):
+        model, new, inputs = build(SHAPES[1], "cuda", dtype)
+        x = inputs[0].clone()
+        x[0, 3, 17, 11] = value
+        out, expected = new(x), model(x)
+        assert torch.equal(out.isnan(), expected.isnan())
+        torch.testing.assert_close(out[1], new(inputs[0])[1], rtol=0, atol=0)
+
+    @torch.no_grad()
+    def test_channels_of_almost_one_value(self):
+        """Sigmoids close to 1, which differ in their last bits: the norm magnifies what the statistics get wrong."""
+        model, new, inputs = build(SHAPES[0], "cuda")
+        for module in (model, new):
+            module.bias.data.fill_(9.0)
+            module.scale.data.fill_(1.0)
+        right = in_float64(model)(inputs[0].double())
+        ours, eager = ((module(*inputs).double() - right).abs().max().item() for module in (new, model))
+        assert ours <= 2 * eager
+
+    @torch.no_grad()
+    def test_two_streams_at_once(self):
+        """Each launch needs all its blocks at once: two launches must not hold half of the GPU each, and wait."""
+        _, new, inputs = build(SHAPES[4], "cuda")
+        expected = new(*inputs)
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        outputs = []
+        for _ in range(10):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    outputs.append(new(*inputs))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outputs)
+
+    @torch.no_grad()
+    def test_tf32_accuracy_where_the_user_allows_it(self, monkeypatch):
+        model, new, inputs = build(SHAPES[2], "cuda")
+        right = in_float64(model)(inputs[0].double())
+        strict = new(*inputs)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        assert (new(*inputs).double() - right).abs().max().item() <= 2 * (model(*inputs).double() - right).abs().max().item()
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+        assert torch.equal(new(*inputs), strict)
+
+
+def test_inference_takes_the_fused_convolution_and_training_does_not(device):
+    _, new, inputs = build(SHAPES[0], device)
+    assert calls(new, *inputs) == ["convolve"]
+    with Calls() as seen:
+        new(*inputs).sum().backward()
+    assert seen.names == ["forward"] and new.conv.weight.grad is not None
+
+
+def with_hook(conv):
+    conv.register_forward_hook(lambda module, inputs, output: output * 2)
+    return conv
+
+
+def with_weight_norm(conv):
+    return torch.nn.utils.parametrizations.weight_norm(conv)
+
+
+def with_padding(conv):
+    conv.padding = (1, 1)
+    return conv
+
+
+def with_stride(conv):
+    conv.stride = (2, 1)
+    return conv
+
+
+def without_bias(conv):
+    conv.bias = None
+    return conv
+
+
+@pytest.mark.parametrize("change", [with_hook, with_weight_norm, with_padding, with_stride, without_bias], ids=lambda f: f.__name__)
+@torch.no_grad()
+def test_another_convolution_is_called(change, device):
+    model, new, inputs = build(SHAPES[0], device)
+    for module in (model, new):
+        module.conv = change(module.conv)
+    assert calls(new, *inputs) == ["forward"]
+    torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,62 @@
+"""The C++ strings built with AddressSanitizer and UndefinedBehaviorSanitizer: the first fault of memory or arithmetic ends the process."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cases import ROOT, STEMS
+from processes import finish, start_python
+
+# The flags are added by a compiler of another name, so the file is built as it always is. Not optimised: no access is optimised away.
+COMPILER = """#!/bin/sh
+unset LD_PRELOAD
+exec c++ "$@" -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -g1 -O0
+"""
+RUN_ALL = """
+sys.path.insert(0, "tests")
+from cases import CASES, DTYPES, LAYOUTS, build
+ran = 0
+for case in CASES:
+    if case.stem == sys.argv[1] and case.values < 1e5:
+        for dtype in DTYPES:
+            _, new, inputs = build(case, "cpu", dtype)
+            for layout in ("contiguous", "offset by one element", "transposed"):
+                with torch.no_grad():
+                    new(*[LAYOUTS[layout](t) for t in inputs])
+                ran += 1
+print(f"ran {ran}")
+"""
+
+
+def sanitizer_libraries() -> list[str]:
+    """Those of the compiler; what it does not have it prints back without a folder."""
+    names = ("libasan.so", "libubsan.so")
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        return []
+    paths = [subprocess.run([gcc, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip() for name in names]
+    return paths if all(Path(path).is_absolute() for path in paths) else []
+
+
+def test_no_fault_of_memory_or_arithmetic(tmp_path):
+    """Small cases of every pair, in every dtype, also at odd offsets, also empty; CPU strings only, whatever devices there are."""
+    libraries = sanitizer_libraries()
+    if not libraries or shutil.which("c++") is None:
+        pytest.skip("needs g++ with libasan and libubsan")
+    compiler = tmp_path / "c++-with-sanitizers"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    environment = {
+        "CXX": compiler,
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0:protect_shadow_gap=0",  # Python leaks at exit; CUDA's libraries want the gap
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_EXTENSIONS_DIR": tmp_path / "built",
+    }
+    for several in (STEMS[::2], STEMS[1::2]):  # each build wants a gigabyte
+        processes = [start_python(RUN_ALL, stem, cwd=ROOT, **environment) for stem in several]
+        for process in processes:
+            code, out, err = finish(process, timeout=300)
+            assert code == 0 and "ran " in out, f"exit code {code}:\n{out}\n{err}"
