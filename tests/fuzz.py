@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small 
 
 import torch
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, FIRST, LAYOUTS, STEMS, Case, fits
+from cases import DTYPES, LAYOUTS, STEMS, Case, fits
 
 # ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors and blocks are made of.
 
