@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from judge import machine, timing
 from judge.correctness import GRADIENT, Case, Examination, clone_all, random_like
 from judge.guard import Guard
-from judge.pairs import BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
+from judge.pairs import RAISED, BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
 from judge.roof import Ceilings, Load, count_work
 
 OK, WRONG, BUILD = "ok", "wrong", "build failed"
@@ -110,7 +110,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
     if entry.failure:
         return reject_all([entry.failure])
-    guard = Guard()
+    guard = Guard(entry.problem)
     say(f"importing {entry.pair.new_path.name}")
     try:
         new_class, import_seconds = load_new(entry.pair.new_path)
@@ -137,7 +137,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
 def _judge_way(run: Run, case: Case, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
     """Right? How fast? How far from the limit? A wrong answer's speed has no meaning and is not measured."""
-    guard, examination = Guard(), Examination(case, say)
+    guard, examination = Guard(case.problem), Examination(case, say)
     try:
         verdict = examination.run()
         run.shapes = [list(x.shape) for x in examination.inputs if isinstance(x, torch.Tensor)]
@@ -180,10 +180,13 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                 if x.is_floating_point():
                     x.mul_(factor)
 
+    def inspect(result) -> None:
+        examination.while_timed(result, lambda: _step(examination.model, inputs, case)(examination.model, examination.model))
+
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
-        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed)
+        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect)
         if case.device == "cuda":
             run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
     examination.after_timing(inputs)
@@ -208,7 +211,7 @@ def _contenders(
     def new_call():
         try:
             return step(new, new)
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(f"{last_line(error)} while being timed") from error
 
     contenders: dict[str, Callable[[], object]] = {"new": new_call}
