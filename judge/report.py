@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from judge.timing import verdict
 from judge.trial import ABOVE_FLOOR, BUILD, OK, WRONG, Run
 
 RESULT = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
@@ -58,7 +59,7 @@ def _speedup(run: Run, name: str) -> str:
     if name not in run.speedup:
         return "-"
     low, high = run.speedup_ci[name]
-    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {verdict(run.speedup_ci[name])}"
 
 
 def _percent(run: Run) -> str:

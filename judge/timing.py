@@ -2,7 +2,8 @@
 
 All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
 Before every call the cache is flushed; between rounds the inputs get new values, so that nothing remembered helps. Medians over rounds;
-a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing.
+a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing. What says that the rounds were
+disturbed (their spread, a drift) is said with the result.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 
 Event = torch.cuda.Event
 
-MIN_ROUNDS = 7
+MIN_ROUNDS = 15
 MAX_ROUNDS = 500
 INSPECTED_ROUNDS = 3
 INSPECTED_SHARE = 1 / 8
 SECONDS_EACH = {"cuda": 2.0, "cpu": 1.5}  # a contender's share of the time budget; a tenth of it again is its warm-up
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 BOOTSTRAP_DRAWS = 2000
+WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
 class Stopwatch:
@@ -82,15 +85,44 @@ class Samples:
     def speedup(self, of: str, over: str) -> float:
         return self.median(over) / self.median(of)
 
+    def interference(self) -> list[str]:
+        """What says that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+        found = []
+        for name in self.ms:
+            low, high = self.spread(name)
+            if high - low > WIDE_SPREAD * self.median(name):
+                found.append(f"the middle half of {name}'s times spans {100 * (high - low) / self.median(name):.0f}% of their median")
+        # A round counts as the mean of its times, each relative to its contender's median.
+        relative = [[ms / self.median(name) for ms in times] for name, times in self.ms.items()]
+        rounds = [sum(times) / len(times) for times in zip(*relative)]
+        third = len(rounds) // 3
+        if third:
+            drift = _quantile(rounds[-third:], 0.5) / _quantile(rounds[:third], 0.5) - 1
+            if abs(drift) > WIDE_DRIFT:
+                found.append(f"the last third of the rounds took {100 * abs(drift):.0f}% {'longer' if drift > 0 else 'less'} than the first")
+        return found
+
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
-        """95% bootstrap interval of `speedup`, rounds drawn with replacement."""
+        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next.
+
+        Its ends are the 0.5% and 99.5% quantiles. For few rounds, and for rounds that depend on each other, a bootstrap is too sure of
+        itself: with these quantiles equal contenders come out as equal in 95 of 100 runs or more, which is what the 95% promises.
+        """
         rows = torch.tensor([self.ms[of], self.ms[over]], dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
         rounds = rows.shape[1]
-        drawn = rows[:, torch.randint(rounds, (BOOTSTRAP_DRAWS, rounds), generator=generator)]
+        block = int(rounds ** (1 / 3))
+        starts = torch.randint(rounds, (BOOTSTRAP_DRAWS, -(-rounds // block), 1), generator=generator)
+        drawn = rows[:, (starts + torch.arange(block)).flatten(1)[:, :rounds] % rounds]
         medians = drawn.quantile(0.5, dim=2)
         ratios = medians[1] / medians[0]
-        return ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
+
+
+def verdict(interval: list[float]) -> str:
+    """What a speed-up's interval allows to say."""
+    low, high = interval
+    return FASTER if low > 1 else SLOWER if high < 1 else AMBIGUOUS
 
 
 def _quantile(values: list[float], q: float) -> float:

@@ -68,6 +68,8 @@ class Run:
     rounds: int = 0
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
+    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
+    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
 
@@ -186,7 +188,11 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
+        clocks_before = machine.clocks(case.device)
         samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect)
+        if case.device == "cuda":
+            run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
+        run.notes += [f"timed under interference: {sign}" for sign in [*samples.interference(), *_foreign_load(run)]]
         if case.device == "cuda":
             run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
     examination.after_timing(inputs)
@@ -199,6 +205,17 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
         if not name.startswith("new"):
             run.speedup[name] = _tidy(samples.speedup("new", over=name))
             run.speedup_ci[name] = [_tidy(q) for q in samples.speedup_interval("new", over=name, seed=settings.seed)]
+            run.verdict[name] = timing.verdict(run.speedup_ci[name])
+
+
+def _foreign_load(run: Run) -> list[str]:
+    """What the GPU itself says of others on it, and of clocks held down."""
+    if run.device != "cuda":
+        return []
+    others = machine.other_gpu_processes()
+    signs = [f"{others} other processes compute on this GPU"] if others else []
+    throttle = (run.clocks["after"] or {}).get("throttle")
+    return signs + ([f"the GPU's clocks are held down: {throttle}"] if throttle else [])
 
 
 def _contenders(

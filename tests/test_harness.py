@@ -399,6 +399,77 @@ def test_statistics_of_known_samples():
     assert samples.speedup_interval("new", over="eager", seed=0) == pytest.approx([10.0, 10.0])
 
 
+@pytest.mark.parametrize("disturbance", ["none", "spikes", "shared by a round and the next ones", "a coarse clock"])
+@pytest.mark.parametrize("rounds", [timing.MIN_ROUNDS, 40])
+def test_equal_contenders_are_not_told_apart(rounds, disturbance):
+    """The interval of A against A holds 1.0 in 95 of 100 runs at least."""
+    noise = torch.Generator().manual_seed(1)
+
+    def times():
+        ms = (0.02 * torch.randn(2, rounds, generator=noise, dtype=torch.float64)).exp()
+        if disturbance == "spikes":
+            ms *= 1 + 3 * (torch.rand(2, rounds, generator=noise) < 0.1) * torch.rand(2, rounds, generator=noise)
+        elif disturbance.startswith("shared"):
+            ms *= (0.02 * torch.randn(rounds, generator=noise).cumsum(0)).exp()
+        elif disturbance == "a coarse clock":
+            ms = (50 * ms).round() / 50
+        return dict(zip(("new", "eager"), ms.tolist()))
+
+    intervals = [timing.Samples(times()).speedup_interval("new", over="eager", seed=run) for run in range(100)]
+    assert sum(low <= 1 <= high for low, high in intervals) >= 95
+
+
+def test_what_is_faster_by_more_than_the_noise_is_called_faster():
+    noise = random.Random(0)
+    samples = timing.Samples({name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))})
+    assert timing.verdict(samples.speedup_interval("new", over="slow", seed=0)) == timing.FASTER
+    assert timing.verdict(samples.speedup_interval("slow", over="new", seed=0)) == timing.SLOWER
+    assert timing.verdict([0.99, 1.01]) == timing.verdict([1.0, 1.01]) == timing.AMBIGUOUS
+
+
+def test_disturbed_rounds_are_said():
+    noise = random.Random(0)
+    quiet = [noise.gauss(1.0, 0.01) for _ in range(60)]
+    assert timing.Samples({"new": quiet, "eager": [2 * ms for ms in quiet]}).interference() == []
+    drifting = [ms * (1 + 0.1 * i / 60) for i, ms in enumerate(quiet)]
+    (said,) = timing.Samples({"new": drifting, "eager": quiet[::-1]}).interference() or timing.Samples({"new": drifting}).interference()
+    assert "the last third of the rounds took" in said
+    wide = [noise.choice((1.0, 1.4)) for _ in range(60)]
+    assert "the middle half of eager's times spans" in timing.Samples({"new": quiet, "eager": wide}).interference()[0]
+
+
+def test_what_a_gpu_says_of_its_clocks(monkeypatch):
+    assert machine.clocks("cpu") is None
+    assert machine.throttle_reasons("0x0000000000000001") == ""  # idle
+    assert machine.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown by software"
+    assert machine.throttle_reasons("[N/A]") == ""
+    old_driver = {"clocks.sm": "1980", "clocks_throttle_reasons.active": "0x4"}
+    monkeypatch.setattr(machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None)
+    state = machine.clocks("cuda")
+    assert (state["clocks.sm"], state["throttle"]) == ("1980", "power cap")
+    run = trial.Run("m", "", "cuda", "float32", "highest", "forward", 0, 1, clocks={"before": state, "after": state})
+    monkeypatch.setattr(machine, "other_gpu_processes", lambda: 2)
+    assert trial._foreign_load(run) == ["2 other processes compute on this GPU", "the GPU's clocks are held down: power cap"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_medians_agree_with_triton_and_with_a_replayed_graph():
+    """Within 3%, for a kernel long enough that the launch does not count."""
+    testing = pytest.importorskip("triton.testing")
+    x = torch.rand(1 << 28, device="cuda")
+    out = torch.empty_like(x)
+
+    def call():
+        torch.mul(x, 2.0, out=out)
+
+    replay, _ = timing.in_cuda_graph(call)
+    samples = timing.measure({"new": call, "graph": replay}, lambda factor: None, "cuda", 0.5, seed=0)
+    reference = testing.do_bench(call, warmup=100, rep=500, return_mode="median")
+    assert samples.median("new") == pytest.approx(reference, rel=0.03)
+    assert samples.median("new") == pytest.approx(samples.median("graph"), rel=0.03)
+
+
 # The floor
 
 
@@ -550,7 +621,9 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
         assert (run["device"], run["dtype"], run["precision"]) == ("cpu", "float32", "highest")
         assert (run["batch"], run["shapes"], run["seed"]) == (32, [[32, 96]], 0)
         assert set(run["ms"]) == set(run["spread"]) == {"new", "eager"}
-        assert set(run["speedup"]) == set(run["speedup_ci"]) == {"eager"}
+        assert set(run["speedup"]) == set(run["speedup_ci"]) == set(run["verdict"]) == {"eager"}
+        assert run["verdict"]["eager"] in (timing.FASTER, timing.SLOWER, timing.AMBIGUOUS)
+        assert run["clocks"] == {}
         assert set(run["roof"]) == {"bytes", "flops", "floor_ms", "percent"}
         assert set(run["error"]) == {"new_max", "new_rms", "eager_max", "eager_rms"}
         assert run["import_seconds"] >= 0
