@@ -34,10 +34,14 @@ def table(runs: list[Run], markdown: bool = False) -> str:
         for run in runs
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
-    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes]]
+    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes, *_disturbed(run)]]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
+
+
+def _disturbed(run: Run) -> list[str]:
+    return [f"timed under interference: {sign}" for sign in run.interference]
 
 
 def _in_order(names: set[str]) -> list[str]:

@@ -70,6 +70,7 @@ class Run:
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
     verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
     clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
+    interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
 
@@ -192,7 +193,7 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
         samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect)
         if case.device == "cuda":
             run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
-        run.notes += [f"timed under interference: {sign}" for sign in [*samples.interference(), *_foreign_load(run)]]
+        run.interference = [*samples.interference(), *_foreign_load(run)]
         if case.device == "cuda":
             run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
     examination.after_timing(inputs)
