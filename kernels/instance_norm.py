@@ -2,24 +2,31 @@
 
     y[n, c] = (x[n, c] - mean) * rstd,    rstd = 1 / sqrt(M2 / (H * W) + eps),    M2 = sum((x[n, c] - mean)^2)
 
+and its gradient, g being that of y:
+
+    dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))
+
 A slice is the H x W values of one (sample, channel). Its statistics must be complete before its first output can be written, so every
-value is used twice; the floor of one read and one write is reached only where the slice waits on chip in between. Where it waits
-depends on its size alone, and so does the kernel:
+value is used twice; the floor of one read of x (backward: and of g) and one write is reached only where the slice waits on chip in
+between. Where it waits depends on its size alone, and so does the kernel; each is written once for both directions:
 
-    slice                     waits in                                   DRAM traffic        on
-    up to 32 KiB              registers of 1 to 256 threads              1 read, 1 write     any GPU
-    up to 4 MiB               a cluster's registers and shared memory    1 read, 1 write     sm_90 and later
-    any                       nowhere (L2, if it happens to)             2 reads, 1 write    any GPU
+    slice                              waits in                                   DRAM traffic      on
+    a pack of 16 bytes or part of one  a thread's registers                       one read, write   any GPU
+    up to 16 KiB, whole lines          registers of 1 to 256 threads              one read, write   any GPU
+    up to 9 KiB, any size              shared memory, with its neighbours         one read, write   any GPU
+    up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
+    any                                nowhere (L2, if it happens to)             two reads, write  any GPU
 
-Accesses are of 16 bytes; where a slice is not whole packs of 16, its few loose values at both ends go apart. Only a tensor that does not
-begin on 16 bytes, and such slices of less than 32 packs, are read value by value.
+Accesses are of 16 bytes; where a slice is not whole packs of 16, its few loose values at both ends go apart, or a tile of many slices is
+moved as one. A tensor that does not begin on 16 bytes is copied first.
 
 Statistics are accumulated in float32 (float64 for float64) as (count, mean, M2) and merged pairwise after Chan, Golub and LeVeque
 (1979), never as E[x^2] - E[x]^2. The mean is carried as an unevaluated sum hi + lo, and the output is ((x - hi) - lo) * rstd, so that a
-mean far from zero (x = 1e4 + noise) costs no accuracy. Sums have a fixed order: the same input gives the same bits.
+mean far from zero (x = 1e4 + noise) costs no accuracy. Types of two bytes take one sweep of sums around one of the slice's own values,
+which loses none of their bits. Sums have a fixed order: the same input gives the same bits.
 
 On the CPU one core takes a slice at a time, in blocks that stay in its first cache; on a machine without a GPU only that is compiled.
-Gradients: first and higher order, in ATen operators.
+Gradients: first order in kernels, which need x alone again; of the second order that by g too, the rest in ATen operators.
 """
 
 import contextlib
@@ -197,23 +204,202 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
 
 // --- end shared: moments ---
 
-// (x - mean) * rstd
-template <typename A> struct Scale {
-    A hi, lo, rstd;
-    __device__ __forceinline__ Scale(const Moments<A>& m, A n, A eps) : hi(m.hi), lo(m.lo), rstd(reciprocal_sqrt(m.m2 * reciprocal(n) + eps)) {}
-    template <typename T> __device__ __forceinline__ T operator()(T value) const {
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The kernels below are written once for both directions. OPERANDS is 1 forward, where y = (x - mean) * rstd, and 2 backward, where g is
+// the gradient of y and dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * co / n), co = sum((x - mean) * g).
+
+// The packs at one place of a slice: x's, and backward g's.
+template <typename T, int V, int OPERANDS> struct Place {
+    Pack<T, V> of[OPERANDS];
+};
+
+// And one value of each, widened.
+template <typename T, int OPERANDS> struct Values {
+    Acc<T> of[OPERANDS];
+};
+template <typename T, int V, int OPERANDS>
+__device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERANDS>& place, int i) {
+    Values<T, OPERANDS> values;
+#pragma unroll
+    for (int o = 0; o < OPERANDS; ++o) values.of[o] = to_acc(place.of[o].value[i]);
+    return values;
+}
+template <int OPERANDS, typename T> __device__ __forceinline__ Values<T, OPERANDS> load_values(const T* x, const T* g, int64_t i) {
+    Values<T, OPERANDS> values;
+    values.of[0] = to_acc(x[i]);
+    if constexpr (OPERANDS == 2) values.of[1] = to_acc(g[i]);
+    return values;
+}
+template <int V, int OPERANDS, typename T> __device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i) {
+    Place<T, V, OPERANDS> place;
+    place.of[0] = load_streaming<T, V>(x + i);
+    if constexpr (OPERANDS == 2) place.of[1] = load_streaming<T, V>(g + i);
+    return place;
+}
+
+// Backward: moments of x, mean of g, and co.
+template <typename A> struct alignas(8 * sizeof(A)) Joint {
+    Moments<A> x;
+    A g = 0, co = 0;
+};
+template <typename A> __device__ __forceinline__ Joint<A> merge(const Joint<A>& a, const Joint<A>& b) {
+    if (b.x.count == A(0)) return a;
+    if (a.x.count == A(0)) return b;
+    Joint<A> r;
+    r.x = merge(a.x, b.x);
+    const A delta = (b.x.hi - a.x.hi) + (b.x.lo - a.x.lo), delta_g = b.g - a.g;
+    const A weight = b.x.count * reciprocal(a.x.count + b.x.count);
+    r.g = a.g + delta_g * weight;
+    r.co = a.co + b.co + delta * delta_g * (a.x.count * weight);
+    return r;
+}
+template <typename A> __device__ __forceinline__ Joint<A> merge_across_warp(Joint<A> m) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        Joint<A> other;
+        other.x.count = __shfl_down_sync(~0u, m.x.count, offset);
+        other.x.hi = __shfl_down_sync(~0u, m.x.hi, offset);
+        other.x.lo = __shfl_down_sync(~0u, m.x.lo, offset);
+        other.x.m2 = __shfl_down_sync(~0u, m.x.m2, offset);
+        other.g = __shfl_down_sync(~0u, m.g, offset);
+        other.co = __shfl_down_sync(~0u, m.co, offset);
+        m = merge(m, other);
+    }
+    return m;  // complete in lane 0
+}
+
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+template <typename A> __device__ __forceinline__ Joint<A> in_all_lanes(Joint<A> m) {
+    m.x = in_all_lanes(m.x);
+    m.g = __shfl_sync(~0u, m.g, 0);
+    m.co = __shfl_sync(~0u, m.co, 0);
+    return m;
+}
+
+// What a slice is reduced to, and how a thread gathers its share of it: around its own first x, a batch of places at a time.
+template <typename T, int OPERANDS> struct Gathered;
+template <typename T> struct Gathered<T, 1> { using Type = Moments<Acc<T>>; };
+template <typename T> struct Gathered<T, 2> { using Type = Joint<Acc<T>>; };
+template <typename T, int OPERANDS> using Statistics = typename Gathered<T, OPERANDS>::Type;
+
+template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Moments<A>& m) { return m; }
+template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Joint<A>& m) { return m.x; }
+
+// PLAIN, for types of two bytes: one sweep. With an outlier as anchor M2 loses as many of float's 24 bits as the count of this thread's
+// values has; up to some hundred of them, values of at most 11 bits do not show it.
+template <typename T, int V, int OPERANDS, bool PLAIN> struct Gatherer {
+    using A = Acc<T>;
+    A anchor = 0, places = 0, mean = 0, m2 = 0, g_mean = 0, co = 0;
+
+    template <int N> __device__ __forceinline__ void add(const Place<T, V, OPERANDS> (&batch)[N]) {
+        if (places == A(0)) anchor = to_acc(batch[0].of[0].value[0]);
+        A sums[N] = {}, squares[N] = {}, g_sums[N] = {}, products[N] = {};
+        A sum = 0, square = 0, g_sum = 0, product = 0;
+        const auto gather = [&](int p, int i, A deviation) {
+            squares[p] += deviation * deviation;
+            if constexpr (OPERANDS == 2) products[p] += deviation * to_acc(batch[p].of[1].value[i]);
+        };
+#pragma unroll
+        for (int p = 0; p < N; ++p) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                const A deviation = to_acc(batch[p].of[0].value[i]) - anchor;
+                sums[p] += deviation;
+                if constexpr (OPERANDS == 2) g_sums[p] += to_acc(batch[p].of[1].value[i]);
+                if constexpr (PLAIN) gather(p, i, deviation);
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < N; ++p) sum += sums[p], g_sum += g_sums[p];
+        const A batch_mean = sum * (A(1) / (N * V)), batch_g = g_sum * (A(1) / (N * V));
+        if constexpr (!PLAIN) {
+#pragma unroll
+            for (int p = 0; p < N; ++p) {
+#pragma unroll
+                for (int i = 0; i < V; ++i) gather(p, i, (to_acc(batch[p].of[0].value[i]) - anchor) - batch_mean);
+            }
+        }
+#pragma unroll
+        for (int p = 0; p < N; ++p) square += squares[p], product += products[p];
+        if constexpr (PLAIN) {
+            mean += batch_mean * A(N);  // sums of places until `total` divides them
+            g_mean += batch_g * A(N);
+            m2 += square;
+            co += product;
+        } else {
+            const A delta = batch_mean - mean, delta_g = batch_g - g_mean, weight = A(N) * reciprocal(places + A(N));
+            const A both = places * weight * V;
+            mean += delta * weight;
+            g_mean += delta_g * weight;
+            m2 += square + delta * delta * both;
+            co += product + delta * delta_g * both;
+        }
+        places += A(N);
+    }
+    __device__ __forceinline__ Statistics<T, OPERANDS> total() const {
+        Statistics<T, OPERANDS> r;
+        Moments<A>& m = moments_in(r);
+        const A share = PLAIN && places > A(0) ? reciprocal(places) : A(1), x_mean = mean * share;
+        m.count = places * V;
+        m.hi = anchor + x_mean;
+        m.lo = x_mean - (m.hi - anchor);
+        m.m2 = PLAIN && !isinf(m2) ? m2 - x_mean * x_mean * m.count : m2;
+        if constexpr (OPERANDS == 2) {
+            r.g = g_mean * share;
+            r.co = PLAIN ? co - x_mean * r.g * m.count : co;
+        }
+        return r;
+    }
+};
+
+// Of one value.
+template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of(const Values<T, OPERANDS>& values) {
+    Statistics<T, OPERANDS> r;
+    moments_in(r) = moments_of(values.of[0]);
+    if constexpr (OPERANDS == 2) r.g = values.of[1];
+    return r;
+}
+
+// What is written: y or dx, of a value or of a place. In two bytes nobody sees what the mean's rounding left over.
+template <typename T, int OPERANDS> struct Result {
+    using A = Acc<T>;
+    A hi, lo, rstd, g, slope;
+    __device__ __forceinline__ Result(const Moments<A>& m, A n, A eps)
+        : hi(m.hi), lo(sizeof(T) == 2 ? A(0) : m.lo), g(0), slope(0) {
+        const A variance = m.m2 * reciprocal(n) + eps;
+        if constexpr (sizeof(T) == 2) rstd = rsqrtf(variance); else rstd = reciprocal_sqrt(variance);
+    }
+    __device__ __forceinline__ Result(const Joint<A>& m, A n, A eps) : Result(m.x, n, eps) {
+        g = m.g;
+        slope = rstd * rstd * (m.co * reciprocal(n));
+    }
+    __device__ __forceinline__ A deviation(A value) const { return sizeof(T) == 2 ? value - hi : (value - hi) - lo; }
+    __device__ __forceinline__ T operator()(const Values<T, OPERANDS>& values) const {
         T out;
-        from_acc(normal(to_acc(value)), out);
+        if constexpr (OPERANDS == 1) {
+            from_acc(deviation(values.of[0]) * rstd, out);
+        } else {
+            from_acc(((values.of[1] - g) - deviation(values.of[0]) * slope) * rstd, out);
+        }
         return out;
     }
-    __device__ __forceinline__ A normal(A value) const { return ((value - hi) - lo) * rstd; }
-    template <typename T, int V> __device__ __forceinline__ Pack<T, V> operator()(const Pack<T, V>& pack) const {
+    template <int V> __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
-        for (int i = 0; i < V; ++i) out.value[i] = (*this)(pack.value[i]);
+        for (int i = 0; i < V; ++i) out.value[i] = (*this)(values_at(place, i));
         return out;
     }
 };
+template <typename T, int V, int OPERANDS> __device__ __forceinline__ void keep_packed(Place<T, V, OPERANDS>& place) {
+#pragma unroll
+    for (int o = 0; o < OPERANDS; ++o) keep_packed(place.of[o]);
+}
 
 // A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 values before the first whole pack, the packs,
 // and up to V - 1 values after them. The loose ones belong to the first threads of the slice, one each.
@@ -232,11 +418,45 @@ template <int V> struct Span {
     }
 };
 
+// Several sums at once, over the `group` lanes of a slice.
+template <typename A, int K> __device__ __forceinline__ void add_across_lanes(A (&v)[K], int group) {
+    for (int offset = group / 2; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) v[k] += __shfl_xor_sync(~0u, v[k], offset);
+    }
+}
+
+// Types of two bytes: a slice's statistics in one sweep around an anchor that all its threads know, its first value or the mean of its
+// first few. What Gatherer says of precision holds here too.
+template <int OPERANDS> struct AnchoredSums {
+    float of[2 * OPERANDS] = {};  // of deviations, their squares; of g, products
+    template <typename T> __device__ __forceinline__ void add(const Values<T, OPERANDS>& values, float anchor, float share) {
+        const float deviation = values.of[0] - anchor;
+        of[0] += deviation * share;
+        of[1] += deviation * deviation;
+        if constexpr (OPERANDS == 2) of[2] += values.of[1] * share, of[3] += deviation * values.of[1];
+    }
+    // `add_up` does so over the slice's threads.
+    template <typename T, typename AddUp> __device__ __forceinline__ Statistics<T, OPERANDS> total(float anchor, float n, AddUp add_up) {
+        add_up(of);
+        Statistics<T, OPERANDS> r;
+        Moments<float>& m = moments_in(r);
+        m.count = n;
+        m.hi = anchor + of[0];
+        m.m2 = isinf(of[1]) ? of[1] : of[1] - of[0] * of[0] * n;
+        if constexpr (OPERANDS == 2) {
+            r.g = of[2];
+            r.co = of[3] - of[0] * of[2] * n;
+        }
+        return r;
+    }
+};
+
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 32 KiB: the slice waits in registers.
+// Up to 16 KiB: the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or the whole block.
 
-constexpr int kRegisterItems = 8;
+constexpr int kRegisterItems = 4;
 constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
 
 // --- shared: group sum (home: kernels/instance_norm.py) ---
@@ -295,33 +515,300 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
 }
 // --- end shared: moments in registers ---
 
-template <typename T, int V, int ITEMS>
-__global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
-    const T* __restrict__ x, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int group) {
+template <typename T, int ITEMS, int OPERANDS>
+__global__ void __launch_bounds__(kMaxGroup, 1) norm_in_registers(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int group) {
     using A = Acc<T>;
-    __shared__ A warp_sums[kMaxGroup / 32];
+    constexpr int V = kPack<T>;
     const int64_t slice = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
     const Span<V> span(slice * n, slice < slices ? n : 0);
     const int packs = int(span.packs), loose = int(span.loose(lane));
-    const T* gx = x + slice * n;
-    T* gy = y + slice * n;
+    x += slice * n, g += slice * n, y += slice * n;
 
-    Pack<T, V> r[ITEMS];
-    A loose_value = 0;
-    if (loose >= 0) loose_value = to_acc(gx[loose]);
+    Place<T, V, OPERANDS> r[ITEMS];
+    Values<T, OPERANDS> loose_values = {};
+    if (loose >= 0) loose_values = load_values<OPERANDS>(x, g, loose);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) r[i] = load_streaming<T, V>(gx + span.head + (lane + i * group) * V);
+        if (lane + i * group < packs) r[i] = load_place<V, OPERANDS>(x, g, span.head + (lane + i * group) * V);
     }
-    const Moments<A> m = moments_in_registers(r, packs, loose >= 0, loose_value, n, lane, group, warp_sums);
-    const Scale<A> scale(m, A(n), eps);
+    const A share = reciprocal(A(n));
+    Statistics<T, OPERANDS> m;
+    if constexpr (sizeof(T) == 2) {
+        __shared__ float warp_sums[2 * OPERANDS][kMaxGroup / 32];
+        float anchor = slice < slices ? to_acc(x[0]) : 0.0f;
+        if (group > 32 && slice < slices) {  // many values: an outlier among them as anchor would cost more
+            const Pack<T, V> first = load_streaming<T, V>(x + span.head);
+            anchor = 0;
+#pragma unroll
+            for (int j = 0; j < V; ++j) anchor += to_acc(first.value[j]) * (1.0f / V);
+        }
+        AnchoredSums<OPERANDS> sums;
+        if (loose >= 0) sums.add(loose_values, anchor, share);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (lane + i * group < packs) {
+#pragma unroll
+                for (int j = 0; j < V; ++j) sums.add(values_at(r[i], j), anchor, share);
+            }
+        }
+        m = sums.template total<T>(anchor, n, [&](auto& v) {
+            add_across_lanes(v, min(group, 32));
+            if (group <= 32) return;
+#pragma unroll
+            for (int k = 0; k < 2 * OPERANDS; ++k) {
+                if (threadIdx.x % 32 == 0) warp_sums[k][threadIdx.x / 32] = v[k];
+                v[k] = 0;
+            }
+            __syncthreads();
+            for (int w = threadIdx.x / group * (group / 32), end = w + group / 32; w < end; ++w) {
+#pragma unroll
+                for (int k = 0; k < 2 * OPERANDS; ++k) v[k] += warp_sums[k][w];
+            }
+        });
+    } else {
+        __shared__ A warp_sums[kMaxGroup / 32];
+        const auto across = [&](A v) { return sum_across_group(v, group, warp_sums); };
+        Pack<T, V> rx[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) rx[i] = r[i].of[0];
+        moments_in(m) = moments_in_registers(rx, packs, loose >= 0, loose_values.of[0], n, lane, group, warp_sums);
+        if constexpr (OPERANDS == 2) {
+            const auto deviation = [&](A value) { return (value - m.x.hi) - m.x.lo; };
+            A g_mean = loose_values.of[1] * share, co = loose >= 0 ? deviation(loose_values.of[0]) * loose_values.of[1] : A(0);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                keep_packed(r[i]);
+                if (lane + i * group < packs) {
+                    A pack_g = 0, pack_co = 0;  // sums of sums, as in moments_in_registers
+#pragma unroll
+                    for (int j = 0; j < V; ++j) {
+                        const Values<T, OPERANDS> values = values_at(r[i], j);
+                        pack_g += values.of[1] * share;
+                        pack_co += deviation(values.of[0]) * values.of[1];
+                    }
+                    g_mean += pack_g;
+                    co += pack_co;
+                }
+            }
+            m.g = across(g_mean);
+            m.co = across(co);
+        }
+    }
+    const Result<T, OPERANDS> result(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        keep_packed(r[i]);
-        if (lane + i * group < packs) store_streaming(gy + span.head + (lane + i * group) * V, scale(r[i]));
+        if constexpr (ITEMS > 2) keep_packed(r[i]);
+        if (lane + i * group < packs) store_streaming(y + span.head + (lane + i * group) * V, result(r[i]));
     }
-    if (loose >= 0) gy[loose] = scale(gx[loose]);
+    if (loose >= 0) y[loose] = result(loose_values);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// Slices that divide a pack: a thread has all of those in its packs.
+
+constexpr int kPackBlock = 256, kPackItems = 2;
+
+template <typename T, int N, int OPERANDS>
+__global__ void __launch_bounds__(kPackBlock) norm_in_packs(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> eps) {
+    using A = Acc<T>;
+    constexpr int V = kPack<T>;
+    const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
+    Place<T, V, OPERANDS> places[kPackItems] = {};
+#pragma unroll
+    for (int p = 0; p < kPackItems; ++p) {
+        const int64_t begin = first + p * kPackBlock * V;
+        if (begin + V <= values) {
+            places[p] = load_place<V, OPERANDS>(x, g, begin);
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if (begin + i < values) {
+                    places[p].of[0].value[i] = x[begin + i];
+                    if constexpr (OPERANDS == 2) places[p].of[1].value[i] = g[begin + i];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < kPackItems; ++p) {
+        const int64_t begin = first + p * kPackBlock * V;
+        Pack<T, V> out;
+#pragma unroll
+        for (int s = 0; s < V; s += N) {
+            Statistics<T, OPERANDS> m;
+            Moments<A>& moments = moments_in(m);
+            A mean = 0, rest = 0;
+#pragma unroll
+            for (int i = s; i < s + N; ++i) {
+                const Values<T, OPERANDS> at = values_at(places[p], i);
+                mean += at.of[0] * (A(1) / N);
+                if constexpr (OPERANDS == 2) m.g += at.of[1] * (A(1) / N);
+            }
+#pragma unroll
+            for (int i = s; i < s + N; ++i) {
+                const Values<T, OPERANDS> at = values_at(places[p], i);
+                const A deviation = at.of[0] - mean;
+                rest += deviation;
+                moments.m2 += deviation * deviation;
+                if constexpr (OPERANDS == 2) m.co += deviation * (at.of[1] - m.g);
+            }
+            moments.hi = mean;
+            moments.lo = isinf(moments.m2) ? A(0) : rest * (A(1) / N);
+            const Result<T, OPERANDS> result(m, A(N), eps);
+#pragma unroll
+            for (int i = s; i < s + N; ++i) out.value[i] = result(values_at(places[p], i));
+        }
+        if (begin + V <= values) {
+            store_streaming(y + begin, out);
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if (begin + i < values) y[begin + i] = out.value[i];
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// Up to 9 KiB, but not whole lines: a tile of many slices waits in shared memory.
+// A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
+// lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
+
+constexpr int kTileBlock = 256;
+constexpr int kTileBytes = 36 * 1024;  // at most; six blocks' are a multiprocessor's
+template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
+
+template <typename T> __device__ __forceinline__ Pack<T, kWord<T>> load_word(const T* p) {
+    Pack<T, kWord<T>> word;
+    if constexpr (sizeof(T) < 4) {
+        *reinterpret_cast<uint32_t*>(&word) = *reinterpret_cast<const uint32_t*>(p);
+    } else {
+        word.value[0] = *p;
+    }
+    return word;
+}
+template <typename T> __device__ __forceinline__ void store_word(T* p, const Pack<T, kWord<T>>& word) {
+    if constexpr (sizeof(T) < 4) {
+        *reinterpret_cast<uint32_t*>(p) = *reinterpret_cast<const uint32_t*>(&word);
+    } else {
+        *p = word.value[0];
+    }
+}
+
+// 16 bytes into shared memory, under way until wait_for_copies.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n}"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+#else
+    *static_cast<int4*>(shared) = __ldcs(static_cast<const int4*>(global));
+#endif
+}
+__device__ __forceinline__ void wait_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+template <typename T, int OPERANDS, bool ALONE>
+__global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int tile_slices, int lanes) {
+    using A = Acc<T>;
+    constexpr int V = kPack<T>, W = kWord<T>;
+    const int group = ALONE ? 1 : lanes;  // known to the compiler where a division by it would cost as much as the slice
+    extern __shared__ __align__(128) unsigned char ring[];
+    T* const tile = reinterpret_cast<T*>(ring);
+    T* const g_tile = tile + (OPERANDS - 1) * (tile_slices * n);  // forward there is none
+    const int64_t first = int64_t(blockIdx.x) * tile_slices;
+    const int here = int(min(int64_t(tile_slices), slices - first)), packs = here * n / V;
+    x += first * n, g += first * n, y += first * n;
+    const int line_begin = -int(first * n / V % 8);  // warps move whole 128-byte lines, the block's first and last apart
+    const int loose_end = packs * V + threadIdx.x;  // the last tile's may be no whole packs
+
+#pragma unroll 4
+    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
+        if (i >= 0) {
+            begin_copy(tile + i * V, x + i * V);
+            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V);
+        }
+    }
+    if (loose_end < here * n) {
+        tile[loose_end] = x[loose_end];
+        if constexpr (OPERANDS == 2) g_tile[loose_end] = g[loose_end];
+    }
+    wait_for_copies();
+    __syncthreads();
+
+    const A share = reciprocal(A(n));
+    const int own = threadIdx.x / group, lane = threadIdx.x % group, step = group * W;
+    for (int s = own; s - own < here; s += kTileBlock / group) {
+        // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
+        const int begin = min(s, here - 1) * n, words_begin = begin + (W == 2 ? begin & 1 : 0), words_end = words_begin + n / W * W;
+        const int loose = W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : words_end) : -1;
+        const auto each = [&](auto take) {
+#pragma unroll 4
+            for (int i = words_begin + lane * W; i < words_end; i += step) {
+                Place<T, W, OPERANDS> place;
+                place.of[0] = load_word(tile + i);
+                if constexpr (OPERANDS == 2) place.of[1] = load_word(g_tile + i);
+#pragma unroll
+                for (int j = 0; j < W; ++j) take(values_at(place, j));
+            }
+            if (loose >= 0) take(load_values<OPERANDS>(tile, g_tile, loose));
+        };
+        Statistics<T, OPERANDS> m;
+        if constexpr (sizeof(T) == 2) {
+            const float anchor = to_acc(tile[begin]);
+            AnchoredSums<OPERANDS> sums;
+            each([&](const Values<T, OPERANDS>& values) { sums.add(values, anchor, share); });
+            m = sums.template total<T>(anchor, n, [=](auto& v) { add_across_lanes(v, group); });
+        } else {
+            A means[OPERANDS] = {}, sums[OPERANDS + 1] = {};  // of x and g; of what the mean's rounding left, squares, products
+            each([&](const Values<T, OPERANDS>& values) {
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) means[o] += values.of[o] * share;
+            });
+            add_across_lanes(means, group);
+            each([&](const Values<T, OPERANDS>& values) {
+                const A deviation = values.of[0] - means[0];
+                sums[0] += deviation;
+                sums[1] += deviation * deviation;
+                if constexpr (OPERANDS == 2) sums[2] += deviation * values.of[1];
+            });
+            add_across_lanes(sums, group);
+            Moments<A>& moments = moments_in(m);
+            moments.hi = means[0];
+            moments.m2 = sums[1];
+            moments.lo = isinf(sums[1]) ? A(0) : sums[0] * share;
+            if constexpr (OPERANDS == 2) {
+                m.g = means[1];
+                m.co = sums[2] - moments.lo * means[1] * n;
+            }
+        }
+        const Result<T, OPERANDS> result(m, A(n), eps);
+        if (s < here) {
+#pragma unroll 4
+            for (int i = words_begin + lane * W; i < words_end; i += step) {
+                Place<T, W, OPERANDS> place;
+                place.of[0] = load_word(tile + i);
+                if constexpr (OPERANDS == 2) place.of[1] = load_word(g_tile + i);
+                store_word(tile + i, result(place));
+            }
+            if (loose >= 0) tile[loose] = result(load_values<OPERANDS>(tile, g_tile, loose));
+        }
+    }
+    __syncthreads();
+
+#pragma unroll 4
+    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
+        if (i >= 0) store_streaming(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
+    }
+    if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -333,17 +820,18 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
 // one 16-byte message a pair, and count the arrivals on an mbarrier; there is no cluster-wide barrier but at the start and the end.
 
 constexpr int kTeam = 224;         // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
-constexpr int kHeldPacks = 4;      // of a chunk, a thread
+constexpr int kHeldPacks = 4;      // of a chunk, a thread, shared among the operands
 constexpr int kChunkBytes = kTeam * kHeldPacks * 16;
 constexpr int kRingStages = 16;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, as far as clusters reach: the other team's fit beside them, and some to come
 constexpr int kMaxCluster = 16;
 constexpr int kRingSharedBytes = kRingStages * kChunkBytes;
-static_assert(kRingSharedBytes + 2048 <= 227 * 1024, "the ring and its barriers are one block's shared memory on sm_90");
-static_assert(kChunkBytes % 128 == 0, "stages stay aligned for the bulk copies");
+constexpr int kClusterSharedBytes = kRingSharedBytes + 3072;
+static_assert(kClusterSharedBytes <= 227 * 1024, "the ring, its barriers and inboxes are one block's shared memory on sm_90");
+static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
-static_assert(kHeldPacks % 2 == 0, "batches of 8 values come out even, but for the part's end");
+static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
 
 // --- shared: cluster (home: kernels/instance_norm.py) ---
@@ -396,9 +884,25 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 // --- end shared: cluster ---
 
-// A block's part of a slice, counted in packs; parts are whole 128-byte lines but for the last.
-template <typename T> struct Part {
-    static constexpr int kChunkPacks = kChunkBytes / 16;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Backward's message: x's moments as forward, and 8 bytes more.
+__device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
+    if (blocks == 1) {
+        if (lane == 0) inbox[0] = m, mbarrier_arrive(bar);
+        return;
+    }
+    if (lane == 0) mbarrier_expect_bytes(bar, blocks * int(sizeof(m.x) + sizeof(m.g) + sizeof(m.co)));
+    if (lane < blocks) {
+        send_moments(m.x, &inbox[rank].x, bar, lane);
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+            ::"r"(peer_address(&inbox[rank].g, lane)), "f"(m.g), "f"(m.co), "r"(peer_address(bar, lane)) : "memory");
+    }
+}
+#endif
+
+// A block's part of a slice, counted in packs of one operand; parts are whole 128-byte lines but for the last.
+template <typename T, int OPERANDS> struct Part {
+    static constexpr int kChunkPacks = kChunkBytes / 16 / OPERANDS;
     int packs, chunks;
     int64_t first_value;  // of the part's first pack, in the tensor
     __device__ __forceinline__ Part(int64_t slice, int n, int rank, int part_packs) {
@@ -411,14 +915,15 @@ template <typename T> struct Part {
     __device__ __forceinline__ int64_t chunk_value(int c) const { return first_value + int64_t(c) * kChunkPacks * kPack<T>; }
 };
 
-template <typename T>
-__global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
-    const T* __restrict__ x, T* __restrict__ y, int slices, int n, int part_packs, float eps) {
+template <typename T, int OPERANDS>
+__global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int part_packs, float eps) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    constexpr int V = kPack<T>;
+    using S = Statistics<T, OPERANDS>;
+    constexpr int V = kPack<T>, kPlaces = kHeldPacks / OPERANDS;  // of a chunk, a thread
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ __align__(8) uint64_t full[kRingStages], empty[kRingStages], gathered[2], exchanged[2][2];
-    __shared__ Moments<float> inbox[2][2][kMaxCluster], warp_moments[2][kTeam / 32];
+    __shared__ S inbox[2][2][kMaxCluster], warp_statistics[2][kTeam / 32];
 
     const int rank = cluster_rank(), blocks = cluster_blocks();
     const int team = threadIdx.x / kTeam, tid = threadIdx.x % kTeam;  // team 2 is the producer warp
@@ -446,11 +951,14 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
     if (team == 2) {
         if (tid == 0) {  // one thread keeps the ring full
             for (int slice = first; slice < slices; slice += step) {
-                const Part<T> part(slice, n, rank, part_packs);
+                const Part<T, OPERANDS> part(slice, n, rank, part_packs);
                 for (int c = 0; c < part.chunks; ++c, advance(stage, phase)) {
+                    const int bytes = part.chunk_packs(c) * 16;
+                    unsigned char* to = ring + stage * kChunkBytes;
                     mbarrier_wait(&empty[stage], phase ^ 1);
-                    mbarrier_expect_bytes(&full[stage], part.chunk_packs(c) * 16);
-                    bulk_load(ring + stage * kChunkBytes, x + part.chunk_value(c), part.chunk_packs(c) * 16, &full[stage]);
+                    mbarrier_expect_bytes(&full[stage], OPERANDS * bytes);
+                    bulk_load(to, x + part.chunk_value(c), bytes, &full[stage]);
+                    if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.chunk_value(c), bytes, &full[stage]);
                 }
             }
         }
@@ -462,96 +970,101 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
         };
         int round = 0;
         for (int slice = first; slice < slices; slice += step, ++round) {
-            const Part<T> part(slice, n, rank, part_packs);
+            const Part<T, OPERANDS> part(slice, n, rank, part_packs);
             if ((round & 1) != team) {  // the other team's
                 for (int c = 0; c < part.chunks; ++c) advance(stage, phase);
                 continue;
             }
-            // Pack k of this thread is pack k * kTeam + tid of the part, as long as k < mine.
+            // Place k of this thread is pack k * kTeam + tid of the part, as long as k < mine.
             const int mine = (part.packs - tid + kTeam - 1) / kTeam;
             T* const gy = y + part.first_value + tid * V;
-            const auto my_pack = [&](int s, int i) { return reinterpret_cast<const Pack<T, V>*>(ring + s * kChunkBytes)[tid + i * kTeam]; };
-            const int loose = rank == 0 ? int(Span<V>(int64_t(slice) * n, n).loose(tid)) : -1;
-            T loose_value = T();
-            if (loose >= 0) loose_value = x[int64_t(slice) * n + loose];
+            const auto my_place = [&](int s, int i) {
+                Place<T, V, OPERANDS> place;
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) {
+                    const unsigned char* from = ring + s * kChunkBytes + o * (kChunkBytes / OPERANDS);
+                    place.of[o] = reinterpret_cast<const Pack<T, V>*>(from)[tid + i * kTeam];
+                }
+                return place;
+            };
+            const int64_t loose = rank == 0 ? Span<V>(int64_t(slice) * n, n).loose(tid) : -1;
+            Values<T, OPERANDS> loose_values = {};
+            if (loose >= 0) loose_values = load_values<OPERANDS>(x, g, int64_t(slice) * n + loose);
 
             // A stage's parity tells its last two fillings apart and no more: wait for none before the other team has had all of its own.
             mbarrier_wait(&gathered[team ^ 1], ((round - 1) >> 1) & 1);
 
             // The first chunks into registers, their stages free at once.
-            Accumulator<float> accumulator;
-            const auto gather = [&](int count, auto pack) {  // up to kHeldPacks of them, 8 values at a time
+            Gatherer<T, V, OPERANDS, sizeof(T) == 2> gatherer;
+            const auto gather = [&](int count, auto place) {  // up to kPlaces of them, 8 values at a time
                 constexpr int kBatch = 8 / V;
 #pragma unroll
-                for (int i = 0; i < kHeldPacks; i += kBatch) {
+                for (int i = 0; i < kPlaces; i += kBatch) {
                     if (i + kBatch <= count) {
-                        Pack<T, V> batch[kBatch];
+                        Place<T, V, OPERANDS> batch[kBatch];
 #pragma unroll
-                        for (int j = 0; j < kBatch; ++j) batch[j] = pack(i + j);
-                        accumulator.add(batch);
+                        for (int j = 0; j < kBatch; ++j) batch[j] = place(i + j);
+                        gatherer.add(batch);
                     } else if (i < count) {
-                        accumulator.add(pack(i));
+                        const Place<T, V, OPERANDS> last[1] = {place(i)};
+                        gatherer.add(last);
                     }
                 }
             };
-            Pack<T, V> held[kHeldChunks][kHeldPacks];
+            Place<T, V, OPERANDS> held[kHeldChunks][kPlaces];
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
                 if (c < part.chunks) {
                     mbarrier_wait(&full[stage], phase);
 #pragma unroll
-                    for (int i = 0; i < kHeldPacks; ++i) {
-                        if (c * kHeldPacks + i < mine) held[c][i] = my_pack(stage, i);
+                    for (int i = 0; i < kPlaces; ++i) {
+                        if (c * kPlaces + i < mine) held[c][i] = my_place(stage, i);
                     }
                     leave_stage(stage);
-                    gather(mine - c * kHeldPacks, [&](int i) { return held[c][i]; });
+                    gather(mine - c * kPlaces, [&](int i) { return held[c][i]; });
                     advance(stage, phase);
                 }
             }
             // The others stay in the ring.
             for (int c = kHeldChunks, s = stage, p = phase; c < part.chunks; ++c, advance(s, p)) {
                 mbarrier_wait(&full[s], p);
-                gather(mine - c * kHeldPacks, [&](int i) { return my_pack(s, i); });
+                gather(mine - c * kPlaces, [&](int i) { return my_place(s, i); });
             }
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
-            Moments<float> m = accumulator.template moments<V>();
-            if (loose >= 0) m = merge(m, moments_of(to_acc(loose_value)));
+            S m = gatherer.total();
+            if (loose >= 0) m = merge(m, statistics_of(loose_values));
             m = merge_across_warp(m);
-            if (tid % 32 == 0) warp_moments[team][tid / 32] = m;
+            if (tid % 32 == 0) warp_statistics[team][tid / 32] = m;
             asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory");  // the team alone
 
-            // To every peer: this block's moments. From every peer: theirs. Two inboxes take turns: a peer's team can only be one slice
+            // To every peer: this block's statistics. From every peer: theirs. Two inboxes take turns: a peer's team can only be one slice
             // ahead, since it needs this block's message for that slice, which is sent after this slice's inbox was read.
             const int turn = (round >> 1) & 1;
             if (tid < 32) {
-                m = merge_across_warp(tid < kTeam / 32 ? warp_moments[team][tid] : Moments<float>());
-                m.count = __shfl_sync(~0u, m.count, 0);
-                m.hi = __shfl_sync(~0u, m.hi, 0);
-                m.lo = __shfl_sync(~0u, m.lo, 0);
-                m.m2 = __shfl_sync(~0u, m.m2, 0);
+                m = in_all_lanes(merge_across_warp(tid < kTeam / 32 ? warp_statistics[team][tid] : S()));
                 post_moments(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
             }
             mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
             m = inbox[team][turn][0];
             for (int r = 1; r < blocks; ++r) m = merge(m, inbox[team][turn][r]);
-            const Scale<float> scale(m, float(n), eps);
+            const Result<T, OPERANDS> result(m, float(n), eps);
 
-            if (loose >= 0) y[int64_t(slice) * n + loose] = scale(loose_value);
+            if (loose >= 0) y[int64_t(slice) * n + loose] = result(loose_values);
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
 #pragma unroll
-                for (int i = 0; i < kHeldPacks; ++i) {
-                    const int k = c * kHeldPacks + i;
+                for (int i = 0; i < kPlaces; ++i) {
+                    const int k = c * kPlaces + i;
                     keep_packed(held[c][i]);
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), scale(held[c][i]));
+                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(held[c][i]));
                 }
             }
             for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
 #pragma unroll
-                for (int i = 0; i < kHeldPacks; ++i) {
-                    const int k = c * kHeldPacks + i;
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), scale(my_pack(stage, i)));
+                for (int i = 0; i < kPlaces; ++i) {
+                    const int k = c * kPlaces + i;
+                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(my_place(stage, i)));
                 }
                 leave_stage(stage);
             }
@@ -567,7 +1080,8 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) normalize_in_cluster(
 
 constexpr int kStreamBlock = 512;
 
-template <typename T, int V> struct StreamPart {
+template <typename T> struct StreamPart {
+    static constexpr int V = kPack<T>;
     int64_t slice, first, packs, loose;  // the first value and the loose one's place, in the tensor
     __device__ __forceinline__ StreamPart(int64_t n, int64_t part_packs, int parts) {
         slice = blockIdx.x / parts;
@@ -580,46 +1094,65 @@ template <typename T, int V> struct StreamPart {
     }
 };
 
-template <typename T, int V> __device__ __forceinline__ Moments<Acc<T>> moments_of_block(const T* __restrict__ x, const StreamPart<T, V>& part) {
-    using A = Acc<T>;
-    __shared__ Moments<A> warp_moments[kStreamBlock / 32];
-    Accumulator<A> accumulator;
-    const Pack<T, V>* gx = reinterpret_cast<const Pack<T, V>*>(x + part.first);
-#pragma unroll 4
-    for (int64_t j = threadIdx.x; j < part.packs; j += kStreamBlock) accumulator.add(gx[j]);
-    Moments<A> m = accumulator.template moments<V>();
-    if (part.loose >= 0) m = merge(m, moments_of(to_acc(x[part.loose])));
+template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
+    const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T>& part) {
+    constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
+    using S = Statistics<T, OPERANDS>;
+    __shared__ S warp_statistics[kStreamBlock / 32];
+    Gatherer<T, V, OPERANDS, false> gatherer;
+    const auto place_at = [&](int64_t j) {
+        Place<T, V, OPERANDS> place;
+        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.first)[j];
+        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.first)[j];
+        return place;
+    };
+    int64_t j = threadIdx.x;
+#pragma unroll 2
+    for (; j + (kBatch - 1) * kStreamBlock < part.packs; j += kBatch * kStreamBlock) {
+        Place<T, V, OPERANDS> batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) batch[b] = place_at(j + b * kStreamBlock);
+        gatherer.add(batch);
+    }
+    for (; j < part.packs; j += kStreamBlock) {
+        const Place<T, V, OPERANDS> last[1] = {place_at(j)};
+        gatherer.add(last);
+    }
+    S m = gatherer.total();
+    if (part.loose >= 0) m = merge(m, statistics_of(load_values<OPERANDS>(x, g, part.loose)));
     m = merge_across_warp(m);
-    if (threadIdx.x % 32 == 0) warp_moments[threadIdx.x / 32] = m;
+    if (threadIdx.x % 32 == 0) warp_statistics[threadIdx.x / 32] = m;
     __syncthreads();
-    m = warp_moments[0];
-    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_moments[w]);
+    m = warp_statistics[0];
+    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_statistics[w]);
     return m;
 }
 
-template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) moments_of_parts(
-    const T* __restrict__ x, Moments<Acc<T>>* __restrict__ moments, int64_t n, int64_t part_packs, int parts) {
-    const Moments<Acc<T>> m = moments_of_block(x, StreamPart<T, V>(n, part_packs, parts));
-    if (threadIdx.x == 0) moments[blockIdx.x] = m;
+template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) statistics_of_parts(
+    const T* __restrict__ x, const T* __restrict__ g, Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n,
+    int64_t part_packs, int parts) {
+    const auto m = statistics_of_block<T, OPERANDS>(x, g, StreamPart<T>(n, part_packs, parts));
+    if (threadIdx.x == 0) statistics[blockIdx.x] = m;
 }
 
-template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
-    const T* __restrict__ x, T* __restrict__ y, const Moments<Acc<T>>* __restrict__ moments, int64_t n, int64_t part_packs, int parts,
-    Acc<T> eps) {
-    using A = Acc<T>;
-    const StreamPart<T, V> part(n, part_packs, parts);
-    Moments<A> m;
+template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) norm_of_parts(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y,
+    const Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n, int64_t part_packs, int parts, Acc<T> eps) {
+    constexpr int V = kPack<T>;
+    const StreamPart<T> part(n, part_packs, parts);
+    Statistics<T, OPERANDS> m;
     if (parts == 1) {
-        m = moments_of_block(x, part);
+        m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[part.slice * parts + p]);
+        for (int p = 0; p < parts; ++p) m = merge(m, statistics[part.slice * parts + p]);
     }
-    const Scale<A> scale(m, A(n), eps);
-    if (part.loose >= 0) y[part.loose] = scale(x[part.loose]);
-    const T* gx = x + part.first;
+    const Result<T, OPERANDS> result(m, Acc<T>(n), eps);
+    if (part.loose >= 0) y[part.loose] = result(load_values<OPERANDS>(x, g, part.loose));
     T* gy = y + part.first;
 #pragma unroll 4
-    for (int64_t j = threadIdx.x; j < part.packs; j += kStreamBlock) store_streaming(gy + j * V, scale(load_streaming<T, V>(gx + j * V)));
+    for (int64_t j = threadIdx.x; j < part.packs; j += kStreamBlock) {
+        store_streaming(gy + j * V, result(load_place<V, OPERANDS>(x, g, part.first + j * V)));
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -643,42 +1176,95 @@ static bool aligned_16(const void* x, const void* y) { return ((uintptr_t(x) | u
 
 // --- end shared: launching ---
 
+// `slices` contiguous slices of `n` values: x, backward g, and y or dx, each of which begins on 16 bytes.
+struct Task {
+    const void *x, *g;
+    void* y;
+    int64_t slices, n;
+    double eps;
+    void* workspace;
+    cudaStream_t stream;
+    Device device;
+};
+
 // Parts of a slice in the two-read kernels: enough blocks for several waves, none under 64 KiB.
 static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     const int64_t wanted = divide_up(32 * sms, slices), most = slice_bytes / (64 * 1024);
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
-template <typename T, int V>
-static cudaError_t launch_in_registers(const T* x, T* y, int64_t slices, int n, double eps, cudaStream_t stream) {
-    // As few threads a slice as hold it: fewer shuffles, more loads in flight each. But side by side they fill 32-byte sectors.
-    const int packs = int(divide_up(n, V));
-    int group = 1;
-    while (group < packs && group * V * sizeof(T) < 32) group *= 2;
-    while (group * kRegisterItems < packs || (V > 1 && n % V != 0 && group < 32)) group *= 2;
+template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but side by side they fill 64 bytes.
+    constexpr int V = kPack<T>;
+    const int n = int(task.n), packs = int(divide_up(n, V));
+    int group = n % V == 0 ? 1 : 32;  // a thread has one loose value at most
+    while (group * kRegisterItems < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
     const int items = int(divide_up(packs, group));
-    auto kernel = normalize_in_registers<T, V, kRegisterItems>;
-    if (items == 1) kernel = normalize_in_registers<T, V, 1>;
-    else if (items == 2) kernel = normalize_in_registers<T, V, 2>;
-    else if (items <= 4) kernel = normalize_in_registers<T, V, 4>;
-    kernel<<<unsigned(divide_up(slices, kMaxGroup / group)), kMaxGroup, 0, stream>>>(x, y, slices, n, Acc<T>(eps), group);
+    auto kernel = norm_in_registers<T, kRegisterItems, OPERANDS>;
+    if (items <= 2) kernel = norm_in_registers<T, 2, OPERANDS>;
+    kernel<<<unsigned(divide_up(task.slices, kMaxGroup / group)), kMaxGroup, 0, task.stream>>>(
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), group);
     return cudaGetLastError();
 }
 
-// The smallest cluster whose blocks' parts leave room for the next slice; the largest one may fill the ring. 0: the slice does not fit.
-static int cluster_size(int64_t slice_bytes) {
+template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(const Task& task) {
+    const int64_t values = task.slices * N;
+    norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(task.eps));
+    return cudaGetLastError();
+}
+
+// How many words that a warp reads at once share a bank, at most.
+static int bank_conflicts(int n, int word, int group) {
+    int most = 0, words[32] = {};
+    for (int lane = 0; lane < 32; ++lane) {
+        int& bank = words[((lane / group * n + word - 1) / word + lane % group) % 32];
+        if (++bank > most) most = bank;
+    }
+    return most;
+}
+// Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
+// False where a tile would hold too few slices.
+template <typename T, int OPERANDS> static bool tile_shape(int64_t n, int* slices, int* group) {
+    constexpr int V = kPack<T>;
+    const int64_t power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
+    const int64_t bytes = OPERANDS * n * sizeof(T);
+    const int64_t fit = kTileBytes / bytes / unit * unit;
+    if (fit < 4) return false;
+    for (*group = 1;; *group *= 2) {
+        const int64_t groups = kTileBlock / *group, whole = fit / groups * groups;
+        *slices = int(whole > 0 ? whole : fit);
+        if (*group == 32) return true;
+        if (3 * *slices >= 2 * fit && 3 * *slices >= 2 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return true;
+    }
+}
+template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task, int slices, int group) {
+    const int n = int(task.n);
+    const auto kernel = group == 1 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
+    kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), slices,
+        group);
+    return cudaGetLastError();
+}
+
+// The smallest cluster whose blocks hold the slice; forward, but for the largest one, with room for some of the next. 0: it does not fit.
+static int cluster_size(int64_t bytes, bool leave_room) {
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
-        const int chunks = kHeldChunks + (blocks < kMaxCluster ? kWaitingChunks : kRingStages);
-        if (slice_bytes <= int64_t(blocks) * chunks * kChunkBytes) return blocks;
+        const int chunks = kHeldChunks + (leave_room && blocks < kMaxCluster ? kWaitingChunks : kRingStages);
+        if (bytes <= int64_t(blocks) * chunks * kChunkBytes) return blocks;
     }
     return 0;
 }
 
+// Blocks of the cluster for a slice of `bytes` an operand, or 0.
+template <typename T, int OPERANDS> static int cluster_blocks_for(int64_t bytes, const Device& device) {
+    if (sizeof(T) == 8 || device.major < 9 || device.shared_bytes < kClusterSharedBytes) return 0;
+    return cluster_size(OPERANDS * bytes, OPERANDS == 1);
+}
+
 // *launched is false where the device cannot hold such a cluster (a small partition of a GPU).
-template <typename T>
-static cudaError_t launch_in_cluster(
-    const T* x, T* y, int64_t slices, int n, int blocks, double eps, cudaStream_t stream, bool* launched) {
-    auto kernel = normalize_in_cluster<T>;
+template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task& task, int blocks, bool* launched) {
+    auto kernel = norm_in_cluster<T, OPERANDS>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingSharedBytes);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
@@ -690,71 +1276,91 @@ static cudaError_t launch_in_cluster(
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(2 * kTeam + 32);
     config.dynamicSmemBytes = kRingSharedBytes;
-    config.stream = stream;
+    config.stream = task.stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     *launched = error == cudaSuccess && clusters > 0;
     if (!*launched) return error;
-    config.gridDim = dim3(unsigned((slices < clusters ? slices : clusters) * blocks));
-    const int part_packs = int(divide_up(divide_up(n / kPack<T>, blocks), 8) * 8);
-    return cudaLaunchKernelEx(&config, kernel, x, y, int(slices), n, part_packs, float(eps));
+    config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
+    const int part_packs = int(divide_up(divide_up(task.n / kPack<T>, blocks), 8) * 8);
+    return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
+        int(task.slices), int(task.n), part_packs, float(task.eps));
 }
 
-template <typename T, int V>
-static cudaError_t launch_two_reads(
-    const T* x, T* y, int64_t slices, int64_t n, double eps, void* workspace, int sms, cudaStream_t stream) {
-    int parts = stream_parts(slices, n * sizeof(T), sms);
-    const int64_t part_packs = divide_up(divide_up(n / V, parts), 8) * 8;
-    parts = int(divide_up(n / V, part_packs));
-    auto* moments = static_cast<Moments<Acc<T>>*>(workspace);
-    const dim3 grid(unsigned(slices * parts));
-    if (parts > 1) moments_of_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(x, moments, n, part_packs, parts);
-    normalize_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(x, y, moments, n, part_packs, parts, Acc<T>(eps));
+template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
+    constexpr int V = kPack<T>;
+    const T *x = static_cast<const T*>(task.x), *g = static_cast<const T*>(task.g);
+    int parts = task.workspace != nullptr ? stream_parts(task.slices, task.n * sizeof(T), task.device.sms) : 1;
+    const int64_t part_packs = divide_up(divide_up(task.n / V, parts), 8) * 8;
+    parts = int(divide_up(task.n / V, part_packs));
+    auto* statistics = static_cast<Statistics<T, OPERANDS>*>(task.workspace);
+    const dim3 grid(unsigned(task.slices * parts));
+    if (parts > 1) statistics_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, statistics, task.n, part_packs, parts);
+    norm_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(
+        x, g, static_cast<T*>(task.y), statistics, task.n, part_packs, parts, Acc<T>(task.eps));
     return cudaGetLastError();
 }
 
-template <typename T>
-static cudaError_t launch(const void* xv, void* yv, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    const T* x = static_cast<const T*>(xv);
-    T* y = static_cast<T*>(yv);
-    Device device;
-    const cudaError_t error = current_device(&device);
-    if (error != cudaSuccess) return error;
-    constexpr int V = kPack<T>;
-    const bool aligned = aligned_16(x, y);
-    const int64_t bytes = n * sizeof(T);
-    const bool by_packs = aligned && (n % V == 0 || n >= 32 * V);  // a group of 32 threads has one for each loose value
-    if (by_packs && bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, V>(x, y, slices, int(n), eps, stream);
-    if (!by_packs && n <= kMaxGroup * kRegisterItems) return launch_in_registers<T, 1>(x, y, slices, int(n), eps, stream);
+template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
+    if (!aligned_16(task.x, task.y) || !aligned_16(task.g, task.y)) return cudaErrorMisalignedAddress;
+    const int64_t bytes = task.n * sizeof(T);
+    if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
+    if constexpr (kPack<T> >= 4) if (task.n == 4) return launch_in_packs<T, 4, OPERANDS>(task);
+    if constexpr (kPack<T> >= 8) if (task.n == 8) return launch_in_packs<T, 8, OPERANDS>(task);
+    int slices, group;
+    const bool in_lines = bytes % 128 == 0 || 128 % bytes == 0;
+    if (!in_lines && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
+    if (bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, OPERANDS>(task);
+    const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
-        const int blocks = cluster_size(bytes);
-        if (aligned && blocks > 0 && device.major >= 9 && device.shared_bytes >= kRingSharedBytes + 2048) {
-            bool launched = false;
-            const cudaError_t error = launch_in_cluster(x, y, slices, int(n), blocks, eps, stream, &launched);
-            if (launched || error != cudaSuccess) return error;
-        }
+        bool launched = false;
+        const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
+        if (launched || error != cudaSuccess) return error;
     }
-    if (aligned) return launch_two_reads<T, V>(x, y, slices, n, eps, workspace, device.sms, stream);
-    return launch_two_reads<T, 1>(x, y, slices, n, eps, workspace, device.sms, stream);
+    return launch_two_reads<T, OPERANDS>(task);
 }
 
-// x, y: `slices` contiguous slices of `n` values. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16.
-// workspace: instance_norm_workspace bytes.
-extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t slice_bytes) {
+// Only slices that are cut into parts need memory for their statistics. (Should a cluster then fail to fit, parts are whole slices.)
+template <typename T, int OPERANDS> static int64_t workspace(int64_t slices, int64_t n, const Device& device) {
+    const int64_t bytes = n * sizeof(T);
+    if (bytes <= kMaxGroup * kRegisterItems * 16 || cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return 0;
+    const int parts = stream_parts(slices, bytes, device.sms);
+    return parts > 1 ? slices * parts * int64_t(sizeof(Statistics<T, OPERANDS>)) : 0;
+}
+
+template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
+    const cudaError_t error = current_device(&task.device);
+    if (error != cudaSuccess) return error;
+    switch (dtype) {
+        case 0: return launch<float, OPERANDS>(task);
+        case 1: return launch<double, OPERANDS>(task);
+        case 2: return launch<__half, OPERANDS>(task);
+        default: return launch<__nv_bfloat16, OPERANDS>(task);
+    }
+}
+
+// dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. workspace: instance_norm_workspace bytes, or null if those are none.
+template <int OPERANDS> static int64_t workspace(int dtype, int64_t slices, int64_t n) {
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
-    return slices * stream_parts(slices, slice_bytes, device.sms) * int64_t(sizeof(Moments<double>));
+    switch (dtype) {
+        case 0: return workspace<float, OPERANDS>(slices, n, device);
+        case 1: return workspace<double, OPERANDS>(slices, n, device);
+        default: return workspace<__half, OPERANDS>(slices, n, device);
+    }
+}
+extern "C" int64_t instance_norm_workspace(int backward, int dtype, int64_t slices, int64_t n) {
+    return backward ? workspace<2>(dtype, slices, n) : workspace<1>(dtype, slices, n);
 }
 extern "C" int instance_norm_forward(
     int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    switch (dtype) {
-        case 0: return launch<float>(x, y, slices, n, eps, workspace, stream);
-        case 1: return launch<double>(x, y, slices, n, eps, workspace, stream);
-        case 2: return launch<__half>(x, y, slices, n, eps, workspace, stream);
-        default: return launch<__nv_bfloat16>(x, y, slices, n, eps, workspace, stream);
-    }
+    return launch<1>(dtype, Task{x, x, y, slices, n, eps, workspace, stream});
+}
+extern "C" int instance_norm_backward(
+    int dtype, const void* grad, const void* x, void* dx, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    return launch<2>(dtype, Task{x, grad, dx, slices, n, eps, workspace, stream});
 }
 extern "C" const char* instance_norm_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
 """
@@ -879,27 +1485,134 @@ template <typename T> void normalize(const T* x, T* y, int64_t begin, int64_t en
     }
 }
 
-// Whole slices to each thread where there are enough of them, or else parts of one slice after the other.
-template <typename T> void forward_cpu(const T* x, T* y, int64_t slices, int64_t n, double eps) {
+// Backward: moments of x, the sum of g, and co = sum((x - mean) * g).
+struct Joint {
+    Moments x;
+    double g = 0, co = 0;
+    void merge(const Joint& other) {
+        if (x.count == 0) {
+            *this = other;
+        } else if (other.x.count > 0) {
+            const double delta = other.x.mean - x.mean, delta_g = other.g / other.x.count - g / x.count;
+            co += other.co + delta * delta_g * (x.count * other.x.count / (x.count + other.x.count));
+            g += other.g;
+            x.merge(other.x);
+        }
+    }
+};
+
+// One sweep over a block in the first cache, around an anchor that is the slice's mean so far: how far the block's own mean is from it
+// counts in the slice's M2 as well, so nothing is lost that the slice would notice.
+template <typename T, typename A> inline Joint block_joint(const T* x, const T* g, int64_t n, A anchor) {
+    A sum = 0, square = 0, g_sum = 0, product = 0;
+#pragma omp simd reduction(+ : sum, square, g_sum, product)
+    for (int64_t i = 0; i < n; ++i) {
+        const A deviation = static_cast<A>(x[i]) - anchor, gradient = static_cast<A>(g[i]);
+        sum += deviation;
+        square += deviation * deviation;
+        g_sum += gradient;
+        product += deviation * gradient;
+    }
+    const double mean = double(sum) / n;
+    Joint m;
+    m.x.count = n;
+    m.x.mean = anchor + mean;
+    m.x.m2 = square > 0 ? std::max(0.0, square - mean * sum) : square;
+    m.g = g_sum;
+    m.co = product - mean * g_sum;
+    return m;
+}
+
+// What the compiler widens and narrows by itself inside a loop; float16 takes instructions of its own.
+template <typename T> constexpr bool kInPlace = !std::is_same_v<T, at::Half>;
+
+template <typename T> Joint slice_joint(const T* x, const T* g, int64_t n) {
+    using A = acc_t<T>;
+    Joint m;
+    const auto gather = [&](const auto* x_from, const auto* g_from, int64_t count) {
+        A anchor = static_cast<A>(m.x.mean);
+        if (m.x.count == 0) {
+            const A share = A(1) / count;
+#pragma omp simd reduction(+ : anchor)
+            for (int64_t j = 0; j < count; ++j) anchor += static_cast<A>(x_from[j]) * share;
+        }
+        m.merge(block_joint(x_from, g_from, count, anchor));
+    };
+    for (int64_t i = 0; i < n; i += kBlock) {
+        const int64_t count = std::min(kBlock, n - i);
+        if constexpr (kInPlace<T>) {
+            gather(x + i, g + i, count);
+        } else {
+            A x_values[kBlock], g_values[kBlock];
+            load_values(x + i, x_values, count);
+            load_values(g + i, g_values, count);
+            gather(x_values, g_values, count);
+        }
+    }
+    return m;
+}
+
+// dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * co / n)
+template <typename T> void differentiate(const T* x, const T* g, T* dx, int64_t begin, int64_t end, const Joint& m, double eps) {
+    using A = acc_t<T>;
+    const double share = 1 / m.x.count, rstd2 = 1 / (m.x.m2 * share + eps);
+    const A hi = static_cast<A>(m.x.mean), lo = static_cast<A>(m.x.mean - hi), rstd = static_cast<A>(std::sqrt(rstd2));
+    const A g_mean = static_cast<A>(m.g * share), slope = static_cast<A>(rstd2 * (m.co * share));
+    const auto apply = [=](const auto* x_from, const auto* g_from, A* to, int64_t count) {
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) {
+            to[j] = ((static_cast<A>(g_from[j]) - g_mean) - ((static_cast<A>(x_from[j]) - hi) - lo) * slope) * rstd;
+        }
+    };
+    if constexpr (std::is_same_v<T, A>) {
+        apply(x + begin, g + begin, dx + begin, end - begin);
+    } else {
+        A x_values[kBlock], g_values[kBlock];
+        for (int64_t i = begin; i < end; i += kBlock) {
+            const int64_t count = std::min(kBlock, end - i);
+            if constexpr (kInPlace<T>) {
+                apply(x + i, g + i, x_values, count);
+            } else {
+                load_values(x + i, x_values, count);
+                load_values(g + i, g_values, count);
+                apply(x_values, g_values, x_values, count);
+            }
+            store_values(x_values, dx + i, count);
+        }
+    }
+}
+
+// Whole slices to each thread where there are enough of them, or else parts of one slice after the other. `gather(begin, count)` gives the
+// statistics of values from `begin` on, `write(begin, end, statistics)` the result of a slice's values in [begin, end).
+template <typename S, typename Gather, typename Write>
+void each_slice(int64_t slices, int64_t n, const Gather& gather, const Write& write) {
     if (slices >= at::get_num_threads()) {
         at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
-            for (int64_t s = begin; s < end; ++s) normalize(x + s * n, y + s * n, 0, n, slice_moments(x + s * n, n), eps);
+            for (int64_t s = begin; s < end; ++s) write(s * n, s * n + n, gather(s * n, n));
         });
         return;
     }
     const int64_t part = 16 * kBlock, parts = (n + part - 1) / part;  // of fixed size: the sum's order is the same on any machine
-    std::vector<Moments> moments(parts);
+    std::vector<S> statistics(parts);
     for (int64_t s = 0; s < slices; ++s) {
-        const T* gx = x + s * n;
+        const int64_t first = s * n;
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t p = begin; p < end; ++p) moments[p] = slice_moments(gx + p * part, std::min(part, n - p * part));
+            for (int64_t p = begin; p < end; ++p) statistics[p] = gather(first + p * part, std::min(part, n - p * part));
         });
-        Moments m;
-        for (const Moments& other : moments) m.merge(other);
-        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            normalize(gx, y + s * n, begin * part, std::min(n, end * part), m, eps);
-        });
+        S m;
+        for (const S& other : statistics) m.merge(other);
+        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) { write(first + begin * part, first + std::min(n, end * part), m); });
     }
+}
+template <typename T> void forward_cpu(const T* x, T* y, int64_t slices, int64_t n, double eps) {
+    each_slice<Moments>(
+        slices, n, [=](int64_t begin, int64_t count) { return slice_moments(x + begin, count); },
+        [=](int64_t begin, int64_t end, const Moments& m) { normalize(x, y, begin, end, m, eps); });
+}
+template <typename T> void backward_cpu(const T* g, const T* x, T* dx, int64_t slices, int64_t n, double eps) {
+    each_slice<Joint>(
+        slices, n, [=](int64_t begin, int64_t count) { return slice_joint(x + begin, g + begin, count); },
+        [=](int64_t begin, int64_t end, const Joint& m) { differentiate(x, g, dx, begin, end, m, eps); });
 }
 
 // x (..., H, W), H * W > 0; y contiguous, as InstanceNorm2d's is.
@@ -919,7 +1632,34 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     return y;
 }
 
+void check_gradient(const at::Tensor& grad, const at::Tensor& x) {
+    TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && grad.device() == x.device(),
+        "instance_norm: the gradient must have the input's shape, dtype and device");
+}
+
+// The gradient of x, contiguous; grad is that of y.
+at::Tensor instance_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
+    check_gradient(grad, x);
+    const at::Tensor input = x.contiguous(), gradient = grad.contiguous();
+    at::Tensor dx = at::empty_like(input);
+    if (x.numel() == 0) return dx;
+    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
+    const auto run = [&](auto zero) {
+        using T = decltype(zero);
+        backward_cpu(gradient.data_ptr<T>(), input.data_ptr<T>(), dx.data_ptr<T>(), slices, n, eps);
+    };
+    switch (x.scalar_type()) {
+        case at::kFloat: run(float()); break;
+        case at::kDouble: run(double()); break;
+        case at::kHalf: run(at::Half()); break;
+        case at::kBFloat16: run(at::BFloat16()); break;
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "instance_norm: not implemented for ", x.scalar_type());
+    }
+    return dx;
+}
+
 at::Tensor instance_norm_meta(const at::Tensor& x, double eps) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
+at::Tensor instance_norm_backward_meta(const at::Tensor& grad, const at::Tensor& x, double eps) { return instance_norm_meta(x, eps); }
 
 }  // namespace
 
@@ -927,40 +1667,85 @@ at::Tensor instance_norm_meta(const at::Tensor& x, double eps) { return at::empt
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t slice_bytes);
+extern "C" int64_t instance_norm_workspace(int backward, int dtype, int64_t slices, int64_t n);
 extern "C" int instance_norm_forward(
     int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream);
 extern "C" const char* instance_norm_error(int error);
 
-static at::Tensor instance_norm_cuda(const at::Tensor& x, double eps) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor input = x.contiguous();
-    at::Tensor y = at::empty_like(input);
-    if (x.numel() == 0) return y;
-    int dtype = 0;
+extern "C" int instance_norm_backward(
+    int dtype, const void* grad, const void* x, void* dx, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream);
+
+static int dtype_number(const at::Tensor& x) {
     switch (x.scalar_type()) {
-        case at::kFloat: dtype = 0; break;
-        case at::kDouble: dtype = 1; break;
-        case at::kHalf: dtype = 2; break;
-        case at::kBFloat16: dtype = 3; break;
+        case at::kFloat: return 0;
+        case at::kDouble: return 1;
+        case at::kHalf: return 2;
+        case at::kBFloat16: return 3;
         default: TORCH_CHECK_NOT_IMPLEMENTED(false, "instance_norm: not implemented for ", x.scalar_type());
     }
+}
+// The kernels take no tensor that begins off a 16-byte border, such as a slice of another: it is copied.
+static at::Tensor contiguous_and_aligned(const at::Tensor& x) {
+    const at::Tensor values = x.contiguous();
+    return reinterpret_cast<uintptr_t>(values.data_ptr()) % 16 == 0 ? values : values.clone();
+}
+// `launch(slices, n, workspace, stream)` fills a tensor like x; returns a cudaError_t.
+template <typename Launch> static void run_on_gpu(const at::Tensor& x, bool backward, const Launch& launch) {
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    const at::Tensor workspace = at::empty({instance_norm_workspace(slices, n * x.element_size())}, x.options().dtype(at::kByte));
-    const int error = instance_norm_forward(
-        dtype, input.data_ptr(), y.data_ptr(), slices, n, eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    const int64_t bytes = instance_norm_workspace(backward, dtype_number(x), slices, n);
+    const at::Tensor workspace = bytes > 0 ? at::empty({bytes}, x.options().dtype(at::kByte)) : at::Tensor();
+    const int error = launch(slices, n, bytes > 0 ? workspace.data_ptr() : nullptr, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "instance_norm: ", instance_norm_error(error));
+}
+
+static at::Tensor instance_norm_cuda(const at::Tensor& x, double eps) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor input = contiguous_and_aligned(x);
+    at::Tensor y = at::empty_like(input);
+    const int dtype = dtype_number(x);
+    if (x.numel() == 0) return y;
+    run_on_gpu(input, false, [&](int64_t slices, int64_t n, void* workspace, cudaStream_t stream) {
+        return instance_norm_forward(dtype, input.data_ptr(), y.data_ptr(), slices, n, eps, workspace, stream);
+    });
     return y;
+}
+
+static at::Tensor instance_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& x, double eps) {
+    check_gradient(grad, x);
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor input = contiguous_and_aligned(x), gradient = contiguous_and_aligned(grad);
+    at::Tensor dx = at::empty_like(input);
+    const int dtype = dtype_number(x);
+    if (x.numel() == 0) return dx;
+    run_on_gpu(input, true, [&](int64_t slices, int64_t n, void* workspace, cudaStream_t stream) {
+        return instance_norm_backward(dtype, gradient.data_ptr(), input.data_ptr(), dx.data_ptr(), slices, n, eps, workspace, stream);
+    });
+    return dx;
 }
 #endif
 
-TORCH_LIBRARY(OPERATOR_NAMESPACE, m) { m.def("forward(Tensor x, float eps) -> Tensor"); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("forward", instance_norm_cpu); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("forward", instance_norm_meta); }
-// Gradients are the business of the autograd.Function below; whoever differentiates the bare operator, or in forward mode, is told.
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("forward", torch::autograd::autogradNotImplementedFallback()); }
+TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
+    m.def("forward(Tensor x, float eps) -> Tensor");
+    m.def("backward(Tensor grad, Tensor x, float eps) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("forward", instance_norm_cpu);
+    m.impl("backward", instance_norm_backward_cpu);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("forward", instance_norm_meta);
+    m.impl("backward", instance_norm_backward_meta);
+}
+// Gradients are the business of the autograd.Functions below; whoever differentiates a bare operator, or in forward mode, is told.
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    m.impl("forward", torch::autograd::autogradNotImplementedFallback());
+    m.impl("backward", torch::autograd::autogradNotImplementedFallback());
+}
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("forward", instance_norm_cuda); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("forward", instance_norm_cuda);
+    m.impl("backward", instance_norm_backward_cuda);
+}
 #endif
 """
 
@@ -1050,10 +1835,11 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 NAMESPACE = _load_operators("instance_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
+_backward = getattr(torch.ops, NAMESPACE).backward
 
 
 class InstanceNorm(torch.autograd.Function):
-    """y = (x - mean) * rstd over the last two dimensions. Saves x alone; the gradient is differentiable in turn."""
+    """y = (x - mean) * rstd over the last two dimensions. Saves x alone."""
 
     @staticmethod
     def forward(x, eps):
@@ -1067,13 +1853,50 @@ class InstanceNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
+        return InstanceNormGradient.apply(grad, x, ctx.eps), None
+
+    @staticmethod
+    def vmap(info, in_dims, x, eps):
+        return InstanceNorm.apply(x.movedim(in_dims[0], 0), eps), 0
+
+
+class InstanceNormGradient(torch.autograd.Function):
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), xhat = (x - mean) * rstd. Linear in g, and its own transpose."""
+
+    @staticmethod
+    def forward(grad, x, eps):
+        return _backward(grad, x, eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        grad, x, ctx.eps = inputs
+        ctx.save_for_backward(grad, x)
+
+    @staticmethod
+    def backward(ctx, v):
+        """Second derivatives, of the scalar v . dx; that by x in ATen operators, which can be differentiated in turn."""
+        grad, x = ctx.saved_tensors
+        by_grad = InstanceNormGradient.apply(v, x, ctx.eps) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return by_grad, None, None
+
+        def mean(t):
+            return t.mean((-2, -1), keepdim=True)
+
         dtype = torch.promote_types(x.dtype, torch.float32)
-        deviation = x.to(dtype)
-        deviation = deviation - deviation.mean((-2, -1), keepdim=True)
-        rstd = (deviation.square().mean((-2, -1), keepdim=True) + ctx.eps).rsqrt()
-        normal, grad = deviation * rstd, grad.to(dtype)
-        grad = rstd * (grad - grad.mean((-2, -1), keepdim=True) - normal * (grad * normal).mean((-2, -1), keepdim=True))
-        return grad.to(x.dtype), None
+        v, g, deviation = (t.to(dtype) - mean(t.to(dtype)) for t in (v, grad, x))
+        rstd = (mean(deviation.square()) + ctx.eps).rsqrt()
+        of_v, of_g, of_both = mean(v * deviation), mean(g * deviation), mean(v * g)
+        by_x = rstd**3 * (deviation * (3 * rstd.square() * of_v * of_g - of_both) - v * of_g - g * of_v)
+        return by_grad, by_x.to(x.dtype), None
+
+    @staticmethod
+    def vmap(info, in_dims, grad, x, eps):
+        grad, x = (
+            t.unsqueeze(0).expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((grad, x), in_dims[:2])
+        )
+        return InstanceNormGradient.apply(grad, x, eps), 0
 
 
 class ModelNew(nn.Module):

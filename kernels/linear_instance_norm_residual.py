@@ -1,9 +1,14 @@
-"""A linear layer, then a norm over each row, a sum and a product in one kernel: a drop-in for the Model of the same name.
+"""A linear layer, then a norm over each row, a sum and a product, fused: a drop-in for the Model of the same name.
 
     h = x W^T + b;    h = (h - mean) * rstd over each row;    out = (h + y) * y
 
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd` are a row's own, over
-its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2). The matrix product is `self.bmm`; all that follows it is one kernel:
+its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
+
+In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
+of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
+one of float32; where TF32 is allowed one product of the first pieces does. Everything else (other dtypes and chips, small products,
+hooks on the linear layer, autocast) takes PyTorch's. All that follows the product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -12,7 +17,8 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2). The matri
 At the benchmark shape h is 33.5 MB, fresh from the matrix product and still in L2. Statistics are accumulated in float32 (float64 for
 float64) and merged after Chan, Golub and LeVeque (1979); the mean is an unevaluated sum hi + lo, so one far from zero costs nothing.
 
-On the CPU each core takes whole rows. Gradients: first and higher order, in ATen operators.
+On the CPU each core takes whole rows. Gradients: one operator, whose traffic is the forward's and one operand more;
+second derivatives in ATen operators.
 """
 
 import contextlib
@@ -31,6 +37,7 @@ import torch
 from torch import nn
 
 CUDA_SOURCE = r"""
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -336,6 +343,585 @@ template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) 
     }
 }
 
+// --- shared: product (home: kernels/linear_swish_group_norm.py) ---
+// ---------------------------------------------------------------------------------------------------------------------------------
+// x W^T on Hopper's fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
+//
+// A row of either operand is scaled by a power of two so that its largest magnitude lies in [2^14, 2^15), and each value becomes hi + lo,
+// two fp16 numbers. The product is hi hi + hi lo + lo hi, unscaled; where TF32 is allowed hi hi alone has its 11 bits. The tensor cores
+// truncate when they accumulate, so every sum over kPromote lines starts at zero and is added to float32 registers, rounded to nearest; in
+// it the small corrections come first, while there is nothing to truncate them against.
+//
+// Each half of a block's tile belongs to a warpgroup, and the halves promote in turns, so that the tensor cores always have work.
+//
+// The range of float32 is wider than that of a scaled row: what lies below 2^-16 of the row's maximum is kept to 2^-25 (2^-39 of the
+// maximum) at best, however large its partner. With n such values in a row of x and in one of W, their output is off by less than
+// 2^-25 * 2^15 * n, which is within float32's own 2^-24 of it where the accumulator is at least 2^14 * n. Every other output is uncertain,
+// one in 10^6 of ordinary data: the epilogue leaves kUncertain in its place and flags its block of 64 x 64, and `recompute` puts float32's
+// sums there. So it does for rows whose sums may be of few products only: there the dropped lo lo and the rounding of lo do not average
+// out. (Both rows may hold many values and still meet in a few, where zeros lie against values: such a sum is within 8 units of 2^-24 of
+// its terms' magnitudes, a float32's within 1.)
+
+constexpr int kBlockSide = 64;              // of a block of outputs that is flagged as a whole
+constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
+
+// Of a row of x or W: its values are unscaled by `unscale`; an output with an accumulator below the sum of its two rows' `doubt` is uncertain.
+struct RowScale {
+    float unscale, doubt;
+};
+
+// C = x W^T + bias, as the epilogues and `recompute` see it.
+struct Product {
+    const float *x, *weight, *bias;
+    const RowScale *rows, *columns;
+    int* flags;  // of each block of kBlockSide^2 outputs, row by row
+    int m, n, k;
+    __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
+    __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
+};
+
+#if CUDART_VERSION >= 12000
+
+constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
+constexpr int kSplitItems = 8;    // quads a thread holds
+constexpr int kSplitBlock = 256;  // threads; kSplitBlockLong for rows longer than 8192
+constexpr int kSplitBlockLong = 1024;
+constexpr int kLongestRow = kSplitBlockLong * kSplitItems * 4;
+constexpr float kLargestScale = 0x1p60f;
+constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
+
+__host__ __device__ constexpr int padded_k(int k) { return (k + kLine - 1) / kLine * kLine; }  // an even number of lines of two pieces
+
+struct alignas(8) Quad16 {
+    __half2 a, b;
+};
+
+template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
+    Quad16 hi;
+    hi.a = __floats2half2_rn(v.x, v.y);
+    hi.b = __floats2half2_rn(v.z, v.w);
+    if constexpr (kPieces == 1) {
+        *reinterpret_cast<Quad16*>(row + k) = hi;
+    } else {
+        const float2 a = __half22float2(hi.a), b = __half22float2(hi.b);
+        Quad16 lo;
+        lo.a = __floats2half2_rn(v.x - a.x, v.y - a.y);
+        lo.b = __floats2half2_rn(v.z - b.x, v.w - b.y);
+        __half* line = row + k / 32 * kLine + k % 32;
+        *reinterpret_cast<Quad16*>(line) = hi;
+        *reinterpret_cast<Quad16*>(line + 32) = lo;
+    }
+}
+
+__device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
+
+// What one operand's split reads and writes.
+struct Operand {
+    const float* values;
+    __half* pieces;
+    RowScale* scales;
+    int64_t rows;
+};
+
+// `group` threads, a power of two and whole warps, own a row, which waits in their registers; the first blocks_x blocks have rows of x.
+// The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
+// numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
+template <int kPieces>
+__global__ void __launch_bounds__(kSplitBlockLong) split_rows(
+    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    __shared__ float warp_values[4][kSplitBlockLong / 32];
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
+
+    const bool of_x = blockIdx.x < blocks_x;
+    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (blockDim.x / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0;
+    const float* values = (of_x ? x.values : weight.values) + row * k;
+    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
+    const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
+        if (group == 32) return v;
+        if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
+        __syncthreads();
+        const float* own = warp_values[place] + threadIdx.x / group * (group / 32);
+        v = own[0];
+        for (int w = 1; w < group / 32; ++w) v = combine(v, own[w]);
+        return v;
+    };
+
+    float4 held[kSplitItems];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        const int at = (lane + i * group) * 4;
+        held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        const float4 v = held[i];
+        largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+    }
+    largest = __reduce_max_sync(~0u, largest);
+    largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
+        return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+    }));
+    const bool finite = largest < 0x7f800000u;
+    const int exponent = min(14 + 127 - int(largest >> 23), 126);
+    const float scale = finite ? __uint_as_float(uint32_t(127 + exponent) << 23) : NAN;
+
+    constexpr float kKept = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // the smallest magnitude whose pieces lose nothing to fp16's subnormals
+    float sum = 0, squares = 0, lost = 0;
+    const auto count = [&](float v) {
+        const float magnitude = fabsf(v);
+        if (magnitude < kKept && magnitude > 0) lost += 1;
+        if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
+    };
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        if (lane + i * group < quads) {
+            float4 v = held[i];
+            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+            store_pieces<kPieces>(pieces, (lane + i * group) * 4, v);
+            count(v.x), count(v.y), count(v.z), count(v.w);
+        }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        lost += __shfl_xor_sync(~0u, lost, offset);
+        if constexpr (kPieces == 2) sum += __shfl_xor_sync(~0u, sum, offset), squares += __shfl_xor_sync(~0u, squares, offset);
+    }
+    const auto add = [](float a, float b) { return a + b; };
+    lost = across_group(lost, 1, add);
+    if constexpr (kPieces == 2) sum = across_group(sum, 2, add), squares = across_group(squares, 3, add);
+    if (lane == 0 && quads > 0) {
+        RowScale result;
+        result.unscale = __uint_as_float(uint32_t(127 - exponent) << 23);
+        result.doubt = kPieces == 2 ? 0x1p14f * lost : 2.0f * lost;
+        if (result.unscale > kLargestScale || (kPieces == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
+        if (largest == 0) result.doubt = -INFINITY;  // its outputs are 0, whatever the other row is
+        (of_x ? x.scales : weight.scales)[row] = result;
+    }
+#endif
+}
+
+// PTX, one instruction a wrapper.
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
+        ::"r"(bar), "r"(parity) : "memory");
+}
+template <int kBarrier, int kThreads> __device__ __forceinline__ void named_barrier_sync() {
+    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+template <int kBarrier, int kThreads> __device__ __forceinline__ void named_barrier_arrive() {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* map, int x, int y, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+template <int kRegisters> __device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters> __device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kInFlight> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+// Holds the compiler's own copies and additions of accumulators on their side of a wgmma.
+template <int kCount> __device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+// Descriptor of a K-major tile whose rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom. Along K it moves inside the line.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
+    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+#define F128(d) F64(d), F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112)
+#define P64                                                                                                                        \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
+    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define P128                                                                                                                       \
+    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"  \
+        "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"   \
+        "%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA(N, P, F, a, b, add)                                                                                                  \
+    __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
+                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+    }
+WGMMA(128, P64, F64, 64, 65, 66)
+WGMMA(256, P128, F128, 128, 129, 130)
+
+// The main loop.
+
+constexpr int kConsumers = 2;                      // warpgroups
+constexpr int kProductThreads = (kConsumers + 1) * 128;  // the last warpgroup is the producer: one thread of it
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kTileM = kConsumers * 64;
+constexpr int kBand = 2048 / kTileM;               // rows of tiles that go column by column, so that x's and W's lines meet in L2
+static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= 65536, "an SM's registers");
+
+// kPromote: whether the sums of some lines at a time are added to the main ones.
+template <int kTileN_, int kStages_, bool kPromote_, int kPieces_> struct Shape {
+    static constexpr int kTileN = kTileN_, kStages = kStages_, kPieces = kPieces_;
+    static constexpr bool kPromote = kPromote_;
+    static constexpr int kAccumulators = kTileN / 2;
+    static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
+    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
+    static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
+    static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
+    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers: the epilogue needs the others");
+};
+using ThreeProducts = Shape<128, 6, true, 2>;
+using OneProduct = Shape<256, 4, false, 1>;
+
+// 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
+// `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
+struct Slab {
+    int row, column;
+};
+
+template <class Config> struct Tiles {
+    int across, down, count;
+    __device__ __forceinline__ Tiles(int m, int n) {
+        across = (n + Config::kTileN - 1) / Config::kTileN;
+        down = (m + kTileM - 1) / kTileM;
+        count = across * down;
+    }
+    __device__ __forceinline__ Slab find(int tile) const {
+        const int band = tile / (kBand * across), inside = tile - band * kBand * across;
+        const int height = min(kBand, down - band * kBand);
+        return {(band * kBand + inside % height) * kTileM, inside / height * Config::kTileN};
+    }
+};
+
+// The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
+template <class Config>
+__device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    if constexpr (Config::kPieces == 2) {
+        wgmma(d, a + 4, b, keep);
+        wgmma(d, a, b + 4, 1);
+        wgmma(d, a + 6, b + 2, 1);
+        wgmma(d, a + 2, b + 6, 1);
+        wgmma(d, a, b, 1);
+        wgmma(d, a + 2, b + 2, 1);
+    } else {
+        wgmma(d, a, b, keep);
+        wgmma(d, a + 2, b + 2, 1);
+        wgmma(d, a + 4, b + 4, 1);
+        wgmma(d, a + 6, b + 6, 1);
+    }
+}
+
+template <int kSlab, class Epilogue, int kCount>
+__device__ __forceinline__ void finish_slabs(const Epilogue& epilogue, const float (&sum)[kCount], Slab slab) {
+    if constexpr (kSlab * 32 < kCount) {
+        slab.column += kSlab > 0 ? kBlockSide : 0;
+        if ((slab.column & ~63) < epilogue.product.n) epilogue.template finish<kSlab * 32>(sum, slab);  // the same for the whole warp
+        finish_slabs<kSlab + 1>(epilogue, sum, slab);
+    }
+}
+
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half; one thread of warpgroup 2 keeps the ring of
+// stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it.
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(kProductThreads, 1) multiply(
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int kStages = Config::kStages;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t ring = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
+    const uint32_t full = ring + kStages * Config::kStageBytes, empty = full + kStages * 8;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) {
+            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(empty + 8 * s, kConsumers * 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    int stage = 0, phase = 0;
+    const auto advance = [&] {
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    };
+    if (warpgroup == kConsumers) {
+        registers_down<kProducerRegisters>();
+        if (threadIdx.x == kConsumers * 128) {
+            prefetch_map(&map_a);
+            prefetch_map(&map_b);
+            for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+                const Slab corner = tiles.find(tile);
+                for (int line = 0; line < lines; ++line, advance()) {
+                    const uint32_t a = ring + stage * Config::kStageBytes, bar = full + 8 * stage;
+                    mbarrier_wait(empty + 8 * stage, phase ^ 1);
+                    mbarrier_expect_bytes(bar, Config::kStageBytes);
+                    tensor_load(a, &map_a, line * kLine, corner.row, bar);
+                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        registers_up<kConsumerRegisters>();
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        const uint64_t tile_a = tile_descriptor(ring + warpgroup * 64 * 128), tile_b = tile_descriptor(ring + Config::kBytesA);
+        const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
+            if (lane == 0) mbarrier_arrive(empty + 8 * s);
+        };
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
+            if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
+            else named_barrier_arrive<1, kConsumers * 128>();
+            constexpr int kParts = Config::kPromote ? Config::kAccumulators : 0;
+            float sum[Config::kAccumulators], part[kParts ? kParts : 1];
+#pragma unroll
+            for (int i = 0; i < Config::kAccumulators; ++i) sum[i] = 0;
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) part[i] = 0;
+            // The previous line's products are still running when the next line's are issued.
+            const auto accumulate = [&](auto& d, int from, int to) {
+                int before = -1;
+                for (int line = from; line < to; ++line, advance()) {
+                    mbarrier_wait(full + 8 * stage, phase);
+                    const int offset = stage * Config::kStageBytes >> 4;
+                    wgmma_fence();
+                    multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (before >= 0) leave(before);
+                    before = stage;
+                }
+                wgmma_wait<0>();
+                leave(before);
+                pin(d);
+            };
+            if constexpr (!Config::kPromote) {
+                accumulate(sum, 0, lines);
+            } else {  // the halves promote in turns: one adds while the other multiplies
+                for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
+                    accumulate(part, line, min(end, lines));
+#pragma unroll
+                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                }
+            }
+            Slab slab = tiles.find(tile);
+            slab.row += warpgroup * 64 + warp * 16 + lane / 4;
+            slab.column += lane % 4 * 2;
+            finish_slabs<0>(epilogue, sum, slab);
+        }
+    }
+#endif
+}
+
+// Epilogues. kWhole: n is a multiple of 64, else of 2.
+
+// Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
+template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
+    const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
+    return __ldg(reinterpret_cast<const Pair*>(vector + slab.column + offset));
+}
+template <bool kWhole> __device__ __forceinline__ void load_columns(const float* vector, const Slab& slab, int n, float (&v)[16]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 pair = load_pair<kWhole, float2>(vector, slab, n, j);
+        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
+    }
+}
+
+// Full 32-byte sectors a quad and store, evicted first.
+template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
+    float* own = out + int64_t(row) * n + slab.column;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if (kWhole || slab.column + 8 * j < n) __stcs(reinterpret_cast<float2*>(own + 8 * j), make_float2(v[2 * j], v[2 * j + 1]));
+    }
+}
+
+// h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
+// value that fits. (What underflows on the way is below float32's own error for these rows.)
+// A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
+// open[r]: the row exists and is not left.
+template <bool kWhole, int kOffset, int kCount>
+__device__ __forceinline__ void unscale(
+    const Product& product, const float (&sum)[kCount], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
+    float scale[2], doubt[2];
+    bool uncertain[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
+        scale[r] = own.x, doubt[r] = own.y;
+        open[r] = slab.row + 8 * r < product.m;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+        const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float first = sum[kOffset + 4 * j + 2 * r], second = sum[kOffset + 4 * j + 2 * r + 1];
+            uncertain[r] = uncertain[r] || fabsf(first) < doubt[r] + scales.y || fabsf(second) < doubt[r] + scales.w;
+            h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
+            h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
+        }
+    }
+    if (__any_sync(~0u, uncertain[0] || uncertain[1])) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = slab.row + 8 * r;
+            const unsigned votes = __ballot_sync(~0u, uncertain[r]);
+            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+                if (fabsf(sum[kOffset + 4 * j + 2 * r]) < doubt[r] + scales.y) h[r][2 * j] = __uint_as_float(kUncertain);
+                if (fabsf(sum[kOffset + 4 * j + 2 * r + 1]) < doubt[r] + scales.w) h[r][2 * j + 1] = __uint_as_float(kUncertain);
+            }
+            store_row<kWhole>(out, row, slab, product.n, h[r]);
+            product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
+            open[r] = false;
+        }
+    }
+}
+
+// C = x W^T + bias.
+struct StoreEpilogue {
+    Product product;
+    float* out;
+
+    template <int kOffset, int kCount> __device__ __forceinline__ void finish(const float (&sum)[kCount], const Slab& slab) const {
+        float h[2][16];
+        bool open[2];
+        unscale<false, kOffset>(product, sum, slab, out, h, open);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
+        }
+    }
+    // A warp has a row's 64 values of h from `column` on, two a lane.
+    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column + threadIdx.x % 32 * 2) = h;
+    }
+};
+
+// The uncertain outputs, in float32. A block takes every so-many-th block of outputs: 64 x 64, of which a thread has 4 x 4. A few are
+// dot products of a warp each; where they are many the whole block is computed.
+constexpr int kRecomputeBlock = 256;
+constexpr int kFew = 32;     // threads that have uncertain outputs
+constexpr int kSlice = 16;   // of K in shared memory
+
+template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    __shared__ float h[kBlockSide][kBlockSide + 2];
+    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
+    __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ bool touched[kBlockSide];
+    const Product& product = epilogue.product;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
+
+    const auto finish_block = [&](int row0, int column0) {
+        const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
+        if (tid == 0) few_count = 0;
+        if (tid < kBlockSide) touched[tid] = false;
+        __syncthreads();
+        unsigned mine = 0;  // a bit for each of this thread's 4 x 4
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = top + i / 4, c = left + i % 4;
+            if (r >= rows || c >= columns) continue;
+            const float value = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
+            h[r][c] = value;
+            if (__float_as_uint(value) == kUncertain) mine |= 1u << i, touched[r] = true;
+        }
+        if (__syncthreads_count(mine != 0) <= kFew) {
+            for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
+            __syncthreads();
+            for (int f = warp; f < few_count; f += kRecomputeBlock / 32) {
+                const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
+                const float4* x = reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k);
+                const float4* w = reinterpret_cast<const float4*>(product.weight + int64_t(column0 + c) * product.k);
+                float4 sum = make_float4(0, 0, 0, 0);
+                for (int q = lane; q < product.k / 4; q += 32) {
+                    const float4 a = x[q], b = w[q];
+                    sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
+                    sum.z = fmaf(a.z, b.z, sum.z), sum.w = fmaf(a.w, b.w, sum.w);
+                }
+                float total = (sum.x + sum.y) + (sum.z + sum.w);
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
+                if (lane == 0) h[r][c] = total + product.bias[column0 + c];
+            }
+        } else {
+            float sum[4][4] = {};
+            const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
+            for (int k = 0; k < product.k; k += kSlice) {
+                float4 x = make_float4(0, 0, 0, 0), w = x;
+                if (k + q < product.k && r < rows) x = *reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k + k + q);
+                if (k + q < product.k && r < columns) w = *reinterpret_cast<const float4*>(product.weight + int64_t(column0 + r) * product.k + k + q);
+                __syncthreads();
+                slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
+                slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
+                __syncthreads();
+#pragma unroll
+                for (int j = 0; j < kSlice; ++j) {
+                    const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
+                    const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], sum[i / 4][i % 4]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                if (mine >> i & 1) h[top + i / 4][left + i % 4] = sum[i / 4][i % 4] + product.bias[column0 + left + i % 4];
+            }
+        }
+        __syncthreads();
+        for (int r = warp; r < rows; r += kRecomputeBlock / 32) {
+            if (touched[r] && lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+        }
+        __syncthreads();
+    };
+
+    const int step = gridDim.x * kRecomputeBlock, across = product.blocks_across();
+    for (int first = blockIdx.x; first < product.blocks(); first += step) {
+        const int own = first + tid * gridDim.x;
+        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
+        if (!__syncthreads_or(flags[tid])) continue;
+        for (int i = 0; i < kRecomputeBlock; ++i) {
+            const int block = first + i * gridDim.x;
+            if (flags[i]) finish_block(block / across * kBlockSide, block % across * kBlockSide);
+        }
+        __syncthreads();
+    }
+#endif
+}
+#endif  // CUDART_VERSION >= 12000
+// --- end shared: product ---
+
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
 
@@ -428,20 +1014,400 @@ extern "C" int row_norm_residual_forward(
     }
 }
 extern "C" const char* row_norm_residual_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
+
+// --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
+// What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
+struct ProductWorkspace {
+    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
+    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
+};
+
+#if CUDART_VERSION >= 12000
+static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
+static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
+    ProductWorkspace w;
+    w.pieces_x = m * padded_k(int(k)) * pieces * 2;
+    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
+    w.scales_x = whole_lines(m * sizeof(RowScale));
+    w.scales_w = whole_lines(n * sizeof(RowScale));
+    w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    return w;
+}
+
+template <int kPieces>
+static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
+    int group = 32;
+    while (group * kSplitItems * 4 < padded_k(k)) group *= 2;
+    const int block = group <= kSplitBlock ? kSplitBlock : kSplitBlockLong;
+    const int64_t blocks_x = divide_up(x.rows, block / group), blocks_w = divide_up(weight.rows, block / group);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), block, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
+    return cudaGetLastError();
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's own function, without linking against it.
+static EncodeTiled encode_tiled() {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+}
+
+// Of pieces (rows, halves), halves a multiple of kLine: boxes of one line of box_rows rows. Rows beyond the end read as zeros.
+static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int box_rows) {
+    static const EncodeTiled encode = encode_tiled();
+    if (encode == nullptr) return false;
+    const cuuint64_t sizes[2] = {cuuint64_t(halves), cuuint64_t(rows)}, strides[1] = {cuuint64_t(halves) * 2};
+    const cuuint32_t box[2] = {kLine, cuuint32_t(box_rows)}, steps[2] = {1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class Config, class Epilogue>
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
+    Product& product = epilogue.product;
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    char* at = static_cast<char*>(workspace);
+    __half* const x = reinterpret_cast<__half*>(at);
+    __half* const w = reinterpret_cast<__half*>(at += sizes.pieces_x);
+    auto* const rows = reinterpret_cast<RowScale*>(at += sizes.pieces_w);
+    auto* const columns = reinterpret_cast<RowScale*>(at += sizes.scales_x);
+    product.flags = reinterpret_cast<int*>(at += sizes.scales_w);
+    product.rows = rows, product.columns = columns;
+    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+    CUtensorMap map_x, map_w;
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
+
+    cudaError_t error = launch_split<Config::kPieces>(
+        {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
+        sizes.flags / int64_t(sizeof(int)), stream);
+    const auto kernel = multiply<Config, Epilogue>;
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
+    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
+        map_x, map_w, int(halves / kLine), promote, epilogue);
+    const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
+    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
+    return cudaGetLastError();
+}
+#endif
+
+// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major != 9) return 0;
+    constexpr int64_t kMost = int64_t(1) << 30;
+    if (k % 4 != 0 || n % 2 != 0 || m > kMost || n > kMost || k > kLongestRow) return 0;
+    if (m < 128 || n < 128 || k < (tf32 ? 512 : 128)) return 0;
+    // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
+    const double values = double(m) * n * k;
+    if (tf32 ? values * 2.0e-15 < double(m + n) * k * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes();
+#else
+    return 0;
+#endif
+}
+// --- end shared: product launchers ---
+
+constexpr bool kTf32Alone = true;
+
+// --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+extern "C" int product_forward(
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
+    cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if constexpr (kTf32Alone) {
+        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
+    }
+    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// --- end shared: product entry point ---
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The backward. With normal = (h - mean) * rstd and w = grad * y, means over a row:
+//     grad_h = rstd * ((w - mean(w)) - normal * slope),   slope = mean((w - mean(w)) * normal);   grad_y = grad * (normal + 2 y)
+
+// --- shared: joint moments (home: kernels/linear_swish_group_norm.py) ---
+// Moments of values, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
+template <typename A> struct Joint {
+    Moments<A> v;
+    A sum = 0, co = 0;
+};
+
+template <typename A> __device__ __forceinline__ Joint<A> merge(const Joint<A>& a, const Joint<A>& b) {
+    if (b.v.count == A(0)) return a;
+    if (a.v.count == A(0)) return b;
+    Joint<A> r;
+    r.v = merge(a.v, b.v);
+    r.sum = a.sum + b.sum;
+    const A delta = (b.v.hi - a.v.hi) + (b.v.lo - a.v.lo), grad_delta = b.sum * reciprocal(b.v.count) - a.sum * reciprocal(a.v.count);
+    r.co = a.co + b.co + delta * grad_delta * (a.v.count * (b.v.count * reciprocal(r.v.count)));
+    return r;
+}
+
+// One thread's, as in Accumulator.
+template <typename A, int V> struct JointAccumulator {
+    A anchor = 0, packs = 0, mean = 0, m2 = 0, sum = 0, grad_mean = 0, co = 0;
+    __device__ __forceinline__ void add(const Pack<A, V>& v, const Pack<A, V>& grad) {
+        if (packs == A(0)) anchor = v.value[0];
+        A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
+        pack_mean *= A(1) / V;
+        const A pack_grad_mean = pack_sum * (A(1) / V);
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (v.value[i] - anchor) - pack_mean;
+            pack_m2 += deviation * deviation;
+            pack_co += deviation * (grad.value[i] - pack_grad_mean);
+        }
+        const A delta = pack_mean - mean, grad_delta = pack_grad_mean - grad_mean;
+        const A weight = reciprocal(packs + A(1)), spread = delta * (packs * weight * V);
+        mean += delta * weight;
+        grad_mean += grad_delta * weight;
+        m2 += pack_m2 + delta * spread;
+        co += pack_co + grad_delta * spread;
+        sum += pack_sum;
+        packs += A(1);
+    }
+    __device__ __forceinline__ Joint<A> joint() const {
+        Joint<A> r;
+        r.v.count = packs * V;
+        r.v.hi = anchor + mean;
+        r.v.lo = mean - (r.v.hi - anchor);
+        r.v.m2 = m2;
+        r.sum = sum;
+        r.co = co;
+        return r;
+    }
+};
+
+// Over `group` threads, a power of two, that are part of a warp or else the whole block; complete in the first of them.
+template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joint<A> joint, int group, Joint<A>* warp_joints) {
+    for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) {
+        Joint<A> other;
+        other.v.count = __shfl_down_sync(~0u, joint.v.count, offset);
+        other.v.hi = __shfl_down_sync(~0u, joint.v.hi, offset);
+        other.v.lo = __shfl_down_sync(~0u, joint.v.lo, offset);
+        other.v.m2 = __shfl_down_sync(~0u, joint.v.m2, offset);
+        other.sum = __shfl_down_sync(~0u, joint.sum, offset);
+        other.co = __shfl_down_sync(~0u, joint.co, offset);
+        joint = merge(joint, other);
+    }
+    if (group <= 32) return joint;
+    if (threadIdx.x % 32 == 0) warp_joints[threadIdx.x / 32] = joint;
+    __syncthreads();
+    for (int w = 1; w < group / 32; ++w) joint = merge(joint, warp_joints[w]);
+    return joint;
+}
+// --- end shared: joint moments ---
+// What a row is to its gradients.
+template <typename A> struct RowGradient {
+    A hi, lo, rstd, mean, slope;  // h's mean as hi + lo; the mean of w
+    __device__ __forceinline__ RowGradient(const Moments<A>& m, A mean, A co, A n, A eps) : mean(mean) {
+        const Finish<A> finish(m, n, eps);
+        hi = finish.hi, lo = finish.lo, rstd = finish.rstd;
+        slope = rstd * (co * reciprocal(n));
+    }
+    template <typename T, int V> __device__ __forceinline__ void operator()(
+        const Pack<T, V>& h, const Pack<T, V>& y, const Pack<T, V>& grad, T* grad_h, T* grad_y, int64_t at) const {
+        Pack<T, V> of_h, of_y;
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A given = to_acc(grad.value[i]), other = to_acc(y.value[i]), normal = ((to_acc(h.value[i]) - hi) - lo) * rstd;
+            from_acc(rstd * ((given * other - mean) - normal * slope), of_h.value[i]);
+            from_acc(given * (normal + A(2) * other), of_y.value[i]);
+        }
+        if (grad_h != nullptr) store_streaming(grad_h + at, of_h);
+        if (grad_y != nullptr) store_streaming(grad_y + at, of_y);
+    }
+};
+
+// As finish_in_registers: h, y and grad are read once.
+template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kMaxGroup, 1) gradients_in_registers(
+    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_h, T* __restrict__ grad_y,
+    int64_t rows, int n, Acc<T> eps, int group) {
+    using A = Acc<T>;
+    __shared__ A warp_sums[kMaxGroup / 32];
+    const int64_t row = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
+    const auto at = [&](int i) { return row * n + int64_t(lane + i * group) * V; };
+    Pack<T, V> raw[ITEMS], other[ITEMS], given[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (lane + i * group < packs) {
+            raw[i] = load_streaming<T, V>(h + at(i));
+            other[i] = load_streaming<T, V>(y + at(i));
+            given[i] = load_streaming<T, V>(grad + at(i));
+        }
+    }
+    const Moments<A> m = moments_in_registers(raw, packs, false, A(0), n, lane, group, warp_sums);
+    const A share = reciprocal(A(n));
+    A mean = 0, co = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (lane + i * group < packs) {
+            A pack_mean = 0;
+#pragma unroll
+            for (int j = 0; j < V; ++j) pack_mean += to_acc(given[i].value[j]) * to_acc(other[i].value[j]);
+            mean += pack_mean * share;
+        }
+    }
+    mean = sum_across_group(mean, group, warp_sums);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        keep_packed(raw[i]), keep_packed(other[i]), keep_packed(given[i]);
+        if (lane + i * group < packs) {
+            A pack_co = 0;
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+                const A deviation = (to_acc(raw[i].value[j]) - m.hi) - m.lo;
+                pack_co += deviation * (to_acc(given[i].value[j]) * to_acc(other[i].value[j]) - mean);
+            }
+            co += pack_co;
+        }
+    }
+    const RowGradient<A> gradient(m, mean, sum_across_group(co, group, warp_sums), A(n), eps);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        keep_packed(raw[i]), keep_packed(other[i]), keep_packed(given[i]);
+        if (lane + i * group < packs) gradient(raw[i], other[i], given[i], grad_h, grad_y, at(i));
+    }
+}
+
+// Any row: two kernels, each reading all three, as in the forward: block (part, row) leaves the joint moments of h and w.
+template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) joint_moments_of_parts(
+    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, Joint<Acc<T>>* __restrict__ joints, int64_t n,
+    int64_t part_values, int parts) {
+    using A = Acc<T>;
+    __shared__ Joint<A> warp_joints[kStreamBlock / 32];
+    const int64_t row = blockIdx.x / parts, begin = blockIdx.x % parts * part_values, at = row * n + begin;
+    const int64_t packs = min(part_values, n - begin) / V;
+    JointAccumulator<A, V> accumulator;
+#pragma unroll 2
+    for (int64_t j = threadIdx.x; j < packs; j += kStreamBlock) {
+        const auto raw = *reinterpret_cast<const Pack<T, V>*>(h + at + j * V), other = *reinterpret_cast<const Pack<T, V>*>(y + at + j * V);
+        const auto given = *reinterpret_cast<const Pack<T, V>*>(grad + at + j * V);
+        Pack<A, V> v, w;
+#pragma unroll
+        for (int i = 0; i < V; ++i) v.value[i] = to_acc(raw.value[i]), w.value[i] = to_acc(given.value[i]) * to_acc(other.value[i]);
+        accumulator.add(v, w);
+    }
+    const Joint<A> joint = merge_across_group(accumulator.joint(), kStreamBlock, warp_joints);
+    if (threadIdx.x == 0) joints[blockIdx.x] = joint;
+}
+
+template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) gradients_of_parts(
+    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_h, T* __restrict__ grad_y,
+    const Joint<Acc<T>>* __restrict__ joints, int64_t n, int64_t part_values, int parts, Acc<T> eps) {
+    using A = Acc<T>;
+    const int64_t row = blockIdx.x / parts, begin = blockIdx.x % parts * part_values, at = row * n + begin;
+    const int64_t packs = min(part_values, n - begin) / V;
+    Joint<A> joint = joints[row * parts];
+    for (int p = 1; p < parts; ++p) joint = merge(joint, joints[row * parts + p]);
+    const RowGradient<A> gradient(joint.v, joint.sum * reciprocal(A(n)), joint.co, A(n), eps);
+#pragma unroll 2
+    for (int64_t j = threadIdx.x; j < packs; j += kStreamBlock) {
+        const int64_t here = at + j * V;
+        gradient(load_streaming<T, V>(h + here), load_streaming<T, V>(y + here), load_streaming<T, V>(grad + here), grad_h, grad_y, here);
+    }
+}
+
+template <typename T, int V> static void launch_gradients_in_registers(
+    const T* grad, const T* h, const T* y, T* grad_h, T* grad_y, int64_t rows, int n, double eps, cudaStream_t stream) {
+    const int packs = n / V;
+    int group = 1;
+    while (V > 1 && group < 32 && group < packs) group *= 2;
+    while (group < kMaxGroup && group * kRegisterItems < packs) group *= 2;
+    auto kernel = gradients_in_registers<T, V, kRegisterItems>;
+    if constexpr (V > 1) {
+        if (packs <= 2 * group) kernel = gradients_in_registers<T, V, 2>;
+    }
+    kernel<<<unsigned(divide_up(rows, kMaxGroup / group)), kMaxGroup, 0, stream>>>(grad, h, y, grad_h, grad_y, rows, n, Acc<T>(eps), group);
+}
+
+template <typename T, int V> static void launch_gradients_in_two_reads(const T* grad, const T* h, const T* y, T* grad_h, T* grad_y,
+    int64_t rows, int64_t n, double eps, void* workspace, int sms, cudaStream_t stream) {
+    int parts = stream_parts(rows, n * sizeof(T), sms);
+    const int64_t part_values = divide_up(divide_up(n, parts), kPack<T>) * kPack<T>;
+    parts = int(divide_up(n, part_values));
+    auto* joints = static_cast<Joint<Acc<T>>*>(workspace);
+    const unsigned blocks = unsigned(rows * parts);
+    joint_moments_of_parts<T, V><<<blocks, kStreamBlock, 0, stream>>>(grad, h, y, joints, n, part_values, parts);
+    gradients_of_parts<T, V><<<blocks, kStreamBlock, 0, stream>>>(grad, h, y, grad_h, grad_y, joints, n, part_values, parts, Acc<T>(eps));
+}
+
+template <typename T> static cudaError_t launch_backward(const void* gradv, const void* hv, const void* yv, void* grad_hv, void* grad_yv,
+    int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    const T *grad = static_cast<const T*>(gradv), *h = static_cast<const T*>(hv), *y = static_cast<const T*>(yv);
+    T *grad_h = static_cast<T*>(grad_hv), *grad_y = static_cast<T*>(grad_yv);
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    constexpr int V = kPack<T>;
+    const bool aligned = aligned_16(h, y) && aligned_16(grad, grad_h) && aligned_16(grad_y, grad_y) && n % V == 0;
+    const int64_t most = kMaxGroup * kRegisterItems * (aligned ? V : 1);
+    if (aligned && n <= most) launch_gradients_in_registers<T, V>(grad, h, y, grad_h, grad_y, rows, int(n), eps, stream);
+    else if (n <= most) launch_gradients_in_registers<T, 1>(grad, h, y, grad_h, grad_y, rows, int(n), eps, stream);
+    else if (aligned) launch_gradients_in_two_reads<T, V>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, device.sms, stream);
+    else launch_gradients_in_two_reads<T, 1>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, device.sms, stream);
+    return cudaGetLastError();
+}
+
+// As the forward's; grad_h, grad_y: null if not wanted. workspace: row_norm_residual_backward_workspace bytes.
+extern "C" int64_t row_norm_residual_backward_workspace(int64_t rows, int64_t row_bytes) {
+    Device device;
+    if (current_device(&device) != cudaSuccess) return 0;
+    return rows * stream_parts(rows, row_bytes, device.sms) * int64_t(sizeof(Joint<double>));
+}
+extern "C" int row_norm_residual_backward(int dtype, const void* grad, const void* h, const void* y, void* grad_h, void* grad_y,
+    int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    switch (dtype) {
+        case 0: return launch_backward<float>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
+        case 1: return launch_backward<double>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
+        case 2: return launch_backward<__half>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
+        default: return launch_backward<__nv_bfloat16>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
+    }
+}
+
 """
 
 CPP_SOURCE = r"""
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 #ifdef __F16C__
 #include <immintrin.h>
 #endif
@@ -605,10 +1571,234 @@ static at::Tensor row_norm_residual_cuda(const at::Tensor& h, const at::Tensor& 
 }
 #endif
 
+// --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
+#ifdef WITH_CUDA
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
+extern "C" int product_forward(
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
+    cudaStream_t stream);
+
+// Whether the user allows TF32 in matrix products: cuBLAS's own question.
+static bool tf32_is_allowed() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+#elif TORCH_VERSION_MINOR == 9
+    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+#else
+    return at::globalContext().allowTF32CuBLAS();
+#endif
+}
+
+// Contiguous, and 16-byte aligned as the copy engine and vector loads want it.
+static at::Tensor aligned(const at::Tensor& tensor) {
+    const at::Tensor ready = tensor.contiguous();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
+}
+
+// x W^T + bias, on the tensor cores where they pay.
+static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    const int64_t bytes = product_bytes(m, n, k, tf32);
+    if (bytes == 0) return at::linear(x, weight, bias);
+    const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    at::Tensor h = at::empty({m, n}, x.options());
+    const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
+        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
+    return h;
+}
+#endif
+
+// Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
+static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "linear: x (m, k) and weight (n, k) are wanted");
+    TORCH_CHECK(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), "linear: for weight (n, k) bias (n) is wanted");
+    for (const at::Tensor& t : {x, weight, bias.value_or(x)}) {
+        TORCH_CHECK(t.scalar_type() == at::kFloat, "linear: float32 alone, not ", t.scalar_type());
+        TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
+    }
+}
+static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    return at::linear(x, weight, bias);
+}
+static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+}
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    return linear_on_cuda(x, weight, bias);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+#endif
+// --- end shared: product in C++ ---
+
+// ---- The backward.
+
+namespace {
+
+// --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
+// Moments of values, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
+struct Joint {
+    Moments v;
+    double sum = 0, co = 0;
+    void merge(const Joint& other) {
+        if (other.v.count == 0) return;
+        if (v.count > 0) {
+            const double delta = other.v.mean - v.mean, grad_delta = other.sum / other.v.count - sum / v.count;
+            co += delta * grad_delta * (v.count * other.v.count / (v.count + other.v.count));
+        }
+        co += other.co;
+        sum += other.sum;
+        v.merge(other.v);
+    }
+};
+template <typename A> inline Joint block_joint(const A* values, const A* grads, int64_t n) {
+    Joint joint;
+    joint.v = block_moments(values, n);
+    double sum = 0, co = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += grads[i];
+    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+#pragma omp simd reduction(+ : co)
+    for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
+    joint.sum = sum;
+    joint.co = co;
+    return joint;
+}
+// --- end shared: cpu joint moments ---
+template <typename T> struct RowDifferentiator {
+    using A = acc_t<T>;
+    A values[kBlock], others[kBlock], given[kBlock], of_h[kBlock], of_y[kBlock];
+
+    void load(const T* grad, const T* h, const T* y, int64_t count) {
+        load_values(h, values, count);
+        load_values(y, others, count);
+        load_values(grad, given, count);
+    }
+    void operator()(const T* grad, const T* h, const T* y, T* grad_h, T* grad_y, int64_t n, double eps) {
+        Joint joint;
+        for (int64_t i = 0; i < n; i += kBlock) {
+            const int64_t count = std::min(kBlock, n - i);
+            load(grad + i, h + i, y + i, count);
+            for (int64_t j = 0; j < count; ++j) given[j] *= others[j];
+            joint.merge(block_joint(values, given, count));
+        }
+        const Moments& m = joint.v;
+        const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / n + eps));
+        const A mean = static_cast<A>(joint.sum / n), slope = static_cast<A>(rstd * joint.co / n);
+        for (int64_t i = 0; i < n; i += kBlock) {
+            const int64_t count = std::min(kBlock, n - i);
+            if (n > kBlock || i == 0) load(grad + i, h + i, y + i, count);
+            for (int64_t j = 0; j < count; ++j) {
+                const A normal = ((values[j] - hi) - lo) * rstd;
+                of_h[j] = rstd * ((given[j] * others[j] - mean) - normal * slope);
+                of_y[j] = given[j] * (normal + 2 * others[j]);
+            }
+            if (grad_h != nullptr) store_values(of_h, grad_h + i, count);
+            if (grad_y != nullptr) store_values(of_y, grad_y + i, count);
+        }
+    }
+};
+
+template <typename T> void backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps,
+    std::array<bool, 2> needs, std::vector<at::Tensor>& results) {
+    const int64_t n = h.size(-1);
+    const T *ggrad = grad.data_ptr<T>(), *gh = h.data_ptr<T>(), *gy = y.data_ptr<T>();
+    T *of_h = needs[0] ? results[0].data_ptr<T>() : nullptr, *of_y = needs[1] ? results[1].data_ptr<T>() : nullptr;
+    at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+        RowDifferentiator<T> differentiate;
+        for (int64_t at = begin * n; at < end * n; at += n) {
+            differentiate(ggrad + at, gh + at, gy + at, of_h ? of_h + at : nullptr, of_y ? of_y + at : nullptr, n, eps);
+        }
+    });
+}
+
+// The gradients of h and y; one that is not needed comes back without elements.
+std::vector<at::Tensor> row_norm_residual_backward_meta(
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double, std::array<bool, 2> needs) {
+    check(h, y);
+    TORCH_CHECK(grad.sym_sizes() == h.sym_sizes() && grad.scalar_type() == h.scalar_type() && grad.device() == h.device(),
+        "row_norm_residual: the gradient must have the shape, dtype and device of the input");
+    const auto result = [&](bool need) {
+        return need ? at::empty_like(h, h.options(), at::MemoryFormat::Contiguous) : at::empty({0}, h.options());
+    };
+    return {result(needs[0]), result(needs[1])};
+}
+
+std::vector<at::Tensor> row_norm_residual_backward_cpu(
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, std::array<bool, 2> needs) {
+    std::vector<at::Tensor> results = row_norm_residual_backward_meta(grad, h, y, eps, needs);
+    if (h.numel() == 0) return results;
+    const at::Tensor given = grad.contiguous(), first = h.contiguous(), second = y.contiguous();
+    switch (h.scalar_type()) {
+        case at::kFloat: backward_cpu<float>(given, first, second, eps, needs, results); break;
+        case at::kDouble: backward_cpu<double>(given, first, second, eps, needs, results); break;
+        case at::kHalf: backward_cpu<at::Half>(given, first, second, eps, needs, results); break;
+        case at::kBFloat16: backward_cpu<at::BFloat16>(given, first, second, eps, needs, results); break;
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "row_norm_residual: not implemented for ", h.scalar_type());
+    }
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int64_t row_norm_residual_backward_workspace(int64_t rows, int64_t row_bytes);
+extern "C" int row_norm_residual_backward(int dtype, const void* grad, const void* h, const void* y, void* grad_h, void* grad_y,
+    int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream);
+
+std::vector<at::Tensor> row_norm_residual_backward_cuda(
+    const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps, std::array<bool, 2> needs) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    std::vector<at::Tensor> results = row_norm_residual_backward_meta(grad, h, y, eps, needs);
+    if (h.numel() == 0) return results;
+    const at::Tensor given = grad.contiguous(), first = h.contiguous(), second = y.contiguous();
+    int dtype = 0;
+    switch (h.scalar_type()) {
+        case at::kFloat: dtype = 0; break;
+        case at::kDouble: dtype = 1; break;
+        case at::kHalf: dtype = 2; break;
+        case at::kBFloat16: dtype = 3; break;
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "row_norm_residual: not implemented for ", h.scalar_type());
+    }
+    const int64_t n = h.size(-1), rows = h.numel() / n;
+    const int64_t bytes = row_norm_residual_backward_workspace(rows, n * h.element_size());
+    const at::Tensor workspace = at::empty({bytes}, h.options().dtype(at::kByte));
+    const int error = row_norm_residual_backward(dtype, given.data_ptr(), first.data_ptr(), second.data_ptr(),
+        needs[0] ? results[0].data_ptr() : nullptr, needs[1] ? results[1].data_ptr() : nullptr, rows, n, eps, workspace.data_ptr(),
+        c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "row_norm_residual: ", row_norm_residual_error(error));
+    return results;
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("backward(Tensor grad, Tensor h, Tensor y, float eps, bool[2] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("backward", row_norm_residual_backward_cpu); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("backward", row_norm_residual_backward_meta); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("backward", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", row_norm_residual_backward_cuda); }
+#endif
+
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) { m.def("forward(Tensor h, Tensor y, float eps) -> Tensor"); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("forward", row_norm_residual_cpu); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("forward", row_norm_residual_meta); }
-// Gradients are the business of the autograd.Function below; whoever differentiates the bare operator, or in forward mode, is told.
+// Gradients are the business of the autograd.Function below; whoever differentiates the bare operators, or in forward mode, is told.
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("forward", torch::autograd::autogradNotImplementedFallback()); }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("forward", row_norm_residual_cuda); }
@@ -700,11 +1890,68 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_instance_norm_residual")
-_forward = getattr(torch.ops, NAMESPACE).forward
+_linear, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "backward"))
+
+
+# --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
+def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
+    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
+    plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
+    everywhere = nn.modules.module
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+        everywhere._global_forward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+    )
+    if type(linear) is not nn.Linear or any(len(h) > 0 for h in hooks) or torch.is_autocast_enabled():
+        return False
+    weight, vectors = linear.weight, (linear.bias, *vectors)
+    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
+        return False
+    if any(t.dtype is not torch.float32 or t.device != x.device for t in (x, weight, *vectors)):
+        return False
+    return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
+
+
+class Linear(torch.autograd.Function):
+    """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        def product(a, b):
+            return a @ b.t() if torch.is_grad_enabled() else _linear(a, b, None)
+
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = product(grad, weight.t()) if needs_x else None
+        grad_weight = product(grad.t(), x.t()) if needs_weight else None
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+
+
+def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """linear(x), by our operator where it may stand for it."""
+    if not _is_fusible(linear, x):
+        return linear(x)
+    arguments = (x, linear.weight, linear.bias)
+    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+# --- end shared: linear layer ---
 
 
 class RowNormResidual(torch.autograd.Function):
-    """out = (norm(h) + y) * y over the last dimension. Saves h and y; the gradient is differentiable in turn."""
+    """out = (norm(h) + y) * y over the last dimension. Saves h and y; one operator backward, ATen's for second derivatives."""
 
     @staticmethod
     def forward(h, y, eps):
@@ -718,6 +1965,10 @@ class RowNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, y = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            needs = ctx.needs_input_grad[:2]
+            found = _backward(grad, h, y, ctx.eps, needs)
+            return *(own if need else None for own, need in zip(found, needs)), None
         dtype = torch.promote_types(h.dtype, torch.float32)
         deviation, other, grad = h.to(dtype), y.to(dtype), grad.to(dtype)
         deviation = deviation - deviation.mean(-1, keepdim=True)
@@ -746,7 +1997,7 @@ class ModelNew(nn.Module):
         self.instance_norm = nn.InstanceNorm2d(out_features, eps=eps, momentum=momentum)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = self.bmm(x)
+        h = _apply(self.bmm, x)
         if h.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
         if h.shape[-1] == 1:

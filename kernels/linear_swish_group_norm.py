@@ -1,9 +1,17 @@
-"""A linear layer, then Swish, one more bias and group normalisation in one kernel: a drop-in for the Model of the same name.
+"""A linear layer, then Swish, one more bias and group normalisation, fused: a drop-in for the Model of the same name.
 
     h = x W^T + b;    v = sigmoid(h) * h + bias;    out = (v - mean) * rstd * gamma + beta
 
-`mean` and `rstd` are those of a slice, the features of one group of one row: rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2). The
-matrix product is `self.matmul`; all that follows it is one kernel. Every v is used twice, and where it waits depends on the slice:
+`mean` and `rstd` are those of a slice, the features of one group of one row: rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2).
+
+Without gradients and in float32 the whole network is one operator. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the
+accuracy of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces
+make one of float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output alone. Where
+TF32 is allowed one product of the first pieces does. With gradients the same product leaves h, which one kernel finishes, and the product's
+gradients are products of the same kind. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast)
+takes PyTorch's matrix product, and one kernel for all that follows it.
+
+In that one kernel every v is used twice, and where it waits depends on the slice:
 
     slice                     v waits in                                 traffic                            on
     up to 8192 values         registers of 1 to 256 threads              h read once, out written once      any GPU
@@ -17,7 +25,8 @@ one far from zero costs no accuracy. Sums have a fixed order: the same input, th
 
 The bias may have any shape that broadcasts: one value a feature is the fast way, anything else is read with one value for each of h's.
 h may have more dimensions than two, as in GroupNorm. On the CPU each core takes whole slices, in blocks that stay in its first cache.
-Gradients: first and higher order, in ATen operators.
+Gradients: one operator, which computes v anew. Up to 4096 values a slice (2048 in float64, 1024 loose ones) wait in registers, and h and
+the output's gradient are read once; longer ones, and images, are read twice. Second derivatives, and a bias of h's shape, are ATen's.
 """
 
 import contextlib
@@ -37,6 +46,7 @@ import torch
 from torch import nn
 
 CUDA_SOURCE = r"""
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -574,6 +584,663 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 }
 // --- end shared: group norm in two reads ---
 
+// --- shared: product (home: kernels/linear_swish_group_norm.py) ---
+// ---------------------------------------------------------------------------------------------------------------------------------
+// x W^T on Hopper's fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
+//
+// A row of either operand is scaled by a power of two so that its largest magnitude lies in [2^14, 2^15), and each value becomes hi + lo,
+// two fp16 numbers. The product is hi hi + hi lo + lo hi, unscaled; where TF32 is allowed hi hi alone has its 11 bits. The tensor cores
+// truncate when they accumulate, so every sum over kPromote lines starts at zero and is added to float32 registers, rounded to nearest; in
+// it the small corrections come first, while there is nothing to truncate them against.
+//
+// Each half of a block's tile belongs to a warpgroup, and the halves promote in turns, so that the tensor cores always have work.
+//
+// The range of float32 is wider than that of a scaled row: what lies below 2^-16 of the row's maximum is kept to 2^-25 (2^-39 of the
+// maximum) at best, however large its partner. With n such values in a row of x and in one of W, their output is off by less than
+// 2^-25 * 2^15 * n, which is within float32's own 2^-24 of it where the accumulator is at least 2^14 * n. Every other output is uncertain,
+// one in 10^6 of ordinary data: the epilogue leaves kUncertain in its place and flags its block of 64 x 64, and `recompute` puts float32's
+// sums there. So it does for rows whose sums may be of few products only: there the dropped lo lo and the rounding of lo do not average
+// out. (Both rows may hold many values and still meet in a few, where zeros lie against values: such a sum is within 8 units of 2^-24 of
+// its terms' magnitudes, a float32's within 1.)
+
+constexpr int kBlockSide = 64;              // of a block of outputs that is flagged as a whole
+constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
+
+// Of a row of x or W: its values are unscaled by `unscale`; an output with an accumulator below the sum of its two rows' `doubt` is uncertain.
+struct RowScale {
+    float unscale, doubt;
+};
+
+// C = x W^T + bias, as the epilogues and `recompute` see it.
+struct Product {
+    const float *x, *weight, *bias;
+    const RowScale *rows, *columns;
+    int* flags;  // of each block of kBlockSide^2 outputs, row by row
+    int m, n, k;
+    __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
+    __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
+};
+
+#if CUDART_VERSION >= 12000
+
+constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
+constexpr int kSplitItems = 8;    // quads a thread holds
+constexpr int kSplitBlock = 256;  // threads; kSplitBlockLong for rows longer than 8192
+constexpr int kSplitBlockLong = 1024;
+constexpr int kLongestRow = kSplitBlockLong * kSplitItems * 4;
+constexpr float kLargestScale = 0x1p60f;
+constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
+
+__host__ __device__ constexpr int padded_k(int k) { return (k + kLine - 1) / kLine * kLine; }  // an even number of lines of two pieces
+
+struct alignas(8) Quad16 {
+    __half2 a, b;
+};
+
+template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
+    Quad16 hi;
+    hi.a = __floats2half2_rn(v.x, v.y);
+    hi.b = __floats2half2_rn(v.z, v.w);
+    if constexpr (kPieces == 1) {
+        *reinterpret_cast<Quad16*>(row + k) = hi;
+    } else {
+        const float2 a = __half22float2(hi.a), b = __half22float2(hi.b);
+        Quad16 lo;
+        lo.a = __floats2half2_rn(v.x - a.x, v.y - a.y);
+        lo.b = __floats2half2_rn(v.z - b.x, v.w - b.y);
+        __half* line = row + k / 32 * kLine + k % 32;
+        *reinterpret_cast<Quad16*>(line) = hi;
+        *reinterpret_cast<Quad16*>(line + 32) = lo;
+    }
+}
+
+__device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
+
+// What one operand's split reads and writes.
+struct Operand {
+    const float* values;
+    __half* pieces;
+    RowScale* scales;
+    int64_t rows;
+};
+
+// `group` threads, a power of two and whole warps, own a row, which waits in their registers; the first blocks_x blocks have rows of x.
+// The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
+// numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
+template <int kPieces>
+__global__ void __launch_bounds__(kSplitBlockLong) split_rows(
+    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    __shared__ float warp_values[4][kSplitBlockLong / 32];
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
+
+    const bool of_x = blockIdx.x < blocks_x;
+    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (blockDim.x / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0;
+    const float* values = (of_x ? x.values : weight.values) + row * k;
+    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
+    const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
+        if (group == 32) return v;
+        if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
+        __syncthreads();
+        const float* own = warp_values[place] + threadIdx.x / group * (group / 32);
+        v = own[0];
+        for (int w = 1; w < group / 32; ++w) v = combine(v, own[w]);
+        return v;
+    };
+
+    float4 held[kSplitItems];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        const int at = (lane + i * group) * 4;
+        held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        const float4 v = held[i];
+        largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+    }
+    largest = __reduce_max_sync(~0u, largest);
+    largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
+        return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+    }));
+    const bool finite = largest < 0x7f800000u;
+    const int exponent = min(14 + 127 - int(largest >> 23), 126);
+    const float scale = finite ? __uint_as_float(uint32_t(127 + exponent) << 23) : NAN;
+
+    constexpr float kKept = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // the smallest magnitude whose pieces lose nothing to fp16's subnormals
+    float sum = 0, squares = 0, lost = 0;
+    const auto count = [&](float v) {
+        const float magnitude = fabsf(v);
+        if (magnitude < kKept && magnitude > 0) lost += 1;
+        if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
+    };
+#pragma unroll
+    for (int i = 0; i < kSplitItems; ++i) {
+        if (lane + i * group < quads) {
+            float4 v = held[i];
+            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+            store_pieces<kPieces>(pieces, (lane + i * group) * 4, v);
+            count(v.x), count(v.y), count(v.z), count(v.w);
+        }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        lost += __shfl_xor_sync(~0u, lost, offset);
+        if constexpr (kPieces == 2) sum += __shfl_xor_sync(~0u, sum, offset), squares += __shfl_xor_sync(~0u, squares, offset);
+    }
+    const auto add = [](float a, float b) { return a + b; };
+    lost = across_group(lost, 1, add);
+    if constexpr (kPieces == 2) sum = across_group(sum, 2, add), squares = across_group(squares, 3, add);
+    if (lane == 0 && quads > 0) {
+        RowScale result;
+        result.unscale = __uint_as_float(uint32_t(127 - exponent) << 23);
+        result.doubt = kPieces == 2 ? 0x1p14f * lost : 2.0f * lost;
+        if (result.unscale > kLargestScale || (kPieces == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
+        if (largest == 0) result.doubt = -INFINITY;  // its outputs are 0, whatever the other row is
+        (of_x ? x.scales : weight.scales)[row] = result;
+    }
+#endif
+}
+
+// PTX, one instruction a wrapper.
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+__device__ __forceinline__ void mbarrier_expect_bytes(uint32_t bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
+        ::"r"(bar), "r"(parity) : "memory");
+}
+template <int kBarrier, int kThreads> __device__ __forceinline__ void named_barrier_sync() {
+    asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+template <int kBarrier, int kThreads> __device__ __forceinline__ void named_barrier_arrive() {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* map, int x, int y, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+template <int kRegisters> __device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters> __device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kInFlight> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kInFlight) : "memory");
+}
+// Holds the compiler's own copies and additions of accumulators on their side of a wgmma.
+template <int kCount> __device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+// Descriptor of a K-major tile whose rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom. Along K it moves inside the line.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
+    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+#define F128(d) F64(d), F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112)
+#define P64                                                                                                                        \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
+    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define P128                                                                                                                       \
+    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"  \
+        "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"   \
+        "%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA(N, P, F, a, b, add)                                                                                                  \
+    __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
+                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+    }
+WGMMA(128, P64, F64, 64, 65, 66)
+WGMMA(256, P128, F128, 128, 129, 130)
+
+// The main loop.
+
+constexpr int kConsumers = 2;                      // warpgroups
+constexpr int kProductThreads = (kConsumers + 1) * 128;  // the last warpgroup is the producer: one thread of it
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kTileM = kConsumers * 64;
+constexpr int kBand = 2048 / kTileM;               // rows of tiles that go column by column, so that x's and W's lines meet in L2
+static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= 65536, "an SM's registers");
+
+// kPromote: whether the sums of some lines at a time are added to the main ones.
+template <int kTileN_, int kStages_, bool kPromote_, int kPieces_> struct Shape {
+    static constexpr int kTileN = kTileN_, kStages = kStages_, kPieces = kPieces_;
+    static constexpr bool kPromote = kPromote_;
+    static constexpr int kAccumulators = kTileN / 2;
+    static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
+    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
+    static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
+    static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
+    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers: the epilogue needs the others");
+};
+using ThreeProducts = Shape<128, 6, true, 2>;
+using OneProduct = Shape<256, 4, false, 1>;
+
+// 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
+// `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
+struct Slab {
+    int row, column;
+};
+
+template <class Config> struct Tiles {
+    int across, down, count;
+    __device__ __forceinline__ Tiles(int m, int n) {
+        across = (n + Config::kTileN - 1) / Config::kTileN;
+        down = (m + kTileM - 1) / kTileM;
+        count = across * down;
+    }
+    __device__ __forceinline__ Slab find(int tile) const {
+        const int band = tile / (kBand * across), inside = tile - band * kBand * across;
+        const int height = min(kBand, down - band * kBand);
+        return {(band * kBand + inside % height) * kTileM, inside / height * Config::kTileN};
+    }
+};
+
+// The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
+template <class Config>
+__device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    if constexpr (Config::kPieces == 2) {
+        wgmma(d, a + 4, b, keep);
+        wgmma(d, a, b + 4, 1);
+        wgmma(d, a + 6, b + 2, 1);
+        wgmma(d, a + 2, b + 6, 1);
+        wgmma(d, a, b, 1);
+        wgmma(d, a + 2, b + 2, 1);
+    } else {
+        wgmma(d, a, b, keep);
+        wgmma(d, a + 2, b + 2, 1);
+        wgmma(d, a + 4, b + 4, 1);
+        wgmma(d, a + 6, b + 6, 1);
+    }
+}
+
+template <int kSlab, class Epilogue, int kCount>
+__device__ __forceinline__ void finish_slabs(const Epilogue& epilogue, const float (&sum)[kCount], Slab slab) {
+    if constexpr (kSlab * 32 < kCount) {
+        slab.column += kSlab > 0 ? kBlockSide : 0;
+        if ((slab.column & ~63) < epilogue.product.n) epilogue.template finish<kSlab * 32>(sum, slab);  // the same for the whole warp
+        finish_slabs<kSlab + 1>(epilogue, sum, slab);
+    }
+}
+
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half; one thread of warpgroup 2 keeps the ring of
+// stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it.
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(kProductThreads, 1) multiply(
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int kStages = Config::kStages;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const uint32_t ring = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
+    const uint32_t full = ring + kStages * Config::kStageBytes, empty = full + kStages * 8;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) {
+            mbarrier_init(full + 8 * s, 1);
+            mbarrier_init(empty + 8 * s, kConsumers * 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    int stage = 0, phase = 0;
+    const auto advance = [&] {
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    };
+    if (warpgroup == kConsumers) {
+        registers_down<kProducerRegisters>();
+        if (threadIdx.x == kConsumers * 128) {
+            prefetch_map(&map_a);
+            prefetch_map(&map_b);
+            for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+                const Slab corner = tiles.find(tile);
+                for (int line = 0; line < lines; ++line, advance()) {
+                    const uint32_t a = ring + stage * Config::kStageBytes, bar = full + 8 * stage;
+                    mbarrier_wait(empty + 8 * stage, phase ^ 1);
+                    mbarrier_expect_bytes(bar, Config::kStageBytes);
+                    tensor_load(a, &map_a, line * kLine, corner.row, bar);
+                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        registers_up<kConsumerRegisters>();
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        const uint64_t tile_a = tile_descriptor(ring + warpgroup * 64 * 128), tile_b = tile_descriptor(ring + Config::kBytesA);
+        const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
+            if (lane == 0) mbarrier_arrive(empty + 8 * s);
+        };
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
+            if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
+            else named_barrier_arrive<1, kConsumers * 128>();
+            constexpr int kParts = Config::kPromote ? Config::kAccumulators : 0;
+            float sum[Config::kAccumulators], part[kParts ? kParts : 1];
+#pragma unroll
+            for (int i = 0; i < Config::kAccumulators; ++i) sum[i] = 0;
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) part[i] = 0;
+            // The previous line's products are still running when the next line's are issued.
+            const auto accumulate = [&](auto& d, int from, int to) {
+                int before = -1;
+                for (int line = from; line < to; ++line, advance()) {
+                    mbarrier_wait(full + 8 * stage, phase);
+                    const int offset = stage * Config::kStageBytes >> 4;
+                    wgmma_fence();
+                    multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    if (before >= 0) leave(before);
+                    before = stage;
+                }
+                wgmma_wait<0>();
+                leave(before);
+                pin(d);
+            };
+            if constexpr (!Config::kPromote) {
+                accumulate(sum, 0, lines);
+            } else {  // the halves promote in turns: one adds while the other multiplies
+                for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
+                    accumulate(part, line, min(end, lines));
+#pragma unroll
+                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                }
+            }
+            Slab slab = tiles.find(tile);
+            slab.row += warpgroup * 64 + warp * 16 + lane / 4;
+            slab.column += lane % 4 * 2;
+            finish_slabs<0>(epilogue, sum, slab);
+        }
+    }
+#endif
+}
+
+// Epilogues. kWhole: n is a multiple of 64, else of 2.
+
+// Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
+template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
+    const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
+    return __ldg(reinterpret_cast<const Pair*>(vector + slab.column + offset));
+}
+template <bool kWhole> __device__ __forceinline__ void load_columns(const float* vector, const Slab& slab, int n, float (&v)[16]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 pair = load_pair<kWhole, float2>(vector, slab, n, j);
+        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
+    }
+}
+
+// Full 32-byte sectors a quad and store, evicted first.
+template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
+    float* own = out + int64_t(row) * n + slab.column;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        if (kWhole || slab.column + 8 * j < n) __stcs(reinterpret_cast<float2*>(own + 8 * j), make_float2(v[2 * j], v[2 * j + 1]));
+    }
+}
+
+// h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
+// value that fits. (What underflows on the way is below float32's own error for these rows.)
+// A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
+// open[r]: the row exists and is not left.
+template <bool kWhole, int kOffset, int kCount>
+__device__ __forceinline__ void unscale(
+    const Product& product, const float (&sum)[kCount], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
+    float scale[2], doubt[2];
+    bool uncertain[2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
+        scale[r] = own.x, doubt[r] = own.y;
+        open[r] = slab.row + 8 * r < product.m;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+        const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float first = sum[kOffset + 4 * j + 2 * r], second = sum[kOffset + 4 * j + 2 * r + 1];
+            uncertain[r] = uncertain[r] || fabsf(first) < doubt[r] + scales.y || fabsf(second) < doubt[r] + scales.w;
+            h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
+            h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
+        }
+    }
+    if (__any_sync(~0u, uncertain[0] || uncertain[1])) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = slab.row + 8 * r;
+            const unsigned votes = __ballot_sync(~0u, uncertain[r]);
+            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+                if (fabsf(sum[kOffset + 4 * j + 2 * r]) < doubt[r] + scales.y) h[r][2 * j] = __uint_as_float(kUncertain);
+                if (fabsf(sum[kOffset + 4 * j + 2 * r + 1]) < doubt[r] + scales.w) h[r][2 * j + 1] = __uint_as_float(kUncertain);
+            }
+            store_row<kWhole>(out, row, slab, product.n, h[r]);
+            product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
+            open[r] = false;
+        }
+    }
+}
+
+// C = x W^T + bias.
+struct StoreEpilogue {
+    Product product;
+    float* out;
+
+    template <int kOffset, int kCount> __device__ __forceinline__ void finish(const float (&sum)[kCount], const Slab& slab) const {
+        float h[2][16];
+        bool open[2];
+        unscale<false, kOffset>(product, sum, slab, out, h, open);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
+        }
+    }
+    // A warp has a row's 64 values of h from `column` on, two a lane.
+    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column + threadIdx.x % 32 * 2) = h;
+    }
+};
+
+// The uncertain outputs, in float32. A block takes every so-many-th block of outputs: 64 x 64, of which a thread has 4 x 4. A few are
+// dot products of a warp each; where they are many the whole block is computed.
+constexpr int kRecomputeBlock = 256;
+constexpr int kFew = 32;     // threads that have uncertain outputs
+constexpr int kSlice = 16;   // of K in shared memory
+
+template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    __shared__ float h[kBlockSide][kBlockSide + 2];
+    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
+    __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ bool touched[kBlockSide];
+    const Product& product = epilogue.product;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
+
+    const auto finish_block = [&](int row0, int column0) {
+        const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
+        if (tid == 0) few_count = 0;
+        if (tid < kBlockSide) touched[tid] = false;
+        __syncthreads();
+        unsigned mine = 0;  // a bit for each of this thread's 4 x 4
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = top + i / 4, c = left + i % 4;
+            if (r >= rows || c >= columns) continue;
+            const float value = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
+            h[r][c] = value;
+            if (__float_as_uint(value) == kUncertain) mine |= 1u << i, touched[r] = true;
+        }
+        if (__syncthreads_count(mine != 0) <= kFew) {
+            for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
+            __syncthreads();
+            for (int f = warp; f < few_count; f += kRecomputeBlock / 32) {
+                const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
+                const float4* x = reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k);
+                const float4* w = reinterpret_cast<const float4*>(product.weight + int64_t(column0 + c) * product.k);
+                float4 sum = make_float4(0, 0, 0, 0);
+                for (int q = lane; q < product.k / 4; q += 32) {
+                    const float4 a = x[q], b = w[q];
+                    sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
+                    sum.z = fmaf(a.z, b.z, sum.z), sum.w = fmaf(a.w, b.w, sum.w);
+                }
+                float total = (sum.x + sum.y) + (sum.z + sum.w);
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
+                if (lane == 0) h[r][c] = total + product.bias[column0 + c];
+            }
+        } else {
+            float sum[4][4] = {};
+            const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
+            for (int k = 0; k < product.k; k += kSlice) {
+                float4 x = make_float4(0, 0, 0, 0), w = x;
+                if (k + q < product.k && r < rows) x = *reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k + k + q);
+                if (k + q < product.k && r < columns) w = *reinterpret_cast<const float4*>(product.weight + int64_t(column0 + r) * product.k + k + q);
+                __syncthreads();
+                slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
+                slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
+                __syncthreads();
+#pragma unroll
+                for (int j = 0; j < kSlice; ++j) {
+                    const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
+                    const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], sum[i / 4][i % 4]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                if (mine >> i & 1) h[top + i / 4][left + i % 4] = sum[i / 4][i % 4] + product.bias[column0 + left + i % 4];
+            }
+        }
+        __syncthreads();
+        for (int r = warp; r < rows; r += kRecomputeBlock / 32) {
+            if (touched[r] && lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+        }
+        __syncthreads();
+    };
+
+    const int step = gridDim.x * kRecomputeBlock, across = product.blocks_across();
+    for (int first = blockIdx.x; first < product.blocks(); first += step) {
+        const int own = first + tid * gridDim.x;
+        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
+        if (!__syncthreads_or(flags[tid])) continue;
+        for (int i = 0; i < kRecomputeBlock; ++i) {
+            const int block = first + i * gridDim.x;
+            if (flags[i]) finish_block(block / across * kBlockSide, block % across * kBlockSide);
+        }
+        __syncthreads();
+    }
+#endif
+}
+#endif  // CUDART_VERSION >= 12000
+// --- end shared: product ---
+
+#if CUDART_VERSION >= 12000
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The whole network in the epilogue of the product, where a group is a slab: its 64 values wait in the registers of a quad of lanes.
+
+// v * sigmoid(v), to a few ulps of the largest v around it.
+__device__ __forceinline__ float swish(float v) {
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
+    return v * s;
+}
+
+template <int kLanes> __device__ __forceinline__ float sum_across_lanes(float v) {
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// A row's 64 values of h, kCount of them in each of kLanes lanes, become v * scale + shift: the normalised ones.
+template <int kLanes, int kCount>
+__device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&bias)[kCount], float eps, float& scale, float& shift) {
+    constexpr float kShare = 1.0f / kBlockSide;  // multiplied in before the sum, so that large values do not overflow it
+    static_assert(kLanes * kCount == kBlockSide, "a slab is a group");
+    float mean = 0, rest = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        v[i] = swish(v[i]) + bias[i];
+        mean = fmaf(v[i], kShare, mean);
+    }
+    mean = sum_across_lanes<kLanes>(mean);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        v[i] -= mean;
+        rest += v[i];
+        squares = fmaf(v[i], v[i], squares);
+    }
+    squares = sum_across_lanes<kLanes>(squares) * kShare;
+    rest = sum_across_lanes<kLanes>(rest) * kShare;  // what the rounding of the mean left over
+    if (isinf(squares)) rest = 0;                    // scale is 0 then; inf * 0 must not make a NaN of it
+    scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
+    shift = -rest * scale;
+}
+
+struct SwishGroupNormEpilogue {
+    Product product;
+    float* out;
+    const float *bias, *gamma, *beta;
+    float eps;
+
+    template <int kOffset, int kCount> __device__ __forceinline__ void finish(const float (&sum)[kCount], const Slab& slab) const {
+        float v[2][16], first[16], second[16], scale[2], shift[2];
+        bool open[2];
+        unscale<true, kOffset>(product, sum, slab, out, v, open);
+        load_columns<true>(bias, slab, product.n, first);
+        normalize_row<4>(v[0], first, eps, scale[0], shift[0]);
+        normalize_row<4>(v[1], first, eps, scale[1], shift[1]);
+        load_columns<true>(gamma, slab, product.n, first);
+        load_columns<true>(beta, slab, product.n, second);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[r][i] = fmaf(fmaf(v[r][i], scale[r], shift[r]), first[i], second[i]);
+            if (open[r]) store_row<true>(out, slab.row + 8 * r, slab, product.n, v[r]);
+        }
+    }
+    // A warp has a row's 64 values of h from `column` on, two a lane.
+    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+        column += threadIdx.x % 32 * 2;
+        float v[2] = {h.x, h.y}, scale, shift;
+        const float own[2] = {bias[column], bias[column + 1]};
+        normalize_row<32>(v, own, eps, scale, shift);
+        v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
+        v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
+        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
+    }
+};
+#endif
+
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
 
@@ -682,14 +1349,722 @@ extern "C" int group_norm_forward(
 }
 extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
 // --- end shared: group norm entry points ---
+
+// --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
+// What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
+struct ProductWorkspace {
+    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
+    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
+};
+
+#if CUDART_VERSION >= 12000
+static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
+static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
+    ProductWorkspace w;
+    w.pieces_x = m * padded_k(int(k)) * pieces * 2;
+    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
+    w.scales_x = whole_lines(m * sizeof(RowScale));
+    w.scales_w = whole_lines(n * sizeof(RowScale));
+    w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    return w;
+}
+
+template <int kPieces>
+static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
+    int group = 32;
+    while (group * kSplitItems * 4 < padded_k(k)) group *= 2;
+    const int block = group <= kSplitBlock ? kSplitBlock : kSplitBlockLong;
+    const int64_t blocks_x = divide_up(x.rows, block / group), blocks_w = divide_up(weight.rows, block / group);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), block, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
+    return cudaGetLastError();
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's own function, without linking against it.
+static EncodeTiled encode_tiled() {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+}
+
+// Of pieces (rows, halves), halves a multiple of kLine: boxes of one line of box_rows rows. Rows beyond the end read as zeros.
+static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int box_rows) {
+    static const EncodeTiled encode = encode_tiled();
+    if (encode == nullptr) return false;
+    const cuuint64_t sizes[2] = {cuuint64_t(halves), cuuint64_t(rows)}, strides[1] = {cuuint64_t(halves) * 2};
+    const cuuint32_t box[2] = {kLine, cuuint32_t(box_rows)}, steps[2] = {1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class Config, class Epilogue>
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
+    Product& product = epilogue.product;
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    char* at = static_cast<char*>(workspace);
+    __half* const x = reinterpret_cast<__half*>(at);
+    __half* const w = reinterpret_cast<__half*>(at += sizes.pieces_x);
+    auto* const rows = reinterpret_cast<RowScale*>(at += sizes.pieces_w);
+    auto* const columns = reinterpret_cast<RowScale*>(at += sizes.scales_x);
+    product.flags = reinterpret_cast<int*>(at += sizes.scales_w);
+    product.rows = rows, product.columns = columns;
+    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+    CUtensorMap map_x, map_w;
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
+
+    cudaError_t error = launch_split<Config::kPieces>(
+        {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
+        sizes.flags / int64_t(sizeof(int)), stream);
+    const auto kernel = multiply<Config, Epilogue>;
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
+    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
+        map_x, map_w, int(halves / kLine), promote, epilogue);
+    const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
+    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
+    return cudaGetLastError();
+}
+#endif
+
+// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major != 9) return 0;
+    constexpr int64_t kMost = int64_t(1) << 30;
+    if (k % 4 != 0 || n % 2 != 0 || m > kMost || n > kMost || k > kLongestRow) return 0;
+    if (m < 128 || n < 128 || k < (tf32 ? 512 : 128)) return 0;
+    // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
+    const double values = double(m) * n * k;
+    if (tf32 ? values * 2.0e-15 < double(m + n) * k * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes();
+#else
+    return 0;
+#endif
+}
+// --- end shared: product launchers ---
+
+// Where the product is only a part, TF32's is left to cuBLAS: one kernel less to build.
+constexpr bool kTf32Alone = false;
+
+// --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+extern "C" int product_forward(
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
+    cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if constexpr (kTf32Alone) {
+        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
+    }
+    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// --- end shared: product entry point ---
+
+// The whole network: x (m, k) and weight (n, k) 16-byte aligned, the vectors of n values, `groups` groups of kBlockSide features.
+// workspace: product_bytes.
+extern "C" int linear_swish_group_norm_forward(
+    const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
+    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const SwishGroupNormEpilogue epilogue = {
+        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, out, bias, gamma, beta, float(eps)};
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The backward. With v = activate(h, operands), normal = (v - mean) * rstd and w = gamma * grad, sums and means over a slice:
+//     grad_v = rstd * ((w - mean(w)) - normal * slope),   slope = mean((w - mean(w)) * normal)
+
+// The gradient of h from v's, and the operands' from it.
+template <typename A>
+__device__ __forceinline__ A differentiate(A h, const A (&)[kOperands], A, A grad_v, A (&grad_operand)[kOperands]) {
+    const A gate = sigmoid(h);
+    grad_operand[0] = grad_v;
+    return grad_v * (gate * (A(1) + h * (A(1) - gate)));
+}
+
+// --- shared: joint moments (home: kernels/linear_swish_group_norm.py) ---
+// Moments of values, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
+template <typename A> struct Joint {
+    Moments<A> v;
+    A sum = 0, co = 0;
+};
+
+template <typename A> __device__ __forceinline__ Joint<A> merge(const Joint<A>& a, const Joint<A>& b) {
+    if (b.v.count == A(0)) return a;
+    if (a.v.count == A(0)) return b;
+    Joint<A> r;
+    r.v = merge(a.v, b.v);
+    r.sum = a.sum + b.sum;
+    const A delta = (b.v.hi - a.v.hi) + (b.v.lo - a.v.lo), grad_delta = b.sum * reciprocal(b.v.count) - a.sum * reciprocal(a.v.count);
+    r.co = a.co + b.co + delta * grad_delta * (a.v.count * (b.v.count * reciprocal(r.v.count)));
+    return r;
+}
+
+// One thread's, as in Accumulator.
+template <typename A, int V> struct JointAccumulator {
+    A anchor = 0, packs = 0, mean = 0, m2 = 0, sum = 0, grad_mean = 0, co = 0;
+    __device__ __forceinline__ void add(const Pack<A, V>& v, const Pack<A, V>& grad) {
+        if (packs == A(0)) anchor = v.value[0];
+        A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
+        pack_mean *= A(1) / V;
+        const A pack_grad_mean = pack_sum * (A(1) / V);
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (v.value[i] - anchor) - pack_mean;
+            pack_m2 += deviation * deviation;
+            pack_co += deviation * (grad.value[i] - pack_grad_mean);
+        }
+        const A delta = pack_mean - mean, grad_delta = pack_grad_mean - grad_mean;
+        const A weight = reciprocal(packs + A(1)), spread = delta * (packs * weight * V);
+        mean += delta * weight;
+        grad_mean += grad_delta * weight;
+        m2 += pack_m2 + delta * spread;
+        co += pack_co + grad_delta * spread;
+        sum += pack_sum;
+        packs += A(1);
+    }
+    __device__ __forceinline__ Joint<A> joint() const {
+        Joint<A> r;
+        r.v.count = packs * V;
+        r.v.hi = anchor + mean;
+        r.v.lo = mean - (r.v.hi - anchor);
+        r.v.m2 = m2;
+        r.sum = sum;
+        r.co = co;
+        return r;
+    }
+};
+
+// Over `group` threads, a power of two, that are part of a warp or else the whole block; complete in the first of them.
+template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joint<A> joint, int group, Joint<A>* warp_joints) {
+    for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) {
+        Joint<A> other;
+        other.v.count = __shfl_down_sync(~0u, joint.v.count, offset);
+        other.v.hi = __shfl_down_sync(~0u, joint.v.hi, offset);
+        other.v.lo = __shfl_down_sync(~0u, joint.v.lo, offset);
+        other.v.m2 = __shfl_down_sync(~0u, joint.v.m2, offset);
+        other.sum = __shfl_down_sync(~0u, joint.sum, offset);
+        other.co = __shfl_down_sync(~0u, joint.co, offset);
+        joint = merge(joint, other);
+    }
+    if (group <= 32) return joint;
+    if (threadIdx.x % 32 == 0) warp_joints[threadIdx.x / 32] = joint;
+    __syncthreads();
+    for (int w = 1; w < group / 32; ++w) joint = merge(joint, warp_joints[w]);
+    return joint;
+}
+// --- end shared: joint moments ---
+
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
+// in double.
+constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
+constexpr int kSumBlock = 512;
+constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
+
+template <typename A> struct Partials {
+    A* from[kSums];  // rows[k] rows of one value a channel
+    int64_t rows[kSums];
+    A* to[kSums];  // null: not wanted
+};
+
+// Block (x, k) owns `width` channels (a power of two) of sum k; a thread one of them in every (kSumBlock / width)th row.
+template <typename A>
+__global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__ Partials<A> partials, int64_t channels, int width) {
+    __shared__ double sums[kSumBlock];
+    const A* __restrict__ from = partials.from[blockIdx.y];
+    A* to = partials.to[blockIdx.y];
+    const int64_t rows = partials.rows[blockIdx.y];
+    if (to == nullptr) return;
+    const int64_t channel = int64_t(blockIdx.x) * width + threadIdx.x % width;
+    double sum = 0;
+    if (channel < channels) {
+#pragma unroll 4
+        for (int64_t row = threadIdx.x / width; row < rows; row += kSumBlock / width) sum += double(from[row * channels + channel]);
+    }
+    sums[threadIdx.x] = sum;
+    for (int half = kSumBlock / 2; half >= width; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
+}
+
+// Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
+// slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
+// multiple of the groups, so the channels are the same, and the thread adds up their gradients.
+template <typename T, int V> constexpr int kGradientPacks = V == 1 ? 4 : 32 / (V * sizeof(Acc<T>));
+template <typename T, int V> constexpr int kGradientRows = V == 1 || sizeof(T) == 8 ? 1 : 2 / kOperands;
+
+template <typename T, int V, int ITEMS, int ROWS>
+__global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || sizeof(T) == 8 ? 1 : kGradientBlocks) gradients_in_registers(
+    const T* __restrict__ grad, const T* __restrict__ h, T* __restrict__ grad_h, Vectors<Acc<T>> vectors, Partials<Acc<T>> partials,
+    Sizes sizes, int64_t stride, Acc<T> eps, int group) {
+    using A = Acc<T>;
+    __shared__ A warp_sums[3 * ROWS][kMaxGroup / 32];
+    const int n = int(sizes.n), lane = threadIdx.x % group;
+    const int64_t first = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int packs = first < stride ? n / V : 0, channel = first_channel(first, sizes);
+    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
+    const auto mine = [&](int i) { return lane + i * group < packs; };
+
+    A operand[kOperands][ITEMS][V], gamma[ITEMS][V], sums[kSums][ITEMS][V] = {};
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (mine(i)) {
+#pragma unroll
+            for (int k = 0; k < kOperands; ++k) load_aligned<V>(vectors.operand[k] + channel + (lane + i * group) * V, operand[k][i]);
+            load_aligned<V>(vectors.gamma + channel + (lane + i * group) * V, gamma[i]);
+        }
+    }
+    for (int64_t skipped = 0; skipped < sizes.slices; skipped += ROWS * stride) {
+        const auto slice = [&](int r) { return first + skipped + r * stride; };
+        Pack<T, V> raw[ROWS][ITEMS], raw_grad[ROWS][ITEMS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                raw[r][i] = raw_grad[r][i] = Pack<T, V>();
+                const int64_t at = slice(r) * n + (lane + i * group) * V;
+                if (mine(i) && slice(r) < sizes.slices) {
+                    raw[r][i] = load_streaming<T, V>(h + at);
+                    raw_grad[r][i] = load_streaming<T, V>(grad + at);
+                }
+            }
+        }
+        A v[ROWS][ITEMS][V], means[2 * ROWS] = {};  // of v, of the weighted gradient
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (mine(i)) {
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int j = 0; j < V; ++j) {
+                        A own[kOperands];
+#pragma unroll
+                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
+                        v[r][i][j] = activate(to_acc(raw[r][i].value[j]), own);
+                        means[r] += v[r][i][j] * share;
+                        means[ROWS + r] += gamma[i][j] * to_acc(raw_grad[r][i].value[j]) * share;
+                    }
+                }
+            }
+        }
+        sum_across_group(means, group, warp_sums);
+        A rest[3 * ROWS] = {};  // deviations from the rounded mean, their squares, and their products with the weighted gradient
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (mine(i)) {
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int j = 0; j < V; ++j) {
+                        const A deviation = v[r][i][j] - means[r];
+                        rest[r] += deviation;
+                        rest[ROWS + r] += deviation * deviation;
+                        rest[2 * ROWS + r] += deviation * (gamma[i][j] * to_acc(raw_grad[r][i].value[j]) - means[ROWS + r]);
+                    }
+                }
+            }
+        }
+        sum_across_group(rest, group, warp_sums);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            Moments<A> m;
+            m.hi = means[r];
+            m.lo = rest[r] * share;
+            m.m2 = rest[ROWS + r];
+            const Scale<A> scale(m, A(n), eps);
+            const A slope = scale.rstd * (rest[2 * ROWS + r] * share);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                if (mine(i) && slice(r) < sizes.slices) {
+                    Pack<T, V> out;
+#pragma unroll
+                    for (int j = 0; j < V; ++j) {
+                        A own[kOperands], grad_operand[kOperands];
+#pragma unroll
+                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
+                        const A given = to_acc(raw_grad[r][i].value[j]), normal = ((v[r][i][j] - scale.hi) - scale.lo) * scale.rstd;
+                        const A grad_v = scale.rstd * ((gamma[i][j] * given - means[ROWS + r]) - normal * slope);
+                        from_acc(differentiate(to_acc(raw[r][i].value[j]), own, v[r][i][j], grad_v, grad_operand), out.value[j]);
+#pragma unroll
+                        for (int k = 0; k < kOperands; ++k) sums[k][i][j] += grad_operand[k];
+                        sums[kOperands][i][j] += given * normal;
+                        sums[kOperands + 1][i][j] += given;
+                    }
+                    if (grad_h != nullptr) store_streaming(grad_h + slice(r) * n + (lane + i * group) * V, out);
+                }
+            }
+        }
+    }
+    const int64_t row = quotient(first, int64_t(sizes.groups)) * sizes.groups * sizes.channels;
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            if (mine(i) && partials.to[k] != nullptr) {
+                A* to = partials.from[k] + row + channel + (lane + i * group) * V;
+#pragma unroll
+                for (int j = 0; j < V; ++j) to[j] = sums[k][i][j];
+            }
+        }
+    }
+}
+
+// Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
+// threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
+// channels give gamma and beta; the gradient of h, and what the rows give the operands.
+template <int V> struct Row {
+    int64_t index, sample, begin;  // begin: of the part, in the tensor
+    int channel, lane, group;
+    Span<V> span;
+    bool exists;
+    __device__ __forceinline__ Row(const Sizes& sizes, int64_t part_values, int parts, int group)
+        : lane(threadIdx.x % group), group(group), span(0, 0) {
+        index = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+        const int64_t whole = parts == 1 ? index : quotient(index, int64_t(parts)), skipped = (index - whole * parts) * part_values;
+        const int64_t channels = int64_t(sizes.groups) * sizes.channels;
+        sample = quotient(whole, channels);
+        channel = int(whole - sample * channels);
+        begin = whole * sizes.spatial + skipped;
+        exists = whole < sizes.slices * sizes.channels;
+        if (exists) span = Span<V>(begin, min(part_values, sizes.spatial - skipped));
+    }
+};
+
+// use(pack of h, of grad, place in the tensor) for each pack of the thread, and then for each loose value, as packs of one. AGAIN: they are
+// read once more, and may stay in L2 until then.
+template <bool AGAIN, typename T, typename F>
+__device__ __forceinline__ void for_each_pair(
+    const T* __restrict__ h, const T* __restrict__ grad, const Row<kPack<T>>& row, F&& use) {
+    constexpr int V = kPack<T>;
+    for (int64_t j = row.lane; j < row.span.packs; j += kStreamBatch * row.group) {
+        Pack<T, V> raw[kStreamBatch], raw_grad[kStreamBatch];
+        const int64_t first = row.begin + row.span.head + j * V;
+#pragma unroll
+        for (int b = 0; b < kStreamBatch; ++b) {
+            if (j + b * row.group < row.span.packs) {
+                const int64_t at = first + b * row.group * V;
+                raw[b] = AGAIN ? *reinterpret_cast<const Pack<T, V>*>(h + at) : load_streaming<T, V>(h + at);
+                raw_grad[b] = AGAIN ? *reinterpret_cast<const Pack<T, V>*>(grad + at) : load_streaming<T, V>(grad + at);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < kStreamBatch; ++b) {
+            if (j + b * row.group < row.span.packs) use(raw[b], raw_grad[b], first + b * row.group * V);
+        }
+    }
+    for (int j = row.lane; j < row.span.head + row.span.tail; j += row.group) {
+        const int64_t at = row.begin + row.span.loose(j);
+        Pack<T, 1> raw, raw_grad;
+        raw.value[0] = h[at];
+        raw_grad.value[0] = grad[at];
+        use(raw, raw_grad, at);
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxGroup, 1) joint_moments_of_rows(
+    const T* __restrict__ grad, const T* __restrict__ h, Joint<Acc<T>>* __restrict__ joints, Vectors<Acc<T>> vectors, Sizes sizes,
+    int64_t part_values, int parts, int group) {
+    using A = Acc<T>;
+    __shared__ Joint<A> warp_joints[kMaxGroup / 32];
+    const Row<kPack<T>> row(sizes, part_values, parts, group);
+    A operand[kOperands];
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) operand[k] = __ldg(vectors.operand[k] + row.channel);
+    JointAccumulator<A, kPack<T>> accumulator;
+    Joint<A> loose;
+    for_each_pair<true>(h, grad, row, [&](const auto& raw, const auto& raw_grad, int64_t) {
+        constexpr int W = sizeof(raw.value) / sizeof(T);
+        Pack<A, W> v, given;
+#pragma unroll
+        for (int i = 0; i < W; ++i) {
+            v.value[i] = activate(to_acc(raw.value[i]), operand);
+            given.value[i] = to_acc(raw_grad.value[i]);
+        }
+        if constexpr (W > 1) {
+            accumulator.add(v, given);
+        } else {
+            Joint<A> one;
+            one.v = moments_of(v.value[0]);
+            one.sum = given.value[0];
+            loose = merge(loose, one);
+        }
+    });
+    const Joint<A> joint = merge_across_group(merge(accumulator.joint(), loose), group, warp_joints);
+    if (row.exists && row.lane == 0) joints[row.index] = joint;
+}
+
+template <typename A> struct SliceGradient {
+    A hi, lo, rstd, mean, mean_lo, slope;  // v's mean as hi + lo, and so that of w: its rounding would add up in a channel's sum
+};
+
+__device__ __forceinline__ double sum_across_warp(double v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// A warp owns a slice, and a lane every 32nd of its channels.
+template <typename A>
+__global__ void __launch_bounds__(kMaxGroup, 1) merge_rows(
+    const Joint<A>* __restrict__ joints, SliceGradient<A>* __restrict__ slice_gradients, const A* __restrict__ gamma,
+    Partials<A> partials, Sizes sizes, int parts, A eps) {
+    const int lane = threadIdx.x % 32;
+    const int64_t slice = int64_t(blockIdx.x) * (kMaxGroup / 32) + threadIdx.x / 32, first_row = slice * sizes.channels;
+    if (slice >= sizes.slices) return;
+    const int first = first_channel(slice, sizes);
+    const auto joint_of = [&](int c) {
+        Joint<A> joint = joints[(first_row + c) * parts];
+        for (int p = 1; p < parts; ++p) joint = merge(joint, joints[(first_row + c) * parts + p]);
+        return joint;
+    };
+    Moments<A> m;
+    double weighted = 0, co = 0;
+    for (int c = lane; c < sizes.channels; c += 32) {
+        const Joint<A> joint = joint_of(c);
+        m = merge(m, joint.v);
+        weighted += double(gamma[first + c]) * double(joint.sum);
+    }
+    const Scale<A> scale(merge_across_warp(m), A(sizes.n), eps);
+    const A hi = __shfl_sync(~0u, scale.hi, 0), lo = __shfl_sync(~0u, scale.lo, 0), rstd = __shfl_sync(~0u, scale.rstd, 0);
+    const double mean = sum_across_warp(weighted) / double(sizes.n);
+    for (int c = lane; c < sizes.channels; c += 32) {
+        const Joint<A> joint = joint_of(c);
+        const A offset = (joint.v.hi - hi) + (joint.v.lo - lo);
+        const double own_gamma = gamma[first + c];
+        co += own_gamma * double(joint.co) + (own_gamma * double(joint.sum) - mean * double(sizes.spatial)) * double(offset);
+        if (partials.to[kOperands] != nullptr) partials.from[kOperands][first_row + c] = rstd * (joint.co + joint.sum * offset);
+        if (partials.to[kOperands + 1] != nullptr) partials.from[kOperands + 1][first_row + c] = joint.sum;
+    }
+    co = sum_across_warp(co);
+    const A rounded = A(mean);
+    if (lane == 0) slice_gradients[slice] = {hi, lo, rstd, rounded, A(mean - rounded), A(double(rstd) * co / double(sizes.n))};
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
+    const T* __restrict__ grad, const T* __restrict__ h, T* __restrict__ grad_h, const SliceGradient<Acc<T>>* __restrict__ slice_gradients,
+    Vectors<Acc<T>> vectors, Partials<Acc<T>> partials, Sizes sizes, int64_t part_values, int parts, int group) {
+    using A = Acc<T>;
+    __shared__ A warp_sums[kOperands][kMaxGroup / 32];
+    const Row<kPack<T>> row(sizes, part_values, parts, group);
+    A operand[kOperands], sums[kOperands] = {};
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) operand[k] = __ldg(vectors.operand[k] + row.channel);
+    SliceGradient<A> slice = {};
+    if (row.exists) slice = slice_gradients[row.sample * sizes.groups + quotient(row.channel, sizes.channels)];
+    const A gamma = __ldg(vectors.gamma + row.channel);
+    for_each_pair<false>(h, grad, row, [&](const auto& raw, const auto& raw_grad, int64_t at) {
+        constexpr int W = sizeof(raw.value) / sizeof(T);
+        Pack<T, W> out;
+        A pack_sums[kOperands] = {};
+#pragma unroll
+        for (int i = 0; i < W; ++i) {
+            const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
+            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
+            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            A grad_operand[kOperands];
+            from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
+#pragma unroll
+            for (int k = 0; k < kOperands; ++k) pack_sums[k] += grad_operand[k];
+        }
+#pragma unroll
+        for (int k = 0; k < kOperands; ++k) sums[k] += pack_sums[k];
+        if (grad_h != nullptr) store_streaming(grad_h + at, out);
+    });
+    sum_across_group(sums, group, warp_sums);
+    if (!row.exists || row.lane != 0) return;
+    const int64_t part = row.index - (row.sample * sizes.groups * sizes.channels + row.channel) * parts;
+    const int64_t at = (row.sample * parts + part) * sizes.groups * sizes.channels + row.channel;
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) {
+        if (partials.to[k] != nullptr) partials.from[k][at] = sums[k];
+    }
+}
+
+// How a backward goes, and the rows of partial sums it leaves.
+struct GradientPlan {
+    bool in_registers, is_short, whole_packs;
+    int group, parts;
+    int64_t stride, part_values, operand_rows, norm_rows;
+};
+
+template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
+    GradientPlan plan = {};
+    constexpr int V = kPack<T>;
+    plan.whole_packs = sizes.n % V == 0;
+    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
+    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
+    plan.is_short = packs <= kMaxGroup * items;
+    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
+    plan.group = 1;
+    plan.parts = 1;
+    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
+    if (plan.in_registers) {
+        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
+        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
+        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
+        const int64_t wanted = int64_t(kGradientBlocks) * sms * (kMaxGroup / plan.group) / sizes.groups;
+        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
+        plan.stride = plan.norm_rows * sizes.groups;
+        return plan;
+    }
+    const int64_t row_packs = sizes.spatial / V;
+    if (row_packs >= 4 * kMaxGroup) {
+        plan.group = kMaxGroup;
+        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
+    } else {
+        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
+    }
+    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
+    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
+    plan.operand_rows = samples * plan.parts;
+    plan.norm_rows = samples;
+    return plan;
+}
+
+// The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
+template <typename A> struct GradientSpace {
+    int64_t joints, slices, partials, bytes;
+    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+        const int64_t channels = int64_t(sizes.groups) * sizes.channels;
+        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
+        bytes = joints + slices + partials;
+    }
+};
+
+template <typename T, int V>
+static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
+    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
+    constexpr int kItems = kGradientPacks<T, V>;
+    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
+    if constexpr (V > 1) {
+        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
+    }
+    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
+    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
+}
+
+template <typename T>
+static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
+    const Sizes& sizes, double eps, void* workspace, cudaStream_t stream) {
+    using A = Acc<T>;
+    const T *grad = static_cast<const T*>(gradv), *h = static_cast<const T*>(hv);
+    T* grad_h = static_cast<T*>(grad_hv);
+    if (!aligned_16(h, grad) || !aligned_16(h, grad_h)) return cudaErrorMisalignedAddress;
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
+    const GradientSpace<A> space(plan, sizes);
+    const int64_t channels = int64_t(sizes.groups) * sizes.channels;
+    char* const base = static_cast<char*>(workspace);
+    Partials<A> partials;
+    A* next = reinterpret_cast<A*>(base + space.joints + space.slices);
+    bool any_operand = grad_h != nullptr, any_sum = false;
+    for (int k = 0; k < kSums; ++k) {
+        partials.rows[k] = k < kOperands ? plan.operand_rows : plan.norm_rows;
+        partials.from[k] = next;
+        partials.to[k] = static_cast<A*>(to[k]);
+        next += partials.rows[k] * channels;
+        any_operand = any_operand || (k < kOperands && to[k] != nullptr);
+        any_sum = any_sum || to[k] != nullptr;
+    }
+    if (plan.in_registers && plan.whole_packs) {
+        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    } else if (plan.in_registers) {
+        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    } else {
+        auto* joints = reinterpret_cast<Joint<A>*>(base);
+        auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
+        const unsigned blocks = unsigned(divide_up(sizes.slices * sizes.channels * plan.parts, kMaxGroup / plan.group));
+        joint_moments_of_rows<T><<<blocks, kMaxGroup, 0, stream>>>(
+            grad, h, joints, vectors, sizes, plan.part_values, plan.parts, plan.group);
+        merge_rows<A><<<unsigned(divide_up(sizes.slices, kMaxGroup / 32)), kMaxGroup, 0, stream>>>(
+            joints, slices, vectors.gamma, partials, sizes, plan.parts, A(eps));
+        if (any_operand) {
+            gradients_of_rows<T><<<blocks, kMaxGroup, 0, stream>>>(
+                grad, h, grad_h, slices, vectors, partials, sizes, plan.part_values, plan.parts, plan.group);
+        }
+    }
+    int width = 1;
+    while (width < 32 && width < channels) width *= 2;
+    const dim3 grid(unsigned(divide_up(channels, width)), kSums);
+    if (any_sum) sum_rows<A><<<grid, kSumBlock, 0, stream>>>(partials, channels, width);
+    return cudaGetLastError();
+}
+
+// As the forward's; all operands have one value a channel. grad_h: null if it is not wanted. to: the gradients of the operands, gamma and
+// beta, in the vectors' type, each null if it is not wanted. workspace: group_norm_backward_workspace bytes.
+extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int64_t n, int64_t spatial, int groups) {
+    const Sizes sizes = {slices, n, spatial, groups, int(n / spatial)};
+    Device device;
+    if (current_device(&device) != cudaSuccess) return 0;
+    switch (dtype) {
+        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
+        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
+        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+    }
+}
+extern "C" int group_norm_backward(
+    int dtype, const void* grad, const void* h, void* grad_h, const void* const* vectors, void* const* to, int64_t slices, int64_t n,
+    int64_t spatial, int groups, double eps, void* workspace, cudaStream_t stream) {
+    const Sizes sizes = {slices, n, spatial, groups, int(n / spatial)};
+    const bool full[kOperands] = {};
+    const auto singles = [&] { return vectors_from<float>(vectors, full); };
+    switch (dtype) {
+        case 0: return launch_backward<float>(grad, h, grad_h, singles(), to, sizes, eps, workspace, stream);
+        case 1: return launch_backward<double>(grad, h, grad_h, vectors_from<double>(vectors, full), to, sizes, eps, workspace, stream);
+        case 2: return launch_backward<__half>(grad, h, grad_h, singles(), to, sizes, eps, workspace, stream);
+        default: return launch_backward<__nv_bfloat16>(grad, h, grad_h, singles(), to, sizes, eps, workspace, stream);
+    }
+}
+// --- end shared: group norm gradients ---
 """
 
 CPP_SOURCE = r"""
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -1020,11 +2395,11 @@ using Operands = std::array<at::Tensor, kOperands>;
 
 void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups) {
     TORCH_CHECK_NOT_IMPLEMENTED(at::isFloatingType(h.scalar_type()), "group_norm: not implemented for ", h.scalar_type());
-    TORCH_CHECK(h.dim() >= 2, "Expected at least 2 dimensions for input tensor but received ", h.dim());
-    TORCH_CHECK(groups > 0, "Expected num groups to be greater than 0, got ", groups);
+    TORCH_CHECK(h.dim() >= 2, "group_norm: the input must have at least 2 dimensions");
+    TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
     const auto channels = h.sym_size(1);
-    // Messages without symbolic sizes: writing those out ends some builds of PyTorch 2.11 in a segmentation fault.
-    TORCH_CHECK(channels % groups == 0, "group_norm: the number of channels must be divisible by num_groups=", groups);
+    // Messages without numbers: where PyTorch brings a standard library of its own, writing one out may crash.
+    TORCH_CHECK(channels % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1");
     const auto check_vector = [&](const at::Tensor& vector) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
@@ -1163,13 +2538,555 @@ static at::Tensor swish_group_norm_cuda(
 }
 #endif
 
+// --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
+#ifdef WITH_CUDA
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
+extern "C" int product_forward(
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
+    cudaStream_t stream);
+
+// Whether the user allows TF32 in matrix products: cuBLAS's own question.
+static bool tf32_is_allowed() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+#elif TORCH_VERSION_MINOR == 9
+    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+#else
+    return at::globalContext().allowTF32CuBLAS();
+#endif
+}
+
+// Contiguous, and 16-byte aligned as the copy engine and vector loads want it.
+static at::Tensor aligned(const at::Tensor& tensor) {
+    const at::Tensor ready = tensor.contiguous();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
+}
+
+// x W^T + bias, on the tensor cores where they pay.
+static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    const int64_t bytes = product_bytes(m, n, k, tf32);
+    if (bytes == 0) return at::linear(x, weight, bias);
+    const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    at::Tensor h = at::empty({m, n}, x.options());
+    const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
+        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
+    return h;
+}
+#endif
+
+// Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
+static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "linear: x (m, k) and weight (n, k) are wanted");
+    TORCH_CHECK(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), "linear: for weight (n, k) bias (n) is wanted");
+    for (const at::Tensor& t : {x, weight, bias.value_or(x)}) {
+        TORCH_CHECK(t.scalar_type() == at::kFloat, "linear: float32 alone, not ", t.scalar_type());
+        TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
+    }
+}
+static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    return at::linear(x, weight, bias);
+}
+static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+}
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+    check_linear(x, weight, bias);
+    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    return linear_on_cuda(x, weight, bias);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+#endif
+// --- end shared: product in C++ ---
+
+// The network from x (m, k) on. In one kernel where a group is 64 features and the product is for the tensor cores, else in two.
+static void check_fused(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
+    const at::Tensor& beta, int64_t groups) {
+    check_linear(x, weight, linear_bias);
+    for (const at::Tensor& t : {bias, gamma, beta}) {
+        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == weight.sym_size(0) && t.scalar_type() == at::kFloat && t.device() == x.device(),
+            "linear_swish_group_norm: bias and the norm's parameters must be float32, on ", x.device(), ", one value a feature");
+    }
+    TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
+    TORCH_CHECK(weight.sym_size(0) % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
+}
+static at::Tensor linear_swish_group_norm_cpu(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
+    const at::Tensor& beta, int64_t groups, double eps) {
+    check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    return forward_on_cpu(at::linear(x, weight, linear_bias), {bias}, gamma, beta, groups, eps);
+}
+static at::Tensor linear_swish_group_norm_meta(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
+    const at::Tensor& beta, int64_t groups, double eps) {
+    check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+}
+#ifdef WITH_CUDA
+extern "C" int linear_swish_group_norm_forward(
+    const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
+    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream);
+
+static at::Tensor linear_swish_group_norm_cuda(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
+    const at::Tensor& beta, int64_t groups, double eps) {
+    check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
+    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    const int64_t bytes = n == groups * 64 ? product_bytes(m, n, k, tf32) : 0;
+    if (bytes == 0) {
+        const at::Tensor h = tf32 ? at::linear(x, weight, linear_bias) : linear_on_cuda(x, weight, linear_bias);
+        return forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
+    }
+    const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    at::Tensor out = at::empty({m, n}, x.options());
+    const int error = linear_swish_group_norm_forward(ready[0].data_ptr<float>(), ready[1].data_ptr<float>(), ready[2].data_ptr<float>(),
+        ready[3].data_ptr<float>(), ready[4].data_ptr<float>(), ready[5].data_ptr<float>(), out.data_ptr<float>(), m, n, k, eps, tf32,
+        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
+    return out;
+}
+#endif
+
+// ---- The backward.
+
+namespace {
+
+// The gradients of h and of the operands from v's, at n values.
+template <typename A>
+void differentiate(const A* h, const std::array<const A*, kOperands>&, const A*, const A* grad_v, A* grad_h,
+    const std::array<A*, kOperands>& grad_operand, int64_t n) {
+    A* grad_bias = grad_operand[0];
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) {
+        const A gate = sigmoid(h[i]);
+        grad_bias[i] = grad_v[i];
+        grad_h[i] = grad_v[i] * (gate * (1 + h[i] * (1 - gate)));
+    }
+}
+
+// --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
+// Moments of values, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
+struct Joint {
+    Moments v;
+    double sum = 0, co = 0;
+    void merge(const Joint& other) {
+        if (other.v.count == 0) return;
+        if (v.count > 0) {
+            const double delta = other.v.mean - v.mean, grad_delta = other.sum / other.v.count - sum / v.count;
+            co += delta * grad_delta * (v.count * other.v.count / (v.count + other.v.count));
+        }
+        co += other.co;
+        sum += other.sum;
+        v.merge(other.v);
+    }
+};
+template <typename A> inline Joint block_joint(const A* values, const A* grads, int64_t n) {
+    Joint joint;
+    joint.v = block_moments(values, n);
+    double sum = 0, co = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += grads[i];
+    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+#pragma omp simd reduction(+ : co)
+    for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
+    joint.sum = sum;
+    joint.co = co;
+    return joint;
+}
+// --- end shared: cpu joint moments ---
+
+// --- shared: cpu group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
+
+// With normal = (v - mean) * rstd and w = gamma * grad: grad_v = rstd * ((w - mean(w)) - normal * slope), where slope is
+// mean((w - mean(w)) * normal); means over a slice.
+template <typename A> struct SliceGradient {
+    A hi, lo, rstd, mean = 0, mean_lo = 0, slope = 0;  // v's mean as hi + lo, and so that of w: its rounding would add up in sums
+    SliceGradient() {}
+    SliceGradient(const Moments& m, double eps) {
+        hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / m.count + eps));
+    }
+};
+
+// One thread's work. Results that are not wanted are null.
+template <typename T> struct Differentiator {
+    using A = acc_t<T>;
+    const T *grad, *h;
+    T* grad_h;
+    const Vectors<A>& vectors;
+    const Sizes sizes;
+    const double eps;
+    A raw[kBlock], given[kBlock], v[kBlock], normal[kBlock], grad_v[kBlock], out[kBlock], of_operand[kOperands][kBlock];
+    Spread<A> operands[kOperands];
+
+    Differentiator(const T* grad, const T* h, T* grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
+        : grad(grad), h(h), grad_h(grad_h), vectors(vectors), sizes(sizes), eps(eps) {}
+
+    static const A* loaded(const T* from, A* to, int64_t count) {
+        if constexpr (std::is_same_v<T, A>) return from;
+        else return load_values(from, to, count), to;
+    }
+    // `values` are those of h from `at` on, their channels' pixels from `channel` on.
+    const A* activated(const A* values, int64_t channel, int64_t count, std::array<const A*, kOperands>& operand) {
+        for (int k = 0; k < kOperands; ++k) operand[k] = operands[k](vectors.operand[k], channel, 0, count, sizes.spatial);
+        activate(values, operand, v, count);
+        return v;
+    }
+    // From v, gamma (one, or one for each value) and the given gradient: `normal`, and the gradients of h, left at `at`, and the operands.
+    template <typename Gamma> void finish(const SliceGradient<A>& slice, const A* values, const A* grads, Gamma&& gamma,
+        const std::array<const A*, kOperands>& operand, int64_t at, int64_t count) {
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {
+            normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
+            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+        }
+        A* to = out;
+        if constexpr (std::is_same_v<T, A>) to = grad_h == nullptr ? out : grad_h + at;
+        std::array<A*, kOperands> of;
+        for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
+        differentiate(values, operand, v, grad_v, to, of, count);
+        if constexpr (!std::is_same_v<T, A>) {
+            if (grad_h != nullptr) store_values(out, grad_h + at, count);
+        }
+    }
+
+    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
+    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
+        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
+        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
+        for (int64_t sample = first; sample < last; ++sample) {
+            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
+            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
+            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
+        }
+    }
+    void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
+        const int64_t n = sizes.n;
+        std::array<const A*, kOperands> operand;
+        Joint joint;
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            activated(loaded(h + at + c, raw, count), c, count, operand);
+            const A *grads = loaded(grad + at + c, given, count), *gamma = vectors.gamma + c;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
+            joint.merge(block_joint(v, grad_v, count));
+        }
+        SliceGradient<A> slice(joint.v, eps);
+        slice.mean = static_cast<A>(joint.sum / n);
+        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            const A *values = loaded(h + at + c, raw, count), *grads = loaded(grad + at + c, given, count), *gamma = vectors.gamma + c;
+            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
+            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
+            for (int k = 0; k < kOperands; ++k) {
+                A* sum = sums + k * channels + c;
+                if (wanted[k]) {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
+                }
+            }
+            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
+            if (wanted[kOperands] || wanted[kOperands + 1]) {
+#pragma omp simd
+                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
+            }
+        }
+    }
+
+    // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
+    Joint joint_of(int64_t row, int64_t pixel, int64_t count) {
+        Joint joint;
+        std::array<const A*, kOperands> operand;
+        for (int64_t p = pixel; p < pixel + count; p += kBlock) {
+            const int64_t at = row * sizes.spatial + p, size = std::min(kBlock, pixel + count - p);
+            activated(loaded(h + at, raw, size), row % (sizes.groups * sizes.channels), size, operand);
+            joint.merge(block_joint(v, loaded(grad + at, given, size), size));
+        }
+        return joint;
+    }
+    void gradients_of(int64_t row, int64_t pixel, int64_t count, const SliceGradient<A>& slice, double* sums) {
+        std::array<const A*, kOperands> operand;
+        const int64_t channel = row % (sizes.groups * sizes.channels);
+        for (int64_t p = pixel; p < pixel + count; p += kBlock) {
+            const int64_t at = row * sizes.spatial + p, size = std::min(kBlock, pixel + count - p);
+            const A *values = loaded(h + at, raw, size), *grads = loaded(grad + at, given, size), gamma = vectors.gamma[channel];
+            activated(values, channel, size, operand);
+            finish(slice, values, grads, [&](int64_t) { return gamma; }, operand, at, size);
+            for (int k = 0; k < kOperands; ++k) {
+                double sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = 0; i < size; ++i) sum += of_operand[k][i];
+                sums[k] += sum;
+            }
+        }
+    }
+};
+
+// sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
+template <typename T> void backward_of_vectors(const T* grad, const T* h, T* grad_h, const Vectors<acc_t<T>>& vectors, const Sizes& sizes,
+    double eps, const std::array<bool, kSums>& wanted, double* sums) {
+    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
+    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
+    std::vector<double> partial(chunks * kSums * channels);
+    at::parallel_for(0, chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
+        Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+        for (int64_t c = begin; c < end; ++c) {
+            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
+        }
+    });
+    for (int64_t c = 0; c < chunks; ++c) {
+        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
+    }
+}
+
+// Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
+template <typename T> void backward_of_images(const T* grad, const T* h, T* grad_h, const Vectors<acc_t<T>>& vectors, const Sizes& sizes,
+    double eps, const std::array<bool, kSums>& wanted, double* sums) {
+    using A = acc_t<T>;
+    const int64_t spatial = sizes.spatial, part = 8 * kBlock, parts = (spatial + part - 1) / part;
+    const int64_t channels = sizes.groups * sizes.channels, rows = sizes.slices * sizes.channels;
+    bool second = grad_h != nullptr;
+    for (int k = 0; k < kOperands; ++k) second = second || wanted[k];
+    std::vector<Joint> joints(rows * parts);
+    std::vector<SliceGradient<A>> slices(sizes.slices);
+    std::vector<double> row_sums(rows * parts * kOperands), norm_sums(rows * 2);
+    const auto first_read = [&](Differentiator<T>& own, int64_t unit) {
+        const int64_t row = unit / parts, pixel = unit % parts * part;
+        joints[unit] = own.joint_of(row, pixel, std::min(part, spatial - pixel));
+    };
+    const auto merge_slice = [&](int64_t s) {
+        std::vector<Joint> own(sizes.channels);
+        Moments m;
+        double mean = 0, co = 0;
+        for (int64_t c = 0; c < sizes.channels; ++c) {
+            const int64_t row = s * sizes.channels + c;
+            for (int64_t p = 0; p < parts; ++p) own[c].merge(joints[row * parts + p]);
+            m.merge(own[c].v);
+            mean += vectors.gamma[row % channels] * own[c].sum / sizes.n;
+        }
+        SliceGradient<A> slice(m, eps);
+        const double rstd = 1 / std::sqrt(m.m2 / m.count + eps);
+        for (int64_t c = 0; c < sizes.channels; ++c) {
+            const int64_t row = s * sizes.channels + c;
+            const double gamma = vectors.gamma[row % channels], offset = own[c].v.mean - m.mean;
+            co += gamma * own[c].co + (gamma * own[c].sum - mean * spatial) * offset;
+            norm_sums[2 * row] = rstd * (own[c].co + own[c].sum * offset);
+            norm_sums[2 * row + 1] = own[c].sum;
+        }
+        slice.mean = static_cast<A>(mean), slice.mean_lo = static_cast<A>(mean - slice.mean);
+        slice.slope = static_cast<A>(rstd * co / sizes.n);
+        slices[s] = slice;
+    };
+    const auto second_read = [&](Differentiator<T>& own, int64_t unit) {
+        const int64_t row = unit / parts, pixel = unit % parts * part;
+        own.gradients_of(row, pixel, std::min(part, spatial - pixel), slices[row / sizes.channels], &row_sums[unit * kOperands]);
+    };
+    const int64_t slice_units = sizes.channels * parts;
+    if (sizes.slices >= at::get_num_threads()) {
+        at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / sizes.n), [&](int64_t begin, int64_t end) {
+            Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+            for (int64_t s = begin; s < end; ++s) {
+                for (int64_t u = s * slice_units; u < (s + 1) * slice_units; ++u) first_read(own, u);
+                merge_slice(s);
+                for (int64_t u = s * slice_units; second && u < (s + 1) * slice_units; ++u) second_read(own, u);
+            }
+        });
+    } else {
+        const auto all_units = [&](const auto& visit) {
+            at::parallel_for(0, rows * parts, std::max<int64_t>(1, 8192 / spatial), [&](int64_t begin, int64_t end) {
+                Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+                for (int64_t u = begin; u < end; ++u) visit(own, u);
+            });
+        };
+        all_units(first_read);
+        for (int64_t s = 0; s < sizes.slices; ++s) merge_slice(s);
+        if (second) all_units(second_read);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        double* of_channel = sums + row % channels;
+        for (int k = 0; k < kOperands; ++k) {
+            for (int64_t p = 0; p < parts; ++p) of_channel[k * channels] += row_sums[(row * parts + p) * kOperands + k];
+        }
+        of_channel[kOperands * channels] += norm_sums[2 * row];
+        of_channel[(kOperands + 1) * channels] += norm_sums[2 * row + 1];
+    }
+}
+// --- end shared: cpu group norm gradients ---
+
+// --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
+// The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
+// What is not needed comes back without elements.
+using Needs = std::array<bool, kSums + 1>;
+
+std::vector<at::Tensor> backward_meta(
+    const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight, int64_t groups, const Needs& needs) {
+    check(h, operands, weight, weight, groups);
+    TORCH_CHECK(grad.sym_sizes() == h.sym_sizes() && grad.scalar_type() == h.scalar_type() && grad.device() == h.device(),
+        "group_norm: the gradient must have the shape, dtype and device of the input");
+    for (const at::Tensor& operand : operands) TORCH_CHECK(operand.dim() == 1, "group_norm: backward takes one value a channel");
+    std::vector<at::Tensor> of = {h};
+    of.insert(of.end(), operands.begin(), operands.end());
+    of.insert(of.end(), {weight, weight});
+    for (size_t i = 0; i < of.size(); ++i) {
+        of[i] = needs[i] ? at::empty_like(of[i], of[i].options(), at::MemoryFormat::Contiguous) : at::empty({0}, of[i].options());
+    }
+    return of;
+}
+
+template <typename T> void backward_cpu(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
+    int64_t groups, double eps, const Needs& needs, at::Tensor& grad_h, double* sums) {
+    Vectors<acc_t<T>> vectors;
+    for (int k = 0; k < kOperands; ++k) {
+        vectors.operand[k] = operands[k].data_ptr<acc_t<T>>();
+        vectors.full[k] = false;
+    }
+    vectors.gamma = vectors.beta = weight.data_ptr<acc_t<T>>();
+    std::array<bool, kSums> wanted;
+    std::copy_n(needs.begin() + 1, kSums, wanted.begin());
+    const Sizes sizes = sizes_of(h, groups);
+    const auto backward = sizes.spatial == 1 ? backward_of_vectors<T> : backward_of_images<T>;
+    backward(grad.data_ptr<T>(), h.data_ptr<T>(), needs[0] ? grad_h.data_ptr<T>() : nullptr, vectors, sizes, eps, wanted, sums);
+}
+
+std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
+    int64_t groups, double eps, const Needs& needs) {
+    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, needs);
+    at::Tensor sums = at::empty({kSums, h.size(1)}, h.options().dtype(at::kDouble)).zero_();
+    if (h.numel() > 0) {
+        const at::Tensor input = h.contiguous(), given = grad.contiguous(), gamma = prepared(weight, h);
+        Operands ready;
+        for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
+        double* to = sums.data_ptr<double>();
+        switch (h.scalar_type()) {
+            case at::kFloat: backward_cpu<float>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
+            case at::kDouble: backward_cpu<double>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
+            case at::kHalf: backward_cpu<at::Half>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
+            case at::kBFloat16: backward_cpu<at::BFloat16>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
+            default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
+        }
+    }
+    for (int k = 0; k < kSums; ++k) {
+        if (needs[k + 1]) results[k + 1].copy_(sums.select(0, k));
+    }
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int64_t n, int64_t spatial, int groups);
+extern "C" int group_norm_backward(
+    int dtype, const void* grad, const void* h, void* grad_h, const void* const* vectors, void* const* to, int64_t slices, int64_t n,
+    int64_t spatial, int groups, double eps, void* workspace, cudaStream_t stream);
+
+std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
+    int64_t groups, double eps, const Needs& needs) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, needs);
+    if (h.numel() == 0) {
+        for (at::Tensor& result : results) result.zero_();
+        return results;
+    }
+    int dtype = 0;
+    switch (h.scalar_type()) {
+        case at::kFloat: dtype = 0; break;
+        case at::kDouble: dtype = 1; break;
+        case at::kHalf: dtype = 2; break;
+        case at::kBFloat16: dtype = 3; break;
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
+    }
+    const at::Tensor input = prepared(h), given = prepared(grad), gamma = prepared(weight, h);
+    Operands ready;
+    const void* vectors[kOperands + 2];
+    for (int k = 0; k < kOperands; ++k) {
+        ready[k] = prepared(operands[k], h);
+        vectors[k] = ready[k].data_ptr();
+    }
+    vectors[kOperands] = vectors[kOperands + 1] = gamma.data_ptr();
+    std::array<at::Tensor, kSums> sums;
+    void* to[kSums];
+    for (int k = 0; k < kSums; ++k) {
+        sums[k] = results[k + 1].to(gamma.scalar_type());
+        to[k] = needs[k + 1] ? sums[k].data_ptr() : nullptr;
+    }
+    const Sizes sizes = sizes_of(h, groups);
+    const int64_t bytes = group_norm_backward_workspace(dtype, sizes.slices, sizes.n, sizes.spatial, int(groups));
+    const at::Tensor workspace = at::empty({bytes}, h.options().dtype(at::kByte));
+    void* grad_h = needs[0] ? results[0].data_ptr() : nullptr;
+    const int error = group_norm_backward(dtype, given.data_ptr(), input.data_ptr(), grad_h, vectors, to, sizes.slices, sizes.n,
+        sizes.spatial, int(groups), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "group_norm: ", group_norm_error(error));
+    for (int k = 0; k < kSums; ++k) results[k + 1] = sums[k].to(results[k + 1].scalar_type());
+    return results;
+}
+#endif
+
+}  // namespace
+// --- end shared: group norm gradient arguments ---
+
+static std::vector<at::Tensor> swish_group_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
+    const at::Tensor& weight, int64_t groups, double eps, Needs needs) {
+    return backward_on_cpu(grad, h, {bias}, weight, groups, eps, needs);
+}
+static std::vector<at::Tensor> swish_group_norm_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
+    const at::Tensor& weight, int64_t groups, double, Needs needs) {
+    return backward_meta(grad, h, {bias}, weight, groups, needs);
+}
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("backward(Tensor grad, Tensor h, Tensor bias, Tensor weight, int groups, float eps, bool[4] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("backward", swish_group_norm_backward_cpu); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("backward", swish_group_norm_backward_meta); }
+// It is called where no gradient is taken of it; whoever does so is told.
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("backward", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+static std::vector<at::Tensor> swish_group_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
+    const at::Tensor& weight, int64_t groups, double eps, Needs needs) {
+    return backward_on_cuda(grad, h, {bias}, weight, groups, eps, needs);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", swish_group_norm_backward_cuda); }
+#endif
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
+    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("forward", swish_group_norm_cpu); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("forward", swish_group_norm_meta); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("forward", swish_group_norm_cpu);
+    m.impl("fused", linear_swish_group_norm_cpu);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("forward", swish_group_norm_meta);
+    m.impl("fused", linear_swish_group_norm_meta);
+}
+// Gradients are the business of the autograd.Function below; whoever differentiates the bare operators, or in forward mode, is told.
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    m.impl("forward", torch::autograd::autogradNotImplementedFallback());
+    m.impl("fused", torch::autograd::autogradNotImplementedFallback());
+}
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("forward", swish_group_norm_cuda); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("forward", swish_group_norm_cuda);
+    m.impl("fused", linear_swish_group_norm_cuda);
+}
 #endif
 """
 
@@ -1258,7 +3175,7 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_swish_group_norm")
-_forward = getattr(torch.ops, NAMESPACE).forward
+_linear, _forward, _fused, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "fused", "backward"))
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -1354,8 +3271,65 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 # --- end shared: group norm in Python ---
 
 
+# --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
+def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
+    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
+    plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
+    everywhere = nn.modules.module
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+        everywhere._global_forward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+    )
+    if type(linear) is not nn.Linear or any(len(h) > 0 for h in hooks) or torch.is_autocast_enabled():
+        return False
+    weight, vectors = linear.weight, (linear.bias, *vectors)
+    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
+        return False
+    if any(t.dtype is not torch.float32 or t.device != x.device for t in (x, weight, *vectors)):
+        return False
+    return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
+
+
+class Linear(torch.autograd.Function):
+    """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        def product(a, b):
+            return a @ b.t() if torch.is_grad_enabled() else _linear(a, b, None)
+
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_x = product(grad, weight.t()) if needs_x else None
+        grad_weight = product(grad.t(), x.t()) if needs_weight else None
+        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+
+
+def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """linear(x), by our operator where it may stand for it."""
+    if not _is_fusible(linear, x):
+        return linear(x)
+    arguments = (x, linear.weight, linear.bias)
+    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+# --- end shared: linear layer ---
+
+
 class SwishGroupNorm(torch.autograd.Function):
-    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; the gradient is differentiable in turn."""
+    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
 
     @staticmethod
     def forward(h, bias, weight, group_bias, groups, eps):
@@ -1369,6 +3343,10 @@ class SwishGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, bias, weight, group_bias = ctx.saved_tensors
+        if bias.dim() == 1 and not torch.is_grad_enabled():
+            needs = ctx.needs_input_grad[:4]
+            found = _backward(grad, h, bias, weight, ctx.groups, ctx.eps, needs)
+            return *(own if need else None for own, need in zip(found, needs)), None, None
         needs_h, needs_bias, *needs_norm = ctx.needs_input_grad[:4]
         dtype = torch.promote_types(h.dtype, torch.float32)
         wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
@@ -1398,7 +3376,12 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, (bias,) = _as_operands(self.matmul(x), (self.bias,))
+        linear, norm = self.matmul, self.group_norm
+        vectors = (self.bias, norm.weight, norm.bias)
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, linear.weight, linear.bias, *vectors))
+        if not recorded and _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
+            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps)
+        h, (bias,) = _as_operands(_apply(linear, x), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])
         return _laid_out_as(SwishGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
