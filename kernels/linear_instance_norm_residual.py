@@ -415,6 +415,10 @@ template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row,
 
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
 
+// A kernel may begin while its predecessor in the stream is running, if that allows it; what the predecessor writes is there after the wait.
+__device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // What one operand's split reads and writes.
 struct Operand {
     const float* values;
@@ -431,6 +435,7 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     __shared__ float warp_values[4][kSplitBlockLong / 32];
+    allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
@@ -532,6 +537,12 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* 
         ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void shared_load(uint32_t from, float* v) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void shared_store(uint32_t to, const float* v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
@@ -557,44 +568,44 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F128(d) F64(d), F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112)
+#define F96(d) F64(d), F16(d, 64), F16(d, 80)
 #define P64                                                                                                                        \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
     "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P128                                                                                                                       \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"  \
-        "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"   \
-        "%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define P96                                                                                                                        \
+    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define WGMMA(N, P, F, a, b, add)                                                                                                  \
     __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
         asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
                      "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
     }
 WGMMA(128, P64, F64, 64, 65, 66)
-WGMMA(256, P128, F128, 128, 129, 130)
+WGMMA(192, P96, F96, 96, 97, 98)
 
 // The main loop.
 
-constexpr int kConsumers = 2;                      // warpgroups
-constexpr int kProductThreads = (kConsumers + 1) * 128;  // the last warpgroup is the producer: one thread of it
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
+constexpr int kProductThreads = (kConsumers + 2) * 128;
+constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
 constexpr int kTileM = kConsumers * 64;
-constexpr int kBand = 2048 / kTileM;               // rows of tiles that go column by column, so that x's and W's lines meet in L2
-static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= 65536, "an SM's registers");
+constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
+constexpr int kSlabBytes = kBlockSide * kBlockSide * 4;
+static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
-// kPromote: whether the sums of some lines at a time are added to the main ones.
-template <int kTileN_, int kStages_, bool kPromote_, int kPieces_> struct Shape {
-    static constexpr int kTileN = kTileN_, kStages = kStages_, kPieces = kPieces_;
+// kStages: of the ring of lines. kSlots: of the ring of finished slabs. kPromote: whether the sums of some lines at a time are added to the
+// main ones.
+template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_> struct Shape {
+    static constexpr int kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kPieces = kPieces_;
     static constexpr bool kPromote = kPromote_;
-    static constexpr int kAccumulators = kTileN / 2;
+    static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
-    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
+    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + 1024;
     static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
     static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
-    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers: the epilogue needs the others");
+    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers");
 };
-using ThreeProducts = Shape<128, 6, true, 2>;
-using OneProduct = Shape<256, 4, false, 1>;
+using ThreeProducts = Shape<128, 5, 4, true, 2>;
+using OneProduct = Shape<192, 3, 6, false, 1>;
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -626,6 +637,10 @@ __device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators],
         wgmma(d, a + 2, b + 6, 1);
         wgmma(d, a, b, 1);
         wgmma(d, a + 2, b + 2, 1);
+    } else if constexpr (Config::kTileN == 256) {
+        auto& d0 = *reinterpret_cast<float(*)[64]>(&d[0]); auto& d1 = *reinterpret_cast<float(*)[64]>(&d[64]);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) { wgmma(d0, a + i, b + i, keep || i); wgmma(d1, a + i, b + i + 1024, keep || i); }
     } else {
         wgmma(d, a, b, keep);
         wgmma(d, a + 2, b + 2, 1);
@@ -634,26 +649,29 @@ __device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators],
     }
 }
 
-template <int kSlab, class Epilogue, int kCount>
-__device__ __forceinline__ void finish_slabs(const Epilogue& epilogue, const float (&sum)[kCount], Slab slab) {
-    if constexpr (kSlab * 32 < kCount) {
-        slab.column += kSlab > 0 ? kBlockSide : 0;
-        if ((slab.column & ~63) < epilogue.product.n) epilogue.template finish<kSlab * 32>(sum, slab);  // the same for the whole warp
-        finish_slabs<kSlab + 1>(epilogue, sum, slab);
+// Where a ring of kCount places is: its place, and the parity of its round.
+template <int kCount> struct Ring {
+    int place = 0, phase = 0;
+    __device__ __forceinline__ void advance(int by = 1) {
+        place += by;
+        while (place >= kCount) place -= kCount, phase ^= 1;
     }
-}
+};
 
-// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half; one thread of warpgroup 2 keeps the ring of
-// stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it.
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to
+// warpgroup 2, whose threads go on with the values of their like while the next tile is multiplied. A thread of warpgroup 3 keeps the ring
+// of stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a
+// slab's values are in slot s, and have been read from it.
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int kStages = Config::kStages;
+    constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kSlabs = Config::kSlabs;
     extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32_t ring = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
-    const uint32_t full = ring + kStages * Config::kStageBytes, empty = full + kStages * 8;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
+    const uint32_t slots = stages + kStages * Config::kStageBytes;
+    const uint32_t full = slots + kSlots * kSlabBytes, empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
@@ -661,24 +679,32 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             mbarrier_init(full + 8 * s, 1);
             mbarrier_init(empty + 8 * s, kConsumers * 4);
         }
+        for (int s = 0; s < kSlots; ++s) {
+            mbarrier_init(ready + 8 * s, 4);
+            mbarrier_init(taken + 8 * s, 4);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    allow_successor();
+    wait_for_predecessor();
 
-    int stage = 0, phase = 0;
-    const auto advance = [&] {
-        if (++stage == kStages) stage = 0, phase ^= 1;
+    Ring<kStages> ring;
+    Ring<kSlots> slot;
+    const auto tell = [&](uint32_t bar) {  // once a warp
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(bar);
     };
-    if (warpgroup == kConsumers) {
+    if (warpgroup == kConsumers + 1) {
         registers_down<kProducerRegisters>();
-        if (threadIdx.x == kConsumers * 128) {
+        if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
-                for (int line = 0; line < lines; ++line, advance()) {
-                    const uint32_t a = ring + stage * Config::kStageBytes, bar = full + 8 * stage;
-                    mbarrier_wait(empty + 8 * stage, phase ^ 1);
+                for (int line = 0; line < lines; ++line, ring.advance()) {
+                    const uint32_t a = stages + ring.place * Config::kStageBytes, bar = full + 8 * ring.place;
+                    mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
                     mbarrier_expect_bytes(bar, Config::kStageBytes);
                     tensor_load(a, &map_a, line * kLine, corner.row, bar);
                     tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
@@ -686,14 +712,30 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             }
         }
         __syncwarp();
+    } else if (warpgroup == kConsumers) {
+        registers_up<kEpilogueRegisters>();
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            const Slab corner = tiles.find(tile);
+#pragma unroll 1
+            for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
+                const Slab slab = {corner.row + s / kSlabs * 64 + warp * 16 + lane / 4, corner.column + s % kSlabs * kBlockSide + lane % 4 * 2};
+                float sum[32];
+                mbarrier_wait(ready + 8 * slot.place, slot.phase);
+                const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
+                tell(taken + 8 * slot.place);
+                if (corner.column + s % kSlabs * kBlockSide < epilogue.product.n) epilogue.finish(sum, slab);
+            }
+        }
     } else {
         registers_up<kConsumerRegisters>();
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const uint64_t tile_a = tile_descriptor(ring + warpgroup * 64 * 128), tile_b = tile_descriptor(ring + Config::kBytesA);
+        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + Config::kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
-        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+        slot.advance(warpgroup * kSlabs);
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x, slot.advance((kConsumers - 1) * kSlabs)) {
             // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
             if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
             else named_barrier_arrive<1, kConsumers * 128>();
@@ -706,15 +748,15 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             // The previous line's products are still running when the next line's are issued.
             const auto accumulate = [&](auto& d, int from, int to) {
                 int before = -1;
-                for (int line = from; line < to; ++line, advance()) {
-                    mbarrier_wait(full + 8 * stage, phase);
-                    const int offset = stage * Config::kStageBytes >> 4;
+                for (int line = from; line < to; ++line, ring.advance()) {
+                    mbarrier_wait(full + 8 * ring.place, ring.phase);
+                    const int offset = ring.place * Config::kStageBytes >> 4;
                     wgmma_fence();
                     multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (before >= 0) leave(before);
-                    before = stage;
+                    before = ring.place;
                 }
                 wgmma_wait<0>();
                 leave(before);
@@ -729,10 +771,14 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     for (int i = 0; i < kParts; ++i) sum[i] += part[i];
                 }
             }
-            Slab slab = tiles.find(tile);
-            slab.row += warpgroup * 64 + warp * 16 + lane / 4;
-            slab.column += lane % 4 * 2;
-            finish_slabs<0>(epilogue, sum, slab);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s, slot.advance()) {
+                mbarrier_wait(taken + 8 * slot.place, slot.phase ^ 1);
+                const uint32_t to = slots + slot.place * kSlabBytes + thread * 16;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) shared_store(to + i * 128 * 16, sum + 32 * s + 4 * i);
+                tell(ready + 8 * slot.place);
+            }
         }
     }
 #endif
@@ -766,11 +812,9 @@ template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
 // open[r]: the row exists and is not left.
-template <bool kWhole, int kOffset, int kCount>
-__device__ __forceinline__ void unscale(
-    const Product& product, const float (&sum)[kCount], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
-    float scale[2], doubt[2];
-    bool uncertain[2] = {};
+template <bool kWhole> __device__ __forceinline__ void unscale(
+    const Product& product, const float (&sum)[32], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
+    float scale[2], doubt[2], least[2] = {INFINITY, INFINITY}, most = -INFINITY;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
@@ -781,26 +825,33 @@ __device__ __forceinline__ void unscale(
     for (int j = 0; j < 8; ++j) {
         const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
         const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+        most = fmaxf(most, fmaxf(scales.y, scales.w));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float first = sum[kOffset + 4 * j + 2 * r], second = sum[kOffset + 4 * j + 2 * r + 1];
-            uncertain[r] = uncertain[r] || fabsf(first) < doubt[r] + scales.y || fabsf(second) < doubt[r] + scales.w;
+            const float first = sum[4 * j + 2 * r], second = sum[4 * j + 2 * r + 1];
+            least[r] = fminf(least[r], fminf(fabsf(first), fabsf(second)));
             h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
             h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
         }
     }
-    if (__any_sync(~0u, uncertain[0] || uncertain[1])) {
+    if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = slab.row + 8 * r;
-            const unsigned votes = __ballot_sync(~0u, uncertain[r]);
-            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
+            bool uncertain = false;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
-                if (fabsf(sum[kOffset + 4 * j + 2 * r]) < doubt[r] + scales.y) h[r][2 * j] = __uint_as_float(kUncertain);
-                if (fabsf(sum[kOffset + 4 * j + 2 * r + 1]) < doubt[r] + scales.w) h[r][2 * j + 1] = __uint_as_float(kUncertain);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
+                        uncertain = true;
+                        h[r][2 * j + i] = __uint_as_float(kUncertain);
+                    }
+                }
             }
+            const unsigned votes = __ballot_sync(~0u, uncertain);
+            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
             store_row<kWhole>(out, row, slab, product.n, h[r]);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
@@ -813,10 +864,10 @@ struct StoreEpilogue {
     Product product;
     float* out;
 
-    template <int kOffset, int kCount> __device__ __forceinline__ void finish(const float (&sum)[kCount], const Slab& slab) const {
+    __device__ __forceinline__ void finish(const float (&sum)[32], const Slab& slab) const {
         float h[2][16];
         bool open[2];
-        unscale<false, kOffset>(product, sum, slab, out, h, open);
+        unscale<false>(product, sum, slab, out, h, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
@@ -842,6 +893,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
+
+    wait_for_predecessor();
 
     const auto finish_block = [&](int row0, int column0) {
         const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
@@ -1069,6 +1122,19 @@ static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t hal
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Launches a kernel that begins with wait_for_predecessor().
+template <class... Parameters, class... Arguments>
+static cudaError_t launch_early(
+    void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 template <class Config, class Epilogue>
 static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
@@ -1093,11 +1159,11 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Devi
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
     // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
     const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
+    error = launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
         map_x, map_w, int(halves / kLine), promote, epilogue);
+    if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
-    return cudaGetLastError();
+    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, stream, epilogue);
 }
 #endif
 
