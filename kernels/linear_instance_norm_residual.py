@@ -574,13 +574,14 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define P96                                                                                                                        \
     P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(N, P, F, a, b, add)                                                                                                  \
-    __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
-                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+#define WGMMA(N, T, TYPE, P, F, a, b, add)                                                                                         \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                              \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
+                     "." TYPE " {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));              \
     }
-WGMMA(128, P64, F64, 64, 65, 66)
-WGMMA(192, P96, F96, 96, 97, 98)
+WGMMA(128, __half, "f16", P64, F64, 64, 65, 66)
+WGMMA(192, __half, "f16", P96, F96, 96, 97, 98)
+WGMMA(192, __nv_bfloat16, "bf16", P96, F96, 96, 97, 98)
 
 // The main loop.
 
@@ -594,7 +595,8 @@ static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kC
 
 // kStages: of the ring of lines. kSlots: of the ring of finished slabs. kPromote: whether the sums of some lines at a time are added to the
 // main ones.
-template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_> struct Shape {
+template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_, class Value_ = __half> struct Shape {
+    using Value = Value_;
     static constexpr int kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kPieces = kPieces_;
     static constexpr bool kPromote = kPromote_;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
@@ -605,7 +607,8 @@ template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_> 
     static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers");
 };
 using ThreeProducts = Shape<128, 5, 4, true, 2>;
-using OneProduct = Shape<192, 3, 6, false, 1>;
+template <class Value> using PlainProduct = Shape<192, 3, 6, false, 1, Value>;
+using OneProduct = PlainProduct<__half>;
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -630,22 +633,19 @@ template <class Config> struct Tiles {
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
 template <class Config>
 __device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    constexpr typename Config::Value type{};
     if constexpr (Config::kPieces == 2) {
-        wgmma(d, a + 4, b, keep);
-        wgmma(d, a, b + 4, 1);
-        wgmma(d, a + 6, b + 2, 1);
-        wgmma(d, a + 2, b + 6, 1);
-        wgmma(d, a, b, 1);
-        wgmma(d, a + 2, b + 2, 1);
-    } else if constexpr (Config::kTileN == 256) {
-        auto& d0 = *reinterpret_cast<float(*)[64]>(&d[0]); auto& d1 = *reinterpret_cast<float(*)[64]>(&d[64]);
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) { wgmma(d0, a + i, b + i, keep || i); wgmma(d1, a + i, b + i + 1024, keep || i); }
+        wgmma(type, d, a + 4, b, keep);
+        wgmma(type, d, a, b + 4, 1);
+        wgmma(type, d, a + 6, b + 2, 1);
+        wgmma(type, d, a + 2, b + 6, 1);
+        wgmma(type, d, a, b, 1);
+        wgmma(type, d, a + 2, b + 2, 1);
     } else {
-        wgmma(d, a, b, keep);
-        wgmma(d, a + 2, b + 2, 1);
-        wgmma(d, a + 4, b + 4, 1);
-        wgmma(d, a + 6, b + 6, 1);
+        wgmma(type, d, a, b, keep);
+        wgmma(type, d, a + 2, b + 2, 1);
+        wgmma(type, d, a + 4, b + 4, 1);
+        wgmma(type, d, a + 6, b + 6, 1);
     }
 }
 
@@ -789,22 +789,26 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 // Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
 template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
     const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
-    return __ldg(reinterpret_cast<const Pair*>(vector + slab.column + offset));
+    return *reinterpret_cast<const Pair*>(vector + slab.column + offset);
 }
-template <bool kWhole> __device__ __forceinline__ void load_columns(const float* vector, const Slab& slab, int n, float (&v)[16]) {
+template <bool kWhole, typename T> __device__ __forceinline__ void load_columns(const T* vector, const Slab& slab, int n, float (&v)[16]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float2 pair = load_pair<kWhole, float2>(vector, slab, n, j);
-        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
+        const auto pair = load_pair<kWhole, Pack<T, 2>>(vector, slab, n, j);
+        v[2 * j] = to_acc(pair.value[0]), v[2 * j + 1] = to_acc(pair.value[1]);
     }
 }
 
-// Full 32-byte sectors a quad and store, evicted first.
-template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
+// Full 32-byte sectors a quad and store.
+template <bool kWhole, bool kStreaming>
+__device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
     float* own = out + int64_t(row) * n + slab.column;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        if (kWhole || slab.column + 8 * j < n) __stcs(reinterpret_cast<float2*>(own + 8 * j), make_float2(v[2 * j], v[2 * j + 1]));
+        if (!kWhole && slab.column + 8 * j >= n) continue;
+        const float2 pair = make_float2(v[2 * j], v[2 * j + 1]);
+        if (kStreaming) __stcs(reinterpret_cast<float2*>(own + 8 * j), pair);
+        else *reinterpret_cast<float2*>(own + 8 * j) = pair;
     }
 }
 
@@ -852,7 +856,7 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             }
             const unsigned votes = __ballot_sync(~0u, uncertain);
             if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
-            store_row<kWhole>(out, row, slab, product.n, h[r]);
+            store_row<kWhole, false>(out, row, slab, product.n, h[r]);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -870,7 +874,7 @@ struct StoreEpilogue {
         unscale<false>(product, sum, slab, out, h, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
+            if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1070,9 +1074,11 @@ extern "C" const char* row_norm_residual_error(int error) { return cudaGetErrorS
 
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
+// A frozen weight is pieces_w and scales_w of its own.
 struct ProductWorkspace {
-    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
-    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
+    int64_t pieces_x, scales_x, flags, pieces_w, scales_w;
+    int64_t frozen_bytes() const { return pieces_w + scales_w; }
+    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
 };
 
 #if CUDART_VERSION >= 12000
@@ -1080,10 +1086,10 @@ static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; 
 static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
     ProductWorkspace w;
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
-    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
-    w.scales_w = whole_lines(n * sizeof(RowScale));
     w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
+    w.scales_w = whole_lines(n * sizeof(RowScale));
     return w;
 }
 
@@ -1112,13 +1118,13 @@ static EncodeTiled encode_tiled() {
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
 }
 
-// Of pieces (rows, halves), halves a multiple of kLine: boxes of one line of box_rows rows. Rows beyond the end read as zeros.
-static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int box_rows) {
+// Of 16-bit values (rows, halves), halves a multiple of 8: boxes of one line of box_rows rows. What is beyond an end reads as zeros.
+static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t halves, int box_rows) {
     static const EncodeTiled encode = encode_tiled();
     if (encode == nullptr) return false;
     const cuuint64_t sizes[2] = {cuuint64_t(halves), cuuint64_t(rows)}, strides[1] = {cuuint64_t(halves) * 2};
     const cuuint32_t box[2] = {kLine, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -1135,52 +1141,79 @@ static cudaError_t launch_early(
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
 template <class Config, class Epilogue>
-static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
-    Product& product = epilogue.product;
-    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
-    char* at = static_cast<char*>(workspace);
-    __half* const x = reinterpret_cast<__half*>(at);
-    __half* const w = reinterpret_cast<__half*>(at += sizes.pieces_x);
-    auto* const rows = reinterpret_cast<RowScale*>(at += sizes.pieces_w);
-    auto* const columns = reinterpret_cast<RowScale*>(at += sizes.scales_x);
-    product.flags = reinterpret_cast<int*>(at += sizes.scales_w);
-    product.rows = rows, product.columns = columns;
-    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+static cudaError_t launch_multiply(
+    const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
-
-    cudaError_t error = launch_split<Config::kPieces>(
-        {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
-        sizes.flags / int64_t(sizeof(int)), stream);
     const auto kernel = multiply<Config, Epilogue>;
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
     // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
     const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    error = launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
-        map_x, map_w, int(halves / kLine), promote, epilogue);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
+        map_x, map_w, int(divide_up(halves, kLine)), promote, epilogue);
+}
+
+// frozen: the weight's pieces and scales from an earlier split, or null.
+template <class Config, class Epilogue>
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
+    Product& product = epilogue.product;
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    char* const at = static_cast<char*>(workspace);
+    char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
+    const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
+    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), reinterpret_cast<RowScale*>(weight + sizes.pieces_w),
+                       frozen != nullptr ? 0 : product.n};
+    product.rows = x.scales, product.columns = w.scales;
+    product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
+    cudaError_t error = launch_split<Config::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    if (error == cudaSuccess) {
+        error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, int64_t(padded_k(product.k)) * Config::kPieces, device, stream);
+    }
     if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
     return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, stream, epilogue);
 }
+// Whether a product is for the tensor cores by its shape alone.
+static bool fits_tensor_cores(int64_t m, int64_t n, int64_t k) {
+    Device device;
+    constexpr int64_t kMost = int64_t(1) << 30;
+    return current_device(&device) == cudaSuccess && device.major == 9 && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+}
 #endif
 
 // How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    Device device;
-    if (current_device(&device) != cudaSuccess || device.major != 9) return 0;
-    constexpr int64_t kMost = int64_t(1) << 30;
-    if (k % 4 != 0 || n % 2 != 0 || m > kMost || n > kMost || k > kLongestRow) return 0;
-    if (m < 128 || n < 128 || k < (tf32 ? 512 : 128)) return 0;
+    if (!fits_tensor_cores(m, n, k) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
-    const double values = double(m) * n * k;
-    if (tf32 ? values * 2.0e-15 < double(m + n) * k * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
-    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes();
+    const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
     return 0;
+#endif
+}
+
+// A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
+#if CUDART_VERSION >= 12000
+    if (fits_tensor_cores(128, n, k) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+#endif
+    return 0;
+}
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
+    char* const to = static_cast<char*>(frozen);
+    const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
+    return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
+#else
+    return cudaErrorNotSupported;
 #endif
 }
 // --- end shared: product launchers ---
@@ -1188,19 +1221,19 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
 constexpr bool kTf32Alone = true;
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream) {
+    const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
     if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
+        if (tf32) return launch_product<OneProduct>(epilogue, workspace, frozen, device, stream);
     }
-    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    return launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -1639,10 +1672,12 @@ static at::Tensor row_norm_residual_cuda(const at::Tensor& h, const at::Tensor& 
 
 // --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
 #ifdef WITH_CUDA
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen);
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream);
+    const void* frozen, cudaStream_t stream);
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -1661,17 +1696,32 @@ static at::Tensor aligned(const at::Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
+// A weight split once (`freeze`), and what it was when it was split: its version and its address.
+struct Frozen {
+    const c10::optional<at::Tensor>& split;
+    at::IntArrayRef stamp;
+
+    // The split, where it is of this weight as it is now, and of the precision; else null.
+    const void* of(const at::Tensor& weight, bool tf32) const {
+        const bool same = split && stamp.size() == 2 && !weight.is_inference() && stamp[0] == int64_t(weight._version()) &&
+            stamp[1] == int64_t(reinterpret_cast<uintptr_t>(weight.data_ptr())) && split->device() == weight.device() &&
+            split->numel() == frozen_bytes(weight.size(0), weight.size(1), tf32) && weight.is_contiguous();
+        return same ? split->data_ptr() : nullptr;
+    }
+};
+
 // x W^T + bias, on the tensor cores where they pay.
-static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const Frozen& frozen) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
-    const int64_t bytes = product_bytes(m, n, k, tf32);
+    const void* const split = frozen.of(weight, tf32);
+    const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
     if (bytes == 0) return at::linear(x, weight, bias);
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor h = at::empty({m, n}, x.options());
     const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+        tf32, workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
 }
@@ -1686,27 +1736,49 @@ static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c1
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
-static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cpu(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return at::linear(x, weight, bias);
 }
-static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_meta(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
+    m.def("freeze(Tensor weight) -> Tensor");
+}
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
 #ifdef WITH_CUDA
-static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias,
+    const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_linear(x, weight, bias);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return linear_on_cuda(x, weight, bias);
+    return linear_on_cuda(x, weight, bias, {frozen, stamp});
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+// The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
+static at::Tensor freeze_cuda(const at::Tensor& weight) {
+    check_linear(weight, weight, c10::nullopt);
+    const c10::cuda::CUDAGuard guard(weight.device());
+    const bool tf32 = tf32_is_allowed();
+    const int64_t n = weight.size(0), k = weight.size(1), bytes = weight.is_contiguous() ? frozen_bytes(n, k, tf32) : 0;
+    at::Tensor split = at::empty({bytes}, weight.options().dtype(at::kByte));
+    if (bytes == 0) return split;
+    const at::Tensor ready = aligned(weight);
+    const int error = freeze_weight(ready.data_ptr<float>(), n, k, tf32, split.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "freeze: ", cudaGetErrorString(cudaError_t(error)));
+    return split;
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("linear", linear_cuda);
+    m.impl("freeze", freeze_cuda);
+}
 #endif
 // --- end shared: product in C++ ---
 
@@ -1956,12 +2028,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_instance_norm_residual")
-_linear, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "backward"))
+_linear, _freeze, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "freeze", "forward", "backward"))
 
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
-    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
+    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
     everywhere = nn.modules.module
     hooks = (
@@ -1979,7 +2051,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     weight, vectors = linear.weight, (linear.bias, *vectors)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
         return False
-    if any(t.dtype is not torch.float32 or t.device != x.device for t in (x, weight, *vectors)):
+    if any(t.dtype is not x.dtype or t.device != x.device for t in (weight, *vectors)):
         return False
     return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
 
@@ -2007,12 +2079,57 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
-def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """linear(x), by our operator where it may stand for it."""
-    if not _is_fusible(linear, x):
+def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
+    """linear(x), by our operator where it may stand for it. frozen: the operator's last two arguments."""
+    if x.dtype is not torch.float32 or not _is_fusible(linear, x):
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
-    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+    return Linear.apply(*arguments) if needs_grad else _linear(*arguments, *frozen)
+
+
+class Freezable(nn.Module):
+    """Lets the weight of a module's linear layer be split once, for inference, instead of in every call."""
+
+    _frozen: tuple = ()  # the split, and the weight's version and address
+    _frozen_weight: torch.Tensor | None = None  # keeps that address from being used again
+
+    def freeze_weight(self) -> None:
+        """Split the linear layer's weight now; calls without gradients use that for as long as the weight stays as it is.
+
+        It takes as much memory as the weight (half as much where TF32 is allowed), and serves the precision that is set now. Whatever
+        PyTorch counts as a change of the weight (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another
+        precision, and each call splits the weight again; `freeze_weight` may then be called again. Writes through `.data` are not
+        counted: call it after them. `train()`, `.to()` and its like drop the split, and copies and pickles have none. Nothing happens where
+        a weight would not be split: on the CPU, on other chips than Hopper, in other dtypes than float32.
+
+        RuntimeError: in training mode, and for a weight made under `torch.inference_mode`, whose changes nobody counts.
+        """
+        if self.training:
+            raise RuntimeError("freeze_weight: the module is in training mode; call eval() first")
+        self._thaw()
+        weight = next(m for m in self.children() if isinstance(m, nn.Linear)).weight
+        if type(weight) is not nn.Parameter or not weight.is_cuda or weight.dtype is not torch.float32:
+            return
+        stamp, split = [weight._version, weight.data_ptr()], _freeze(weight.detach())
+        if split.numel() > 0:
+            self._frozen, self._frozen_weight = (split, stamp), weight.detach()
+
+    def _thaw(self) -> None:
+        self.__dict__.pop("_frozen", None)
+        self.__dict__.pop("_frozen_weight", None)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self._thaw()
+        return super().train(mode)
+
+    def _apply(self, *arguments, **options):
+        self._thaw()
+        return super()._apply(*arguments, **options)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_frozen", "_frozen_weight")}
 # --- end shared: linear layer ---
 
 
@@ -2050,7 +2167,7 @@ class RowNormResidual(torch.autograd.Function):
         return grad_h, grad_y, None
 
 
-class ModelNew(nn.Module):
+class ModelNew(Freezable):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (B, in_features), y (B, out_features) or broadcastable to it, of float64, float32, float16 or bfloat16, on the CPU or a
@@ -2063,7 +2180,7 @@ class ModelNew(nn.Module):
         self.instance_norm = nn.InstanceNorm2d(out_features, eps=eps, momentum=momentum)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = _apply(self.bmm, x)
+        h = _apply(self.bmm, x, self._frozen)
         if h.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
         if h.shape[-1] == 1:

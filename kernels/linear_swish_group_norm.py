@@ -815,13 +815,14 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define P96                                                                                                                        \
     P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(N, P, F, a, b, add)                                                                                                  \
-    __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
-                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+#define WGMMA(N, T, TYPE, P, F, a, b, add)                                                                                         \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                              \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
+                     "." TYPE " {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));              \
     }
-WGMMA(128, P64, F64, 64, 65, 66)
-WGMMA(192, P96, F96, 96, 97, 98)
+WGMMA(128, __half, "f16", P64, F64, 64, 65, 66)
+WGMMA(192, __half, "f16", P96, F96, 96, 97, 98)
+WGMMA(192, __nv_bfloat16, "bf16", P96, F96, 96, 97, 98)
 
 // The main loop.
 
@@ -835,7 +836,8 @@ static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kC
 
 // kStages: of the ring of lines. kSlots: of the ring of finished slabs. kPromote: whether the sums of some lines at a time are added to the
 // main ones.
-template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_> struct Shape {
+template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_, class Value_ = __half> struct Shape {
+    using Value = Value_;
     static constexpr int kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kPieces = kPieces_;
     static constexpr bool kPromote = kPromote_;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
@@ -846,7 +848,8 @@ template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_> 
     static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers");
 };
 using ThreeProducts = Shape<128, 5, 4, true, 2>;
-using OneProduct = Shape<192, 3, 6, false, 1>;
+template <class Value> using PlainProduct = Shape<192, 3, 6, false, 1, Value>;
+using OneProduct = PlainProduct<__half>;
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -871,22 +874,19 @@ template <class Config> struct Tiles {
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
 template <class Config>
 __device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    constexpr typename Config::Value type{};
     if constexpr (Config::kPieces == 2) {
-        wgmma(d, a + 4, b, keep);
-        wgmma(d, a, b + 4, 1);
-        wgmma(d, a + 6, b + 2, 1);
-        wgmma(d, a + 2, b + 6, 1);
-        wgmma(d, a, b, 1);
-        wgmma(d, a + 2, b + 2, 1);
-    } else if constexpr (Config::kTileN == 256) {
-        auto& d0 = *reinterpret_cast<float(*)[64]>(&d[0]); auto& d1 = *reinterpret_cast<float(*)[64]>(&d[64]);
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) { wgmma(d0, a + i, b + i, keep || i); wgmma(d1, a + i, b + i + 1024, keep || i); }
+        wgmma(type, d, a + 4, b, keep);
+        wgmma(type, d, a, b + 4, 1);
+        wgmma(type, d, a + 6, b + 2, 1);
+        wgmma(type, d, a + 2, b + 6, 1);
+        wgmma(type, d, a, b, 1);
+        wgmma(type, d, a + 2, b + 2, 1);
     } else {
-        wgmma(d, a, b, keep);
-        wgmma(d, a + 2, b + 2, 1);
-        wgmma(d, a + 4, b + 4, 1);
-        wgmma(d, a + 6, b + 6, 1);
+        wgmma(type, d, a, b, keep);
+        wgmma(type, d, a + 2, b + 2, 1);
+        wgmma(type, d, a + 4, b + 4, 1);
+        wgmma(type, d, a + 6, b + 6, 1);
     }
 }
 
@@ -1030,22 +1030,26 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 // Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
 template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
     const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
-    return __ldg(reinterpret_cast<const Pair*>(vector + slab.column + offset));
+    return *reinterpret_cast<const Pair*>(vector + slab.column + offset);
 }
-template <bool kWhole> __device__ __forceinline__ void load_columns(const float* vector, const Slab& slab, int n, float (&v)[16]) {
+template <bool kWhole, typename T> __device__ __forceinline__ void load_columns(const T* vector, const Slab& slab, int n, float (&v)[16]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float2 pair = load_pair<kWhole, float2>(vector, slab, n, j);
-        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
+        const auto pair = load_pair<kWhole, Pack<T, 2>>(vector, slab, n, j);
+        v[2 * j] = to_acc(pair.value[0]), v[2 * j + 1] = to_acc(pair.value[1]);
     }
 }
 
-// Full 32-byte sectors a quad and store, evicted first.
-template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
+// Full 32-byte sectors a quad and store.
+template <bool kWhole, bool kStreaming>
+__device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
     float* own = out + int64_t(row) * n + slab.column;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        if (kWhole || slab.column + 8 * j < n) __stcs(reinterpret_cast<float2*>(own + 8 * j), make_float2(v[2 * j], v[2 * j + 1]));
+        if (!kWhole && slab.column + 8 * j >= n) continue;
+        const float2 pair = make_float2(v[2 * j], v[2 * j + 1]);
+        if (kStreaming) __stcs(reinterpret_cast<float2*>(own + 8 * j), pair);
+        else *reinterpret_cast<float2*>(own + 8 * j) = pair;
     }
 }
 
@@ -1093,7 +1097,7 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             }
             const unsigned votes = __ballot_sync(~0u, uncertain);
             if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
-            store_row<kWhole>(out, row, slab, product.n, h[r]);
+            store_row<kWhole, false>(out, row, slab, product.n, h[r]);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -1111,7 +1115,7 @@ struct StoreEpilogue {
         unscale<false>(product, sum, slab, out, h, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
+            if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1259,16 +1263,42 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
     shift = -rest * scale;
 }
 
-struct SwishGroupNormEpilogue {
+// A row's 16-bit values, rounded: lanes of a pair exchange, so that each has four in a row, and a quad stores full 32-byte sectors.
+template <typename T> __device__ __forceinline__ void store_rounded(T* out, int row, bool exists, const Slab& slab, int n, const float (&v)[16]) {
+    const bool odd = threadIdx.x % 2;
+    T* own = out + int64_t(row) * n + slab.column + (odd ? 6 : 0);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+        Pack<T, 2> pairs[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) from_acc(v[2 * j + i], pairs[i / 2].value[i % 2]);
+        uint2 words = make_uint2(reinterpret_cast<const unsigned&>(pairs[0]), reinterpret_cast<const unsigned&>(pairs[1]));
+        const unsigned got = __shfl_xor_sync(~0u, odd ? words.x : words.y, 1);
+        if (odd) words.x = got;
+        else words.y = got;
+        if (exists) __stcs(reinterpret_cast<uint2*>(own + 8 * j), words);
+    }
+}
+
+// T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
+template <typename T> struct SwishGroupNormEpilogue {
     Product product;
-    float* out;
-    const float *bias, *gamma, *beta;
+    T* out;
+    const T *linear_bias, *bias, *gamma, *beta;
     float eps;
 
     __device__ __forceinline__ void finish(const float (&sum)[32], const Slab& slab) const {
         float v[2][16], first[16], second[16], scale[2], shift[2];
         bool open[2];
-        unscale<true>(product, sum, slab, out, v, open);
+        if constexpr (sizeof(T) == 4) {
+            unscale<true>(product, sum, slab, out, v, open);
+        } else {
+            load_columns<true>(linear_bias, slab, product.n, first);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) v[i / 2 % 2][i / 4 * 2 + i % 2] = sum[i] + first[i / 4 * 2 + i % 2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
+        }
         load_columns<true>(bias, slab, product.n, first);
         normalize_row<4>(v[0], first, eps, scale[0], shift[0]);
         normalize_row<4>(v[1], first, eps, scale[1], shift[1]);
@@ -1276,9 +1306,11 @@ struct SwishGroupNormEpilogue {
         load_columns<true>(beta, slab, product.n, second);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            const int row = slab.row + 8 * r;
 #pragma unroll
             for (int i = 0; i < 16; ++i) v[r][i] = fmaf(fmaf(v[r][i], scale[r], shift[r]), first[i], second[i]);
-            if (open[r]) store_row<true>(out, slab.row + 8 * r, slab, product.n, v[r]);
+            if constexpr (sizeof(T) == 2) store_rounded(out, row, open[r], slab, product.n, v[r]);
+            else if (open[r]) store_row<true, true>(out, row, slab, product.n, v[r]);
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1405,9 +1437,11 @@ extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(c
 
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
+// A frozen weight is pieces_w and scales_w of its own.
 struct ProductWorkspace {
-    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
-    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
+    int64_t pieces_x, scales_x, flags, pieces_w, scales_w;
+    int64_t frozen_bytes() const { return pieces_w + scales_w; }
+    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
 };
 
 #if CUDART_VERSION >= 12000
@@ -1415,10 +1449,10 @@ static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; 
 static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
     ProductWorkspace w;
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
-    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
-    w.scales_w = whole_lines(n * sizeof(RowScale));
     w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
+    w.scales_w = whole_lines(n * sizeof(RowScale));
     return w;
 }
 
@@ -1447,13 +1481,13 @@ static EncodeTiled encode_tiled() {
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
 }
 
-// Of pieces (rows, halves), halves a multiple of kLine: boxes of one line of box_rows rows. Rows beyond the end read as zeros.
-static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int box_rows) {
+// Of 16-bit values (rows, halves), halves a multiple of 8: boxes of one line of box_rows rows. What is beyond an end reads as zeros.
+static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t halves, int box_rows) {
     static const EncodeTiled encode = encode_tiled();
     if (encode == nullptr) return false;
     const cuuint64_t sizes[2] = {cuuint64_t(halves), cuuint64_t(rows)}, strides[1] = {cuuint64_t(halves) * 2};
     const cuuint32_t box[2] = {kLine, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -1470,52 +1504,79 @@ static cudaError_t launch_early(
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
 template <class Config, class Epilogue>
-static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
-    Product& product = epilogue.product;
-    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
-    char* at = static_cast<char*>(workspace);
-    __half* const x = reinterpret_cast<__half*>(at);
-    __half* const w = reinterpret_cast<__half*>(at += sizes.pieces_x);
-    auto* const rows = reinterpret_cast<RowScale*>(at += sizes.pieces_w);
-    auto* const columns = reinterpret_cast<RowScale*>(at += sizes.scales_x);
-    product.flags = reinterpret_cast<int*>(at += sizes.scales_w);
-    product.rows = rows, product.columns = columns;
-    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+static cudaError_t launch_multiply(
+    const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
-
-    cudaError_t error = launch_split<Config::kPieces>(
-        {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
-        sizes.flags / int64_t(sizeof(int)), stream);
     const auto kernel = multiply<Config, Epilogue>;
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
     // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
     const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    error = launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
-        map_x, map_w, int(halves / kLine), promote, epilogue);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
+        map_x, map_w, int(divide_up(halves, kLine)), promote, epilogue);
+}
+
+// frozen: the weight's pieces and scales from an earlier split, or null.
+template <class Config, class Epilogue>
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
+    Product& product = epilogue.product;
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    char* const at = static_cast<char*>(workspace);
+    char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
+    const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
+    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), reinterpret_cast<RowScale*>(weight + sizes.pieces_w),
+                       frozen != nullptr ? 0 : product.n};
+    product.rows = x.scales, product.columns = w.scales;
+    product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
+    cudaError_t error = launch_split<Config::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    if (error == cudaSuccess) {
+        error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, int64_t(padded_k(product.k)) * Config::kPieces, device, stream);
+    }
     if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
     return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, stream, epilogue);
 }
+// Whether a product is for the tensor cores by its shape alone.
+static bool fits_tensor_cores(int64_t m, int64_t n, int64_t k) {
+    Device device;
+    constexpr int64_t kMost = int64_t(1) << 30;
+    return current_device(&device) == cudaSuccess && device.major == 9 && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+}
 #endif
 
 // How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    Device device;
-    if (current_device(&device) != cudaSuccess || device.major != 9) return 0;
-    constexpr int64_t kMost = int64_t(1) << 30;
-    if (k % 4 != 0 || n % 2 != 0 || m > kMost || n > kMost || k > kLongestRow) return 0;
-    if (m < 128 || n < 128 || k < (tf32 ? 512 : 128)) return 0;
+    if (!fits_tensor_cores(m, n, k) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
-    const double values = double(m) * n * k;
-    if (tf32 ? values * 2.0e-15 < double(m + n) * k * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
-    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes();
+    const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
     return 0;
+#endif
+}
+
+// A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
+#if CUDART_VERSION >= 12000
+    if (fits_tensor_cores(128, n, k) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+#endif
+    return 0;
+}
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
+    char* const to = static_cast<char*>(frozen);
+    const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
+    return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
+#else
+    return cudaErrorNotSupported;
 #endif
 }
 // --- end shared: product launchers ---
@@ -1524,38 +1585,62 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
 constexpr bool kTf32Alone = false;
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream) {
+    const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
     if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
+        if (tf32) return launch_product<OneProduct>(epilogue, workspace, frozen, device, stream);
     }
-    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    return launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
 }
 // --- end shared: product entry point ---
 
-// The whole network: x (m, k) and weight (n, k) 16-byte aligned, the vectors of n values, `groups` groups of kBlockSide features.
-// workspace: product_bytes.
-extern "C" int linear_swish_group_norm_forward(
-    const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
-    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+template <typename T>
+static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps) {
+    const auto at = [&](int i) { return static_cast<const T*>(from[i]); };
+    Product product = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, int(m), int(n), int(k)};
+    if constexpr (sizeof(T) == 4) product.x = at(0), product.weight = at(1), product.bias = at(2);
+    return {product, static_cast<T*>(out), at(2), at(3), at(4), at(5), float(eps)};
+}
+#endif
+
+// Whether 16-bit values take the way below: there is nothing to split, and so hardly a product that does not pay.
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
+#if CUDART_VERSION >= 12000
+    return fits_tensor_cores(m, n, k) && k % 8 == 0 && k >= kLine;
+#else
+    return false;
+#endif
+}
+
+// The whole network, `groups` of kBlockSide features. from: x (m, k), weight (n, k), the linear layer's bias, bias, gamma, beta, of one
+// dtype, all 16-byte aligned. dtype: 0 float32, 2 float16, 3 bfloat16. For float32 workspace: product_bytes; frozen: of freeze_weight, or null.
+extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps,
+    bool tf32, void* workspace, const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const SwishGroupNormEpilogue epilogue = {
-        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, out, bias, gamma, beta, float(eps)};
-    return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    if (dtype == 2) {
+        return launch_multiply<PlainProduct<__half>>(network_from<__half>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+    }
+    if (dtype == 3) {
+        using Network = PlainProduct<__nv_bfloat16>;
+        return launch_multiply<Network>(network_from<__nv_bfloat16>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+    }
+    const auto epilogue = network_from<float>(from, out, m, n, k, eps);
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -2606,10 +2691,12 @@ static at::Tensor swish_group_norm_cuda(
 
 // --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
 #ifdef WITH_CUDA
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen);
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream);
+    const void* frozen, cudaStream_t stream);
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -2628,17 +2715,32 @@ static at::Tensor aligned(const at::Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
+// A weight split once (`freeze`), and what it was when it was split: its version and its address.
+struct Frozen {
+    const c10::optional<at::Tensor>& split;
+    at::IntArrayRef stamp;
+
+    // The split, where it is of this weight as it is now, and of the precision; else null.
+    const void* of(const at::Tensor& weight, bool tf32) const {
+        const bool same = split && stamp.size() == 2 && !weight.is_inference() && stamp[0] == int64_t(weight._version()) &&
+            stamp[1] == int64_t(reinterpret_cast<uintptr_t>(weight.data_ptr())) && split->device() == weight.device() &&
+            split->numel() == frozen_bytes(weight.size(0), weight.size(1), tf32) && weight.is_contiguous();
+        return same ? split->data_ptr() : nullptr;
+    }
+};
+
 // x W^T + bias, on the tensor cores where they pay.
-static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const Frozen& frozen) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
-    const int64_t bytes = product_bytes(m, n, k, tf32);
+    const void* const split = frozen.of(weight, tf32);
+    const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
     if (bytes == 0) return at::linear(x, weight, bias);
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor h = at::empty({m, n}, x.options());
     const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+        tf32, workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
 }
@@ -2653,27 +2755,49 @@ static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c1
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
-static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cpu(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return at::linear(x, weight, bias);
 }
-static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_meta(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
+    m.def("freeze(Tensor weight) -> Tensor");
+}
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
 #ifdef WITH_CUDA
-static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias,
+    const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_linear(x, weight, bias);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return linear_on_cuda(x, weight, bias);
+    return linear_on_cuda(x, weight, bias, {frozen, stamp});
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+// The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
+static at::Tensor freeze_cuda(const at::Tensor& weight) {
+    check_linear(weight, weight, c10::nullopt);
+    const c10::cuda::CUDAGuard guard(weight.device());
+    const bool tf32 = tf32_is_allowed();
+    const int64_t n = weight.size(0), k = weight.size(1), bytes = weight.is_contiguous() ? frozen_bytes(n, k, tf32) : 0;
+    at::Tensor split = at::empty({bytes}, weight.options().dtype(at::kByte));
+    if (bytes == 0) return split;
+    const at::Tensor ready = aligned(weight);
+    const int error = freeze_weight(ready.data_ptr<float>(), n, k, tf32, split.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "freeze: ", cudaGetErrorString(cudaError_t(error)));
+    return split;
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("linear", linear_cuda);
+    m.impl("freeze", freeze_cuda);
+}
 #endif
 // --- end shared: product in C++ ---
 
@@ -2681,51 +2805,60 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda);
 static void check_fused(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups) {
-    check_linear(x, weight, linear_bias);
-    for (const at::Tensor& t : {bias, gamma, beta}) {
-        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == weight.sym_size(0) && t.scalar_type() == at::kFloat && t.device() == x.device(),
-            "linear_swish_group_norm: bias and the norm's parameters must be float32, on ", x.device(), ", one value a feature");
+    TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1),
+        "linear_swish_group_norm: x (m, k) and weight (n, k) are wanted");
+    for (const at::Tensor& t : {linear_bias, bias, gamma, beta}) {
+        TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == weight.sym_size(0), "linear_swish_group_norm: of each vector one value a feature is wanted");
+    }
+    for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
+        TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(),
+            "linear_swish_group_norm: x is ", x.scalar_type(), " on ", x.device(), ", but there is ", t.scalar_type(), " on ", t.device());
     }
     TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
     TORCH_CHECK(weight.sym_size(0) % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
 }
 static at::Tensor linear_swish_group_norm_cpu(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
-    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
     return forward_on_cpu(at::linear(x, weight, linear_bias), {bias}, gamma, beta, groups, eps);
 }
 static at::Tensor linear_swish_group_norm_meta(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
 #ifdef WITH_CUDA
-extern "C" int linear_swish_group_norm_forward(
-    const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
-    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream);
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k);
+extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps,
+    bool tf32, void* workspace, const void* frozen, cudaStream_t stream);
 
 static at::Tensor linear_swish_group_norm_cuda(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     const c10::cuda::CUDAGuard guard(x.device());
-    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed();
-    const int64_t bytes = n == groups * 64 ? product_bytes(m, n, k, tf32) : 0;
-    if (bytes == 0) {
-        const at::Tensor h = tf32 ? at::linear(x, weight, linear_bias) : linear_on_cuda(x, weight, linear_bias);
+    const bool tf32 = tf32_is_allowed(), single = x.scalar_type() == at::kFloat, slabs = n == groups * 64;
+    const int dtype = single ? 0 : x.scalar_type() == at::kHalf ? 2 : x.scalar_type() == at::kBFloat16 ? 3 : 1;
+    const Frozen known = {frozen, stamp};
+    const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
+    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
+    if (bytes == 0 && !(slabs && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+        const bool ours = single && !tf32;
+        const at::Tensor h = ours ? linear_on_cuda(x, weight, linear_bias, known) : at::linear(x, weight, linear_bias);
         return forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
+    const void* from[6];
+    for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor out = at::empty({m, n}, x.options());
-    const int error = linear_swish_group_norm_forward(ready[0].data_ptr<float>(), ready[1].data_ptr<float>(), ready[2].data_ptr<float>(),
-        ready[3].data_ptr<float>(), ready[4].data_ptr<float>(), ready[5].data_ptr<float>(), out.data_ptr<float>(), m, n, k, eps, tf32,
-        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), m, n, k, eps, tf32, workspace.data_ptr(), split,
+        c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
     return out;
 }
@@ -3133,7 +3266,8 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", swish_group
 
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
-    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
+    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, "
+          "Tensor? frozen=None, int[] stamp=[]) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
     m.impl("forward", swish_group_norm_cpu);
@@ -3241,7 +3375,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_swish_group_norm")
-_linear, _forward, _fused, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "fused", "backward"))
+_linear, _freeze, _forward, _fused, _backward = (
+    getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "freeze", "forward", "fused", "backward")
+)
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -3339,7 +3475,7 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
-    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
+    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
     everywhere = nn.modules.module
     hooks = (
@@ -3357,7 +3493,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     weight, vectors = linear.weight, (linear.bias, *vectors)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
         return False
-    if any(t.dtype is not torch.float32 or t.device != x.device for t in (x, weight, *vectors)):
+    if any(t.dtype is not x.dtype or t.device != x.device for t in (weight, *vectors)):
         return False
     return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
 
@@ -3385,12 +3521,57 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
-def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """linear(x), by our operator where it may stand for it."""
-    if not _is_fusible(linear, x):
+def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
+    """linear(x), by our operator where it may stand for it. frozen: the operator's last two arguments."""
+    if x.dtype is not torch.float32 or not _is_fusible(linear, x):
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
-    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+    return Linear.apply(*arguments) if needs_grad else _linear(*arguments, *frozen)
+
+
+class Freezable(nn.Module):
+    """Lets the weight of a module's linear layer be split once, for inference, instead of in every call."""
+
+    _frozen: tuple = ()  # the split, and the weight's version and address
+    _frozen_weight: torch.Tensor | None = None  # keeps that address from being used again
+
+    def freeze_weight(self) -> None:
+        """Split the linear layer's weight now; calls without gradients use that for as long as the weight stays as it is.
+
+        It takes as much memory as the weight (half as much where TF32 is allowed), and serves the precision that is set now. Whatever
+        PyTorch counts as a change of the weight (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another
+        precision, and each call splits the weight again; `freeze_weight` may then be called again. Writes through `.data` are not
+        counted: call it after them. `train()`, `.to()` and its like drop the split, and copies and pickles have none. Nothing happens where
+        a weight would not be split: on the CPU, on other chips than Hopper, in other dtypes than float32.
+
+        RuntimeError: in training mode, and for a weight made under `torch.inference_mode`, whose changes nobody counts.
+        """
+        if self.training:
+            raise RuntimeError("freeze_weight: the module is in training mode; call eval() first")
+        self._thaw()
+        weight = next(m for m in self.children() if isinstance(m, nn.Linear)).weight
+        if type(weight) is not nn.Parameter or not weight.is_cuda or weight.dtype is not torch.float32:
+            return
+        stamp, split = [weight._version, weight.data_ptr()], _freeze(weight.detach())
+        if split.numel() > 0:
+            self._frozen, self._frozen_weight = (split, stamp), weight.detach()
+
+    def _thaw(self) -> None:
+        self.__dict__.pop("_frozen", None)
+        self.__dict__.pop("_frozen_weight", None)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self._thaw()
+        return super().train(mode)
+
+    def _apply(self, *arguments, **options):
+        self._thaw()
+        return super()._apply(*arguments, **options)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_frozen", "_frozen_weight")}
 # --- end shared: linear layer ---
 
 
@@ -3428,7 +3609,7 @@ class SwishGroupNorm(torch.autograd.Function):
         return grad_h, grad_bias, grad_weight, grad_group_bias, None, None
 
 
-class ModelNew(nn.Module):
+class ModelNew(Freezable):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (B, in_features) of float64, float32, float16 or bfloat16, on the CPU or a CUDA device, in any memory layout; returns a
@@ -3445,9 +3626,10 @@ class ModelNew(nn.Module):
         linear, norm = self.matmul, self.group_norm
         vectors = (self.bias, norm.weight, norm.bias)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, linear.weight, linear.bias, *vectors))
-        if not recorded and _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
-            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps)
-        h, (bias,) = _as_operands(_apply(linear, x), (self.bias,))
+        fusible = x.dtype in (torch.float32, torch.float16, torch.bfloat16) and _is_fusible(linear, x, *vectors)
+        if not recorded and fusible and norm.num_groups < linear.weight.shape[0]:
+            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps, *self._frozen)
+        h, (bias,) = _as_operands(_apply(linear, x, self._frozen), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])
         return _laid_out_as(SwishGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
