@@ -621,7 +621,15 @@ struct Product {
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
 
+#ifndef PORTABLE_PRODUCT
+#define PORTABLE_PRODUCT 0  // 1: Hopper, too, takes the loop that is for the other chips
+#endif
 #if CUDART_VERSION >= 12000
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !PORTABLE_PRODUCT
+#define ON_HOPPER
+#elif __CUDA_ARCH__ >= 800
+#define ON_OTHERS
+#endif
 
 constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
 constexpr int kSplitItems = 8;    // quads a thread holds
@@ -657,8 +665,17 @@ template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row,
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
 
 // A kernel may begin while its predecessor in the stream is running, if that allows it; what the predecessor writes is there after the wait.
-__device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// (Before Hopper it does not begin.)
+__device__ __forceinline__ void allow_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // What one operand's split reads and writes.
 struct Operand {
@@ -674,7 +691,7 @@ struct Operand {
 template <int kPieces>
 __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlockLong / 32];
     allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
@@ -749,7 +766,7 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
 #endif
 }
 
-// PTX, one instruction a wrapper.
+// PTX, one instruction a wrapper. First what Hopper brought: it is compiled for no other chip.
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
@@ -857,17 +874,17 @@ struct Slab {
     int row, column;
 };
 
-template <class Config> struct Tiles {
+template <int kTileN> struct Tiles {
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n) {
-        across = (n + Config::kTileN - 1) / Config::kTileN;
+        across = (n + kTileN - 1) / kTileN;
         down = (m + kTileM - 1) / kTileM;
         count = across * down;
     }
     __device__ __forceinline__ Slab find(int tile) const {
         const int band = tile / (kBand * across), inside = tile - band * kBand * across;
         const int height = min(kBand, down - band * kBand);
-        return {(band * kBand + inside % height) * kTileM, inside / height * Config::kTileN};
+        return {(band * kBand + inside % height) * kTileM, inside / height * kTileN};
     }
 };
 
@@ -906,14 +923,14 @@ template <int kCount> struct Ring {
 template <class Config, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#ifdef ON_HOPPER
     constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kSlabs = Config::kSlabs;
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
     const uint32_t slots = stages + kStages * Config::kStageBytes;
     const uint32_t full = slots + kSlots * kSlabBytes, empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
+    const Tiles<Config::kTileN> tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
@@ -1025,6 +1042,96 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 #endif
 }
 
+// The same on other chips, by the tensor cores' instruction for a warp: m16n8k16, whose accumulator is laid out as a part of a slab is.
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {  // 16 bytes, or zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kInFlight> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory"); }
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint32_t* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+constexpr int kPortableTile = 128, kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
+constexpr int kPortableThreads = 256;                    // 4 x 2 warps, each of 32 rows and a slab's 64 columns
+constexpr int kPortableStageBytes = 2 * kPortableTile * 128, kPortableBytes = kPortableStages * kPortableStageBytes;
+
+// A block owns a tile of C. Lines of both operands wait in shared memory, 128 bytes a row, in which the places of 16 bytes are exchanged so
+// that eight rows' equal places lie in different banks.
+template <class Epilogue>
+__global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
+    const __half* __restrict__ x, const __half* __restrict__ w, int lines, int promote, const Epilogue epilogue) {
+#ifdef ON_OTHERS
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 / 2 * 32, warp_column = thread / 32 % 2 * 64;
+    const int m = epilogue.product.m, n = epilogue.product.n;
+    const Slab corner = Tiles<kPortableTile>(m, n).find(blockIdx.x);
+    const uint32_t stages = shared_address(shared);
+    wait_for_predecessor();
+
+    const auto bring = [&](int line) {  // a thread: one place of every 32nd row of both tiles
+        if (line < lines) {
+#pragma unroll
+            for (int i = 0; i < 2 * kPortableTile / 32; ++i) {
+                const bool of_x = i < kPortableTile / 32;
+                const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kPortableTile) + slot;
+                const bool exists = row < (of_x ? m : n);
+                const __half* from = (of_x ? x : w) + (int64_t(exists ? row : 0) * lines + line) * kLine + place * 8;
+                copy_async(stages + line % kPortableStages * kPortableStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
+            }
+        }
+        copies_commit();
+    };
+    float sum[2][32] = {}, part[2][32] = {};
+    for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
+    for (int line = 0; line < lines; ++line) {
+        copies_wait<kPortableStages - 2>();
+        __syncthreads();
+        bring(line + kPortableStages - 1);
+        const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
+        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
+            uint32_t a_hi[2][4], a_lo[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
+                load_matrices(a_hi[i], at(slot, place));
+                load_matrices(a_lo[i], at(slot, place + 4));
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const int slot = kPortableTile + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
+                uint32_t b_hi[4], b_lo[4];
+                load_matrices(b_hi, at(slot, place));
+                load_matrices(b_lo, at(slot, place + 4));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
+            }
+        }
+        if ((line + 1) % promote == 0 || line + 1 == lines) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[i / 32][i % 32] += part[i / 32][i % 32], part[i / 32][i % 32] = 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
+        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab);
+    }
+#endif
+}
+
 // Epilogues. kWhole: n is a multiple of 64, else of 2.
 
 // Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
@@ -1131,7 +1238,7 @@ constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
@@ -1493,15 +1600,20 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 
 // Launches a kernel that begins with wait_for_predecessor().
 template <class... Parameters, class... Arguments>
-static cudaError_t launch_early(
-    void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+static cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, const Device& device,
+                                cudaStream_t stream, const Arguments&... arguments) {
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    config.stream = stream, config.attrs = &early, config.numAttrs = device.major >= 9;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+static int lines_to_promote(const Product& product, int64_t tiles, const Device& device) {
+    return tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
 
 // The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
@@ -1515,10 +1627,32 @@ static cudaError_t launch_multiply(
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
-    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
-        map_x, map_w, int(divide_up(halves, kLine)), promote, epilogue);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, device, stream,
+        map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
+}
+
+template <class Epilogue>
+static cudaError_t launch_multiply_portably(
+    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
+    const auto kernel = multiply_portably<Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kPortableTile) * divide_up(product.n, kPortableTile);
+    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
+        x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
+}
+
+// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
+// have no fp16 accumulated in float32.
+enum class Loop { kNone, kHopper, kPortable };
+static Loop loop_of_device() {
+    Device device;
+    int id, minor;
+    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
+    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
+    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
+    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
 }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
@@ -1534,25 +1668,27 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
     cudaError_t error = launch_split<Config::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
-    if (error == cudaSuccess) {
-        error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, int64_t(padded_k(product.k)) * Config::kPieces, device, stream);
-    }
+    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+    if (error != cudaSuccess) return error;
+    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, halves, device, stream);
+    else if constexpr (Config::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
     if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
-// Whether a product is for the tensor cores by its shape alone.
-static bool fits_tensor_cores(int64_t m, int64_t n, int64_t k) {
-    Device device;
+
+// Whether a product is for the tensor cores by the chip and its shape alone.
+static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
-    return current_device(&device) == cudaSuccess && device.major == 9 && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    const Loop loop = loop_of_device();
+    return (loop == Loop::kHopper || (loop == Loop::kPortable && pieces == 2)) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
 // How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, k) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
     if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
@@ -1565,7 +1701,7 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, boo
 // A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
 #if CUDART_VERSION >= 12000
-    if (fits_tensor_cores(128, n, k) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+    if (fits_tensor_cores(128, n, tf32 ? 1 : 2) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
 #endif
     return 0;
 }
@@ -1617,7 +1753,7 @@ static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out
 // Whether 16-bit values take the way below: there is nothing to split, and so hardly a product that does not pay.
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
-    return fits_tensor_cores(m, n, k) && k % 8 == 0 && k >= kLine;
+    return fits_tensor_cores(m, n, 1) && k % 8 == 0 && k >= kLine;
 #else
     return false;
 #endif
@@ -3291,6 +3427,8 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
 """
 
 CUDA_FLAGS = ["-O3"]
+if os.environ.get("PORTABLE_PRODUCT") == "1":  # for tests: Hopper takes the other chips' loop
+    CUDA_FLAGS.append("-DPORTABLE_PRODUCT=1")
 
 
 # --- shared: build (home: kernels/instance_norm.py) ---
