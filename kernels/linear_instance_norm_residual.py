@@ -380,7 +380,15 @@ struct Product {
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
 
+#ifndef PORTABLE_PRODUCT
+#define PORTABLE_PRODUCT 0  // 1: Hopper, too, takes the loop that is for the other chips
+#endif
 #if CUDART_VERSION >= 12000
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !PORTABLE_PRODUCT
+#define ON_HOPPER
+#elif __CUDA_ARCH__ >= 800
+#define ON_OTHERS
+#endif
 
 constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
 constexpr int kSplitItems = 8;    // quads a thread holds
@@ -416,8 +424,17 @@ template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row,
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
 
 // A kernel may begin while its predecessor in the stream is running, if that allows it; what the predecessor writes is there after the wait.
-__device__ __forceinline__ void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// (Before Hopper it does not begin.)
+__device__ __forceinline__ void allow_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // What one operand's split reads and writes.
 struct Operand {
@@ -433,7 +450,7 @@ struct Operand {
 template <int kPieces>
 __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlockLong / 32];
     allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
@@ -508,7 +525,7 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
 #endif
 }
 
-// PTX, one instruction a wrapper.
+// PTX, one instruction a wrapper. First what Hopper brought: it is compiled for no other chip.
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
@@ -564,51 +581,46 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b from shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F96(d) F64(d), F16(d, 64), F16(d, 80)
-#define P64                                                                                                                        \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
-    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P96                                                                                                                        \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(N, T, TYPE, P, F, a, b, add)                                                                                         \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                              \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                     "." TYPE " {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));              \
+#define WGMMA(T, NAME)                                                                                                             \
+    __device__ __forceinline__ void wgmma(T, float (&d)[64], uint64_t a, uint64_t b, int keep) {                                    \
+        asm volatile(                                                                                                               \
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {"        \
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"  \
+            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"   \
+            "%61,%62,%63}, %64, %65, keep, 1, 1, 0, 0;\n}"                                                                          \
+            : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48) : "l"(a), "l"(b), "r"(keep));                                           \
     }
-WGMMA(128, __half, "f16", P64, F64, 64, 65, 66)
-WGMMA(192, __half, "f16", P96, F96, 96, 97, 98)
-WGMMA(192, __nv_bfloat16, "bf16", P96, F96, 96, 97, 98)
+WGMMA(__half, "f16")
+WGMMA(__nv_bfloat16, "bf16")
 
 // The main loop.
 
 constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
 constexpr int kProductThreads = (kConsumers + 2) * 128;
 constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
-constexpr int kTileM = kConsumers * 64;
+constexpr int kTileM = kConsumers * 64, kTileN = 128, kSlabs = kTileN / kBlockSide;  // slabs of 64 columns: a warpgroup's
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
-constexpr int kSlabBytes = kBlockSide * kBlockSide * 4;
+constexpr int kStages = 5, kSlots = 3;  // of the ring of lines, and of that of slabs that are summed up
+constexpr int kBytesA = kTileM * 128, kStageBytes = kBytesA + kTileN * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
-// kStages: of the ring of lines. kSlots: of the ring of finished slabs. kPromote: whether the sums of some lines at a time are added to the
-// main ones.
-template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_, class Value_ = __half> struct Shape {
+// Of what the products are. Two pieces: three for one, the sums of some lines at a time added to the main ones.
+template <int kPieces_, class Value_ = __half> struct Products {
     using Value = Value_;
-    static constexpr int kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kPieces = kPieces_;
-    static constexpr bool kPromote = kPromote_;
-    static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
-    static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
-    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + 1024;
-    static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
-    static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
-    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers");
+    static constexpr int kPieces = kPieces_;
 };
-using ThreeProducts = Shape<128, 5, 4, true, 2>;
-template <class Value> using PlainProduct = Shape<192, 3, 6, false, 1, Value>;
-using OneProduct = PlainProduct<__half>;
+using ThreeProducts = Products<2>;
+using OneProduct = Products<1>;
+
+// What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
+template <class Epilogue> struct Margins {
+    float4 columns[kTileN / 2][Epilogue::kQuads];
+    float2 rows[kTileM];
+};
+template <class Epilogue> constexpr int kProductBytes = 1024 + kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Epilogue>));
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -616,25 +628,24 @@ struct Slab {
     int row, column;
 };
 
-template <class Config> struct Tiles {
+struct Tiles {
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n) {
-        across = (n + Config::kTileN - 1) / Config::kTileN;
+        across = (n + kTileN - 1) / kTileN;
         down = (m + kTileM - 1) / kTileM;
         count = across * down;
     }
     __device__ __forceinline__ Slab find(int tile) const {
         const int band = tile / (kBand * across), inside = tile - band * kBand * across;
         const int height = min(kBand, down - band * kBand);
-        return {(band * kBand + inside % height) * kTileM, inside / height * Config::kTileN};
+        return {(band * kBand + inside % height) * kTileM, inside / height * kTileN};
     }
 };
 
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
-template <class Config>
-__device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
-    constexpr typename Config::Value type{};
-    if constexpr (Config::kPieces == 2) {
+template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+    constexpr typename Kind::Value type{};
+    if constexpr (Kind::kPieces == 2) {
         wgmma(type, d, a + 4, b, keep);
         wgmma(type, d, a, b + 4, 1);
         wgmma(type, d, a + 6, b + 2, 1);
@@ -662,17 +673,16 @@ template <int kCount> struct Ring {
 // warpgroup 2, whose threads go on with the values of their like while the next tile is multiplied. A thread of warpgroup 3 keeps the ring
 // of stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a
 // slab's values are in slot s, and have been read from it.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kSlabs = Config::kSlabs;
+#ifdef ON_HOPPER
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
-    const uint32_t slots = stages + kStages * Config::kStageBytes;
-    const uint32_t full = slots + kSlots * kSlabBytes, empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
+    const uint32_t full = margins_at + sizeof(Margins<Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
+    const Tiles tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
@@ -703,34 +713,56 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
-                    const uint32_t a = stages + ring.place * Config::kStageBytes, bar = full + 8 * ring.place;
+                    const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, Config::kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes);
                     tensor_load(a, &map_a, line * kLine, corner.row, bar);
-                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                    tensor_load(a + kBytesA, &map_b, line * kLine, corner.column, bar);
                 }
             }
         }
         __syncwarp();
     } else if (warpgroup == kConsumers) {
         registers_up<kEpilogueRegisters>();
+        auto& margins = *reinterpret_cast<Margins<Epilogue>*>(shared + (margins_at - shared_address(shared)));
+        float4 column[Epilogue::kQuads];
+        float2 row = {};
+        const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
+            const Slab corner = tiles.find(min(tile, tiles.count - 1));
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) column[q] = epilogue.quad(min(corner.column + thread * 2, epilogue.product.n - 2), q);
+            }
+            row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
+        };
+        look_ahead(blockIdx.x);
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            named_barrier_sync<2, 128>();  // the last tile's margins have been read
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) margins.columns[thread][q] = column[q];
+            }
+            margins.rows[thread] = row;
+            named_barrier_sync<2, 128>();
+            look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
             for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
-                const Slab slab = {corner.row + s / kSlabs * 64 + warp * 16 + lane / 4, corner.column + s % kSlabs * kBlockSide + lane % 4 * 2};
+                const int top = s / kSlabs * 64 + warp * 16 + lane / 4, left = s % kSlabs * kBlockSide;
                 float sum[32];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
 #pragma unroll
                 for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
                 tell(taken + 8 * slot.place);
-                if (corner.column + s % kSlabs * kBlockSide < epilogue.product.n) epilogue.finish(sum, slab);
+                if (corner.column + left >= epilogue.product.n) continue;
+                const auto quad = [&](int j, int q) { return margins.columns[left / 2 + j * 4 + lane % 4][q]; };
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 4 * 2}, quad, margins.rows[top], margins.rows[top + 8]);
             }
         }
     } else {
         registers_up<kConsumerRegisters>();
-        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + Config::kBytesA);
+        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
@@ -739,10 +771,10 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
             if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
             else named_barrier_arrive<1, kConsumers * 128>();
-            constexpr int kParts = Config::kPromote ? Config::kAccumulators : 0;
-            float sum[Config::kAccumulators], part[kParts ? kParts : 1];
+            constexpr int kParts = Kind::kPieces == 2 ? 64 : 0;
+            float sum[64], part[kParts ? kParts : 1];
 #pragma unroll
-            for (int i = 0; i < Config::kAccumulators; ++i) sum[i] = 0;
+            for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) part[i] = 0;
             // The previous line's products are still running when the next line's are issued.
@@ -750,9 +782,9 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                 int before = -1;
                 for (int line = from; line < to; ++line, ring.advance()) {
                     mbarrier_wait(full + 8 * ring.place, ring.phase);
-                    const int offset = ring.place * Config::kStageBytes >> 4;
+                    const int offset = ring.place * kStageBytes >> 4;
                     wgmma_fence();
-                    multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
+                    multiply_line<Kind>(d, tile_a + offset, tile_b + offset, line > from);
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (before >= 0) leave(before);
@@ -762,7 +794,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                 leave(before);
                 pin(d);
             };
-            if constexpr (!Config::kPromote) {
+            if constexpr (kParts == 0) {
                 accumulate(sum, 0, lines);
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
@@ -784,19 +816,104 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 #endif
 }
 
+// The same on other chips, by the tensor cores' instruction for a warp: m16n8k16, whose accumulator is laid out as a part of a slab is.
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {  // 16 bytes, or zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kInFlight> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory"); }
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint32_t* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+constexpr int kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
+constexpr int kPortableThreads = 256;                    // 4 x 2 warps, each of 32 rows and a slab's 64 columns
+constexpr int kPortableBytes = kPortableStages * kStageBytes;
+
+// A block owns a tile of C. Lines of both operands wait in shared memory, 128 bytes a row, in which the places of 16 bytes are exchanged so
+// that eight rows' equal places lie in different banks.
+template <class Epilogue>
+__global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
+    const __half* __restrict__ x, const __half* __restrict__ w, int lines, int promote, const Epilogue epilogue) {
+#ifdef ON_OTHERS
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 / 2 * 32, warp_column = thread / 32 % 2 * 64;
+    const int m = epilogue.product.m, n = epilogue.product.n;
+    const Slab corner = Tiles(m, n).find(blockIdx.x);
+    const uint32_t stages = shared_address(shared);
+    wait_for_predecessor();
+
+    const auto bring = [&](int line) {  // a thread: one place of every 32nd row of both tiles
+        if (line < lines) {
+#pragma unroll
+            for (int i = 0; i < (kTileM + kTileN) / 32; ++i) {
+                const bool of_x = i < kTileM / 32;
+                const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kTileM) + slot;
+                const bool exists = row < (of_x ? m : n);
+                const __half* from = (of_x ? x : w) + (int64_t(exists ? row : 0) * lines + line) * kLine + place * 8;
+                copy_async(stages + line % kPortableStages * kStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
+            }
+        }
+        copies_commit();
+    };
+    float sum[2][32] = {}, part[2][32] = {};
+    for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
+    for (int line = 0; line < lines; ++line) {
+        copies_wait<kPortableStages - 2>();
+        __syncthreads();
+        bring(line + kPortableStages - 1);
+        const uint32_t tile = stages + line % kPortableStages * kStageBytes;
+        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
+            uint32_t a_hi[2][4], a_lo[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
+                load_matrices(a_hi[i], at(slot, place));
+                load_matrices(a_lo[i], at(slot, place + 4));
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
+                uint32_t b_hi[4], b_lo[4];
+                load_matrices(b_hi, at(slot, place));
+                load_matrices(b_lo, at(slot, place + 4));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
+            }
+        }
+        if ((line + 1) % promote == 0 || line + 1 == lines) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[i / 32][i % 32] += part[i / 32][i % 32], part[i / 32][i % 32] = 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
+        const auto quad = [&](int j, int q) { return epilogue.quad(min(slab.column + 8 * j, n - 2), q); };
+        const auto scale = [&](int row) { return epilogue.scale(min(row, m - 1)); };
+        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab, quad, scale(slab.row), scale(slab.row + 8));
+    }
+#endif
+}
+
 // Epilogues. kWhole: n is a multiple of 64, else of 2.
 
-// Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
-template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
-    const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
-    return *reinterpret_cast<const Pair*>(vector + slab.column + offset);
-}
-template <bool kWhole, typename T> __device__ __forceinline__ void load_columns(const T* vector, const Slab& slab, int n, float (&v)[16]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const auto pair = load_pair<kWhole, Pack<T, 2>>(vector, slab, n, j);
-        v[2 * j] = to_acc(pair.value[0]), v[2 * j + 1] = to_acc(pair.value[1]);
-    }
+// The values of a vector for columns `column` and `column` + 1.
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* vector, int column) {
+    const auto pair = *reinterpret_cast<const Pack<T, 2>*>(vector + column);
+    return make_float2(to_acc(pair.value[0]), to_acc(pair.value[1]));
 }
 
 // Full 32-byte sectors a quad and store.
@@ -816,19 +933,15 @@ __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab,
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
 // open[r]: the row exists and is not left.
-template <bool kWhole> __device__ __forceinline__ void unscale(
-    const Product& product, const float (&sum)[32], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
-    float scale[2], doubt[2], least[2] = {INFINITY, INFINITY}, most = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
-        scale[r] = own.x, doubt[r] = own.y;
-        open[r] = slab.row + 8 * r < product.m;
-    }
+// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): what begins with their biases.
+template <bool kWhole, class Quad>
+__device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
+                                        float2 second_row, float* out, float (&h)[2][16], bool (&open)[2]) {
+    const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
+    float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
-        const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+        const float4 scales = quad(j, 0), bias = quad(j, 1);
         most = fmaxf(most, fmaxf(scales.y, scales.w));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -838,6 +951,8 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
         }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
     if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -845,7 +960,7 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             bool uncertain = false;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+                const float4 scales = quad(j, 0);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
@@ -865,13 +980,21 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
+    static constexpr int kQuads = 2;
     Product product;
     float* out;
 
-    __device__ __forceinline__ void finish(const float (&sum)[32], const Slab& slab) const {
+    __device__ __forceinline__ float4 quad(int column, int q) const {
+        if (q == 0) return *reinterpret_cast<const float4*>(product.columns + column);
+        const float2 bias = load_pair(product.bias, column);
+        return make_float4(bias.x, bias.y, 0, 0);
+    }
+    __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
+    template <class Quad> __device__ __forceinline__ void finish(
+        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
         float h[2][16];
         bool open[2];
-        unscale<false>(product, sum, slab, out, h, open);
+        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
@@ -890,7 +1013,7 @@ constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
@@ -1130,39 +1253,66 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 
 // Launches a kernel that begins with wait_for_predecessor().
 template <class... Parameters, class... Arguments>
-static cudaError_t launch_early(
-    void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+static cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, const Device& device,
+                                cudaStream_t stream, const Arguments&... arguments) {
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+    config.stream = stream, config.attrs = &early, config.numAttrs = device.major >= 9;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+static int lines_to_promote(const Product& product, int64_t tiles, const Device& device) {
+    return tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+}
+
 // The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
     const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
-    const auto kernel = multiply<Config, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, kTileN)) return cudaErrorInvalidValue;
+    const auto kernel = multiply<Kind, Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Epilogue>);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
-    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, stream,
-        map_x, map_w, int(divide_up(halves, kLine)), promote, epilogue);
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Epilogue>, device, stream,
+        map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
+}
+
+template <class Epilogue>
+static cudaError_t launch_multiply_portably(
+    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
+    const auto kernel = multiply_portably<Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
+    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
+        x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
+}
+
+// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
+// have no fp16 accumulated in float32.
+enum class Loop { kNone, kHopper, kPortable };
+static Loop loop_of_device() {
+    Device device;
+    int id, minor;
+    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
+    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
+    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
+    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
 }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
-    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Kind::kPieces);
     char* const at = static_cast<char*>(workspace);
     char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
     const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
@@ -1170,26 +1320,28 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void
                        frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    cudaError_t error = launch_split<Config::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
-    if (error == cudaSuccess) {
-        error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, int64_t(padded_k(product.k)) * Config::kPieces, device, stream);
-    }
+    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
+    if (error != cudaSuccess) return error;
+    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Kind>(epilogue, x.pieces, w.pieces, halves, device, stream);
+    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
     if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
-// Whether a product is for the tensor cores by its shape alone.
-static bool fits_tensor_cores(int64_t m, int64_t n, int64_t k) {
-    Device device;
+
+// Whether a product is for the tensor cores by the chip and its shape alone.
+static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
-    return current_device(&device) == cudaSuccess && device.major == 9 && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    const Loop loop = loop_of_device();
+    return (loop == Loop::kHopper || (loop == Loop::kPortable && pieces == 2)) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
 // How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, k) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
     if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
@@ -1202,7 +1354,7 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, boo
 // A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
 #if CUDART_VERSION >= 12000
-    if (fits_tensor_cores(128, n, k) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+    if (fits_tensor_cores(128, n, tf32 ? 1 : 2) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
 #endif
     return 0;
 }

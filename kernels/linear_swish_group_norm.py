@@ -822,51 +822,46 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b from shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F96(d) F64(d), F16(d, 64), F16(d, 80)
-#define P64                                                                                                                        \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
-    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P96                                                                                                                        \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(N, T, TYPE, P, F, a, b, add)                                                                                         \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                              \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                     "." TYPE " {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));              \
+#define WGMMA(T, NAME)                                                                                                             \
+    __device__ __forceinline__ void wgmma(T, float (&d)[64], uint64_t a, uint64_t b, int keep) {                                    \
+        asm volatile(                                                                                                               \
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {"        \
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"  \
+            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"   \
+            "%61,%62,%63}, %64, %65, keep, 1, 1, 0, 0;\n}"                                                                          \
+            : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48) : "l"(a), "l"(b), "r"(keep));                                           \
     }
-WGMMA(128, __half, "f16", P64, F64, 64, 65, 66)
-WGMMA(192, __half, "f16", P96, F96, 96, 97, 98)
-WGMMA(192, __nv_bfloat16, "bf16", P96, F96, 96, 97, 98)
+WGMMA(__half, "f16")
+WGMMA(__nv_bfloat16, "bf16")
 
 // The main loop.
 
 constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
 constexpr int kProductThreads = (kConsumers + 2) * 128;
 constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
-constexpr int kTileM = kConsumers * 64;
+constexpr int kTileM = kConsumers * 64, kTileN = 128, kSlabs = kTileN / kBlockSide;  // slabs of 64 columns: a warpgroup's
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
-constexpr int kSlabBytes = kBlockSide * kBlockSide * 4;
+constexpr int kStages = 5, kSlots = 3;  // of the ring of lines, and of that of slabs that are summed up
+constexpr int kBytesA = kTileM * 128, kStageBytes = kBytesA + kTileN * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
-// kStages: of the ring of lines. kSlots: of the ring of finished slabs. kPromote: whether the sums of some lines at a time are added to the
-// main ones.
-template <int kTileN_, int kStages_, int kSlots_, bool kPromote_, int kPieces_, class Value_ = __half> struct Shape {
+// Of what the products are. Two pieces: three for one, the sums of some lines at a time added to the main ones.
+template <int kPieces_, class Value_ = __half> struct Products {
     using Value = Value_;
-    static constexpr int kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kPieces = kPieces_;
-    static constexpr bool kPromote = kPromote_;
-    static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
-    static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
-    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + 1024;
-    static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
-    static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
-    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers");
+    static constexpr int kPieces = kPieces_;
 };
-using ThreeProducts = Shape<128, 5, 4, true, 2>;
-template <class Value> using PlainProduct = Shape<192, 3, 6, false, 1, Value>;
-using OneProduct = PlainProduct<__half>;
+using ThreeProducts = Products<2>;
+using OneProduct = Products<1>;
+
+// What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
+template <class Epilogue> struct Margins {
+    float4 columns[kTileN / 2][Epilogue::kQuads];
+    float2 rows[kTileM];
+};
+template <class Epilogue> constexpr int kProductBytes = 1024 + kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Epilogue>));
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -874,7 +869,7 @@ struct Slab {
     int row, column;
 };
 
-template <int kTileN> struct Tiles {
+struct Tiles {
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n) {
         across = (n + kTileN - 1) / kTileN;
@@ -889,10 +884,9 @@ template <int kTileN> struct Tiles {
 };
 
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
-template <class Config>
-__device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
-    constexpr typename Config::Value type{};
-    if constexpr (Config::kPieces == 2) {
+template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+    constexpr typename Kind::Value type{};
+    if constexpr (Kind::kPieces == 2) {
         wgmma(type, d, a + 4, b, keep);
         wgmma(type, d, a, b + 4, 1);
         wgmma(type, d, a + 6, b + 2, 1);
@@ -920,17 +914,16 @@ template <int kCount> struct Ring {
 // warpgroup 2, whose threads go on with the values of their like while the next tile is multiplied. A thread of warpgroup 3 keeps the ring
 // of stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a
 // slab's values are in slot s, and have been read from it.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef ON_HOPPER
-    constexpr int kStages = Config::kStages, kSlots = Config::kSlots, kSlabs = Config::kSlabs;
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
-    const uint32_t slots = stages + kStages * Config::kStageBytes;
-    const uint32_t full = slots + kSlots * kSlabBytes, empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
+    const uint32_t full = margins_at + sizeof(Margins<Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const Tiles<Config::kTileN> tiles(epilogue.product.m, epilogue.product.n);
+    const Tiles tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
@@ -961,34 +954,56 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
-                    const uint32_t a = stages + ring.place * Config::kStageBytes, bar = full + 8 * ring.place;
+                    const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, Config::kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes);
                     tensor_load(a, &map_a, line * kLine, corner.row, bar);
-                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                    tensor_load(a + kBytesA, &map_b, line * kLine, corner.column, bar);
                 }
             }
         }
         __syncwarp();
     } else if (warpgroup == kConsumers) {
         registers_up<kEpilogueRegisters>();
+        auto& margins = *reinterpret_cast<Margins<Epilogue>*>(shared + (margins_at - shared_address(shared)));
+        float4 column[Epilogue::kQuads];
+        float2 row = {};
+        const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
+            const Slab corner = tiles.find(min(tile, tiles.count - 1));
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) column[q] = epilogue.quad(min(corner.column + thread * 2, epilogue.product.n - 2), q);
+            }
+            row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
+        };
+        look_ahead(blockIdx.x);
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            named_barrier_sync<2, 128>();  // the last tile's margins have been read
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) margins.columns[thread][q] = column[q];
+            }
+            margins.rows[thread] = row;
+            named_barrier_sync<2, 128>();
+            look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
             for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
-                const Slab slab = {corner.row + s / kSlabs * 64 + warp * 16 + lane / 4, corner.column + s % kSlabs * kBlockSide + lane % 4 * 2};
+                const int top = s / kSlabs * 64 + warp * 16 + lane / 4, left = s % kSlabs * kBlockSide;
                 float sum[32];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
 #pragma unroll
                 for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
                 tell(taken + 8 * slot.place);
-                if (corner.column + s % kSlabs * kBlockSide < epilogue.product.n) epilogue.finish(sum, slab);
+                if (corner.column + left >= epilogue.product.n) continue;
+                const auto quad = [&](int j, int q) { return margins.columns[left / 2 + j * 4 + lane % 4][q]; };
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 4 * 2}, quad, margins.rows[top], margins.rows[top + 8]);
             }
         }
     } else {
         registers_up<kConsumerRegisters>();
-        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + Config::kBytesA);
+        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
@@ -997,10 +1012,10 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
             if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
             else named_barrier_arrive<1, kConsumers * 128>();
-            constexpr int kParts = Config::kPromote ? Config::kAccumulators : 0;
-            float sum[Config::kAccumulators], part[kParts ? kParts : 1];
+            constexpr int kParts = Kind::kPieces == 2 ? 64 : 0;
+            float sum[64], part[kParts ? kParts : 1];
 #pragma unroll
-            for (int i = 0; i < Config::kAccumulators; ++i) sum[i] = 0;
+            for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) part[i] = 0;
             // The previous line's products are still running when the next line's are issued.
@@ -1008,9 +1023,9 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                 int before = -1;
                 for (int line = from; line < to; ++line, ring.advance()) {
                     mbarrier_wait(full + 8 * ring.place, ring.phase);
-                    const int offset = ring.place * Config::kStageBytes >> 4;
+                    const int offset = ring.place * kStageBytes >> 4;
                     wgmma_fence();
-                    multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
+                    multiply_line<Kind>(d, tile_a + offset, tile_b + offset, line > from);
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (before >= 0) leave(before);
@@ -1020,7 +1035,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                 leave(before);
                 pin(d);
             };
-            if constexpr (!Config::kPromote) {
+            if constexpr (kParts == 0) {
                 accumulate(sum, 0, lines);
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
@@ -1058,9 +1073,9 @@ __device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-constexpr int kPortableTile = 128, kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
+constexpr int kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
 constexpr int kPortableThreads = 256;                    // 4 x 2 warps, each of 32 rows and a slab's 64 columns
-constexpr int kPortableStageBytes = 2 * kPortableTile * 128, kPortableBytes = kPortableStages * kPortableStageBytes;
+constexpr int kPortableBytes = kPortableStages * kStageBytes;
 
 // A block owns a tile of C. Lines of both operands wait in shared memory, 128 bytes a row, in which the places of 16 bytes are exchanged so
 // that eight rows' equal places lie in different banks.
@@ -1071,19 +1086,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
     extern __shared__ __align__(1024) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 / 2 * 32, warp_column = thread / 32 % 2 * 64;
     const int m = epilogue.product.m, n = epilogue.product.n;
-    const Slab corner = Tiles<kPortableTile>(m, n).find(blockIdx.x);
+    const Slab corner = Tiles(m, n).find(blockIdx.x);
     const uint32_t stages = shared_address(shared);
     wait_for_predecessor();
 
     const auto bring = [&](int line) {  // a thread: one place of every 32nd row of both tiles
         if (line < lines) {
 #pragma unroll
-            for (int i = 0; i < 2 * kPortableTile / 32; ++i) {
-                const bool of_x = i < kPortableTile / 32;
-                const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kPortableTile) + slot;
+            for (int i = 0; i < (kTileM + kTileN) / 32; ++i) {
+                const bool of_x = i < kTileM / 32;
+                const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kTileM) + slot;
                 const bool exists = row < (of_x ? m : n);
                 const __half* from = (of_x ? x : w) + (int64_t(exists ? row : 0) * lines + line) * kLine + place * 8;
-                copy_async(stages + line % kPortableStages * kPortableStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
+                copy_async(stages + line % kPortableStages * kStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
             }
         }
         copies_commit();
@@ -1094,7 +1109,7 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         copies_wait<kPortableStages - 2>();
         __syncthreads();
         bring(line + kPortableStages - 1);
-        const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
+        const uint32_t tile = stages + line % kPortableStages * kStageBytes;
         const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
 #pragma unroll
         for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
@@ -1107,7 +1122,7 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             }
 #pragma unroll
             for (int j = 0; j < 8; j += 2) {
-                const int slot = kPortableTile + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
+                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
                 uint32_t b_hi[4], b_lo[4];
                 load_matrices(b_hi, at(slot, place));
                 load_matrices(b_lo, at(slot, place + 4));
@@ -1127,24 +1142,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
-        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab);
+        const auto quad = [&](int j, int q) { return epilogue.quad(min(slab.column + 8 * j, n - 2), q); };
+        const auto scale = [&](int row) { return epilogue.scale(min(row, m - 1)); };
+        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab, quad, scale(slab.row), scale(slab.row + 8));
     }
 #endif
 }
 
 // Epilogues. kWhole: n is a multiple of 64, else of 2.
 
-// Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
-template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
-    const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
-    return *reinterpret_cast<const Pair*>(vector + slab.column + offset);
-}
-template <bool kWhole, typename T> __device__ __forceinline__ void load_columns(const T* vector, const Slab& slab, int n, float (&v)[16]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const auto pair = load_pair<kWhole, Pack<T, 2>>(vector, slab, n, j);
-        v[2 * j] = to_acc(pair.value[0]), v[2 * j + 1] = to_acc(pair.value[1]);
-    }
+// The values of a vector for columns `column` and `column` + 1.
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* vector, int column) {
+    const auto pair = *reinterpret_cast<const Pack<T, 2>*>(vector + column);
+    return make_float2(to_acc(pair.value[0]), to_acc(pair.value[1]));
 }
 
 // Full 32-byte sectors a quad and store.
@@ -1164,19 +1174,15 @@ __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab,
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
 // open[r]: the row exists and is not left.
-template <bool kWhole> __device__ __forceinline__ void unscale(
-    const Product& product, const float (&sum)[32], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
-    float scale[2], doubt[2], least[2] = {INFINITY, INFINITY}, most = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
-        scale[r] = own.x, doubt[r] = own.y;
-        open[r] = slab.row + 8 * r < product.m;
-    }
+// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): what begins with their biases.
+template <bool kWhole, class Quad>
+__device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
+                                        float2 second_row, float* out, float (&h)[2][16], bool (&open)[2]) {
+    const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
+    float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
-        const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+        const float4 scales = quad(j, 0), bias = quad(j, 1);
         most = fmaxf(most, fmaxf(scales.y, scales.w));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -1186,6 +1192,8 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
         }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
     if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -1193,7 +1201,7 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
             bool uncertain = false;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
+                const float4 scales = quad(j, 0);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
@@ -1213,13 +1221,21 @@ template <bool kWhole> __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
+    static constexpr int kQuads = 2;
     Product product;
     float* out;
 
-    __device__ __forceinline__ void finish(const float (&sum)[32], const Slab& slab) const {
+    __device__ __forceinline__ float4 quad(int column, int q) const {
+        if (q == 0) return *reinterpret_cast<const float4*>(product.columns + column);
+        const float2 bias = load_pair(product.bias, column);
+        return make_float4(bias.x, bias.y, 0, 0);
+    }
+    __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
+    template <class Quad> __device__ __forceinline__ void finish(
+        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
         float h[2][16];
         bool open[2];
-        unscale<false>(product, sum, slab, out, h, open);
+        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
@@ -1389,34 +1405,56 @@ template <typename T> __device__ __forceinline__ void store_rounded(T* out, int 
 
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
 template <typename T> struct SwishGroupNormEpilogue {
+    static constexpr bool kScaled = sizeof(T) == 4;
+    static constexpr int kQuads = kScaled ? 3 : 2;
     Product product;
     T* out;
     const T *linear_bias, *bias, *gamma, *beta;
     float eps;
 
-    __device__ __forceinline__ void finish(const float (&sum)[32], const Slab& slab) const {
-        float v[2][16], first[16], second[16], scale[2], shift[2];
+    __device__ __forceinline__ float4 quad(int column, int q) const {
+        if (q == kQuads - 3) return *reinterpret_cast<const float4*>(product.columns + column);
+        const float2 a = load_pair(q == kQuads - 2 ? linear_bias : gamma, column), b = load_pair(q == kQuads - 2 ? bias : beta, column);
+        return make_float4(a.x, a.y, b.x, b.y);
+    }
+    __device__ __forceinline__ float2 scale(int row) const {
+        if constexpr (kScaled) return *reinterpret_cast<const float2*>(product.rows + row);
+        return make_float2(1, 0);
+    }
+    template <class Quad> __device__ __forceinline__ void finish(
+        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
+        float v[2][16], own[16], scale[2], shift[2];
         bool open[2];
-        if constexpr (sizeof(T) == 4) {
-            unscale<true>(product, sum, slab, out, v, open);
+        if constexpr (kScaled) {
+            unscale<true>(product, sum, slab, quad, first_row, second_row, out, v, open);
         } else {
-            load_columns<true>(linear_bias, slab, product.n, first);
-#pragma unroll
-            for (int i = 0; i < 32; ++i) v[i / 2 % 2][i / 4 * 2 + i % 2] = sum[i] + first[i / 4 * 2 + i % 2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
         }
-        load_columns<true>(bias, slab, product.n, first);
-        normalize_row<4>(v[0], first, eps, scale[0], shift[0]);
-        normalize_row<4>(v[1], first, eps, scale[1], shift[1]);
-        load_columns<true>(gamma, slab, product.n, first);
-        load_columns<true>(beta, slab, product.n, second);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float4 biases = quad(j, kQuads - 2);
+            own[2 * j] = biases.z, own[2 * j + 1] = biases.w;
+            if constexpr (!kScaled) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) v[r][2 * j] = sum[4 * j + 2 * r] + biases.x, v[r][2 * j + 1] = sum[4 * j + 2 * r + 1] + biases.y;
+            }
+        }
+        normalize_row<4>(v[0], own, eps, scale[0], shift[0]);
+        normalize_row<4>(v[1], own, eps, scale[1], shift[1]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float4 affine = quad(j, kQuads - 1);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                v[r][2 * j] = fmaf(fmaf(v[r][2 * j], scale[r], shift[r]), affine.x, affine.z);
+                v[r][2 * j + 1] = fmaf(fmaf(v[r][2 * j + 1], scale[r], shift[r]), affine.y, affine.w);
+            }
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = slab.row + 8 * r;
-#pragma unroll
-            for (int i = 0; i < 16; ++i) v[r][i] = fmaf(fmaf(v[r][i], scale[r], shift[r]), first[i], second[i]);
-            if constexpr (sizeof(T) == 2) store_rounded(out, row, open[r], slab, product.n, v[r]);
+            if constexpr (!kScaled) store_rounded(out, row, open[r], slab, product.n, v[r]);
             else if (open[r]) store_row<true, true>(out, row, slab, product.n, v[r]);
         }
     }
@@ -1617,17 +1655,17 @@ static int lines_to_promote(const Product& product, int64_t tiles, const Device&
 }
 
 // The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
     const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
-    const auto kernel = multiply<Config, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, kTileN)) return cudaErrorInvalidValue;
+    const auto kernel = multiply<Kind, Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Epilogue>);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, Config::kSharedBytes, device, stream,
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Epilogue>, device, stream,
         map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
 }
 
@@ -1638,7 +1676,7 @@ static cudaError_t launch_multiply_portably(
     const auto kernel = multiply_portably<Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kPortableTile) * divide_up(product.n, kPortableTile);
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
     return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
         x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
 }
@@ -1656,10 +1694,10 @@ static Loop loop_of_device() {
 }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
-template <class Config, class Epilogue>
+template <class Kind, class Epilogue>
 static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
-    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Kind::kPieces);
     char* const at = static_cast<char*>(workspace);
     char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
     const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
@@ -1667,11 +1705,11 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void
                        frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    cudaError_t error = launch_split<Config::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
-    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
+    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Config>(epilogue, x.pieces, w.pieces, halves, device, stream);
-    else if constexpr (Config::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
+    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Kind>(epilogue, x.pieces, w.pieces, halves, device, stream);
+    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
     if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
     return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
@@ -1768,11 +1806,10 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     if (dtype == 2) {
-        return launch_multiply<PlainProduct<__half>>(network_from<__half>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+        return launch_multiply<Products<1, __half>>(network_from<__half>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
     }
     if (dtype == 3) {
-        using Network = PlainProduct<__nv_bfloat16>;
-        return launch_multiply<Network>(network_from<__nv_bfloat16>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+        return launch_multiply<Products<1, __nv_bfloat16>>(network_from<__nv_bfloat16>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
     }
     const auto epilogue = network_from<float>(from, out, m, n, k, eps);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
