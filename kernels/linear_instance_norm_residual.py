@@ -1370,8 +1370,6 @@ extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf3
 }
 // --- end shared: product launchers ---
 
-constexpr bool kTf32Alone = true;
-
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
 // h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
@@ -1382,10 +1380,8 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, frozen, device, stream);
-    }
-    return launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif

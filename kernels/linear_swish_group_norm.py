@@ -1755,9 +1755,6 @@ extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf3
 }
 // --- end shared: product launchers ---
 
-// Where the product is only a part, TF32's is left to cuBLAS: one kernel less to build.
-constexpr bool kTf32Alone = false;
-
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
 // h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
@@ -1768,10 +1765,8 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, frozen, device, stream);
-    }
-    return launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -3021,8 +3016,7 @@ static at::Tensor linear_swish_group_norm_cuda(
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
     const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
     if (bytes == 0 && !(slabs && dtype >= 2 && product_of_halves_fits(m, n, k))) {
-        const bool ours = single && !tf32;
-        const at::Tensor h = ours ? linear_on_cuda(x, weight, linear_bias, known) : at::linear(x, weight, linear_bias);
+        const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, known) : at::linear(x, weight, linear_bias);
         return forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
