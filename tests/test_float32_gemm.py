@@ -220,6 +220,12 @@ def test_tf32_where_it_is_allowed(case, monkeypatch):
 
 
 @cases
+def test_tf32_where_gradients_are_recorded(case, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    assert_as_accurate_as_eager(lambda module, inputs: {"output": module(*inputs).detach()}, [build(case, "cuda")])
+
+
+@cases
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @torch.no_grad()
 def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
