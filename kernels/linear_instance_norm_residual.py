@@ -7,8 +7,9 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
-one of float32; where TF32 is allowed one product of the first pieces does. Everything else (other dtypes and chips, small products,
-hooks on the linear layer, autocast) takes PyTorch's. All that follows the product is one kernel:
+one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
+and sm_100 a plainer loop makes the three products. Everything else (other dtypes and chips, small products, hooks on the linear layer,
+autocast) takes PyTorch's. All that follows the product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -345,7 +346,7 @@ template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) 
 
 // --- shared: product (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
-// x W^T on Hopper's fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
+// x W^T on fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
 //
 // A row of either operand is scaled by a power of two so that its largest magnitude lies in [2^14, 2^15), and each value becomes hi + lo,
 // two fp16 numbers. The product is hi hi + hi lo + lo hi, unscaled; where TF32 is allowed hi hi alone has its 11 bits. The tensor cores
@@ -2320,6 +2321,7 @@ class ModelNew(Freezable):
 
     forward: x (B, in_features), y (B, out_features) or broadcastable to it, of float64, float32, float16 or bfloat16, on the CPU or a
     CUDA device, in any memory layout; returns a contiguous (B, out_features). ValueError for another rank, and for one feature a row.
+    Beside the Model's methods: freeze_weight.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, momentum: float = 0.1):

@@ -4,12 +4,13 @@
 
 `mean` and `rstd` are those of a slice, the features of one group of one row: rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2).
 
-Without gradients and in float32 the whole network is one operator. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the
-accuracy of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces
-make one of float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output alone. Where
-TF32 is allowed one product of the first pieces does. With gradients the same product leaves h, which one kernel finishes, and the product's
-gradients are products of the same kind. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast)
-takes PyTorch's matrix product, and one kernel for all that follows it.
+Without gradients and below float64 the whole network is one operator. On Hopper (sm_90, CUDA 12) float32 runs on the fp16 tensor cores with
+its own accuracy, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces
+make one of float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output alone, while the
+tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does; float16 and bfloat16 are multiplied as they
+are, and rounded once. `freeze_weight()` splits W once instead of in each call. With gradients the same product leaves h, which one kernel
+finishes, and the product's gradients are products of the same kind. On sm_80 and sm_100 a plainer loop makes the three products. Everything
+else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
@@ -586,7 +587,7 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 
 // --- shared: product (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
-// x W^T on Hopper's fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
+// x W^T on fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
 //
 // A row of either operand is scaled by a power of two so that its largest magnitude lies in [2^14, 2^15), and each value becomes hi + lo,
 // two fp16 numbers. The product is hi hi + hi lo + lo hi, unscaled; where TF32 is allowed hi hi alone has its 11 bits. The tensor cores
@@ -3782,7 +3783,7 @@ class ModelNew(Freezable):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (B, in_features) of float64, float32, float16 or bfloat16, on the CPU or a CUDA device, in any memory layout; returns a
-    contiguous (B, out_features). The errors of nn.Linear and nn.GroupNorm for other shapes.
+    contiguous (B, out_features). The errors of nn.Linear and nn.GroupNorm for other shapes. Beside the Model's methods: freeze_weight.
     """
 
     def __init__(self, in_features: int, out_features: int, num_groups: int, bias_shape: tuple):
