@@ -848,6 +848,7 @@ constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column,
 constexpr int kStages = 5, kSlots = 3;  // of the ring of lines, and of that of slabs that are summed up
 constexpr int kBytesA = kTileM * 128, kStageBytes = kBytesA + kTileN * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
+static_assert(kSlabs * kBlockSide == kTileN, "whole slabs");
 
 // Of what the products are. Two pieces: three for one, the sums of some lines at a time added to the main ones.
 template <int kPieces_, class Value_ = __half> struct Products {
