@@ -1785,10 +1785,12 @@ static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out
 }
 #endif
 
-// Whether 16-bit values take the way below: there is nothing to split, and so hardly a product that does not pay.
+// Whether 16-bit values take the way below: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K.
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
-    return fits_tensor_cores(m, n, 1) && k % 8 == 0 && k >= kLine;
+    Device device;
+    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
+    return divide_up(m, kTileM) * divide_up(n, kTileN) * 2 >= device.sms || k <= 2048;
 #else
     return false;
 #endif
