@@ -453,7 +453,6 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlockLong / 32];
-    allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
@@ -582,47 +581,55 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b from shared memory.
+// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define WGMMA(T, NAME)                                                                                                             \
-    __device__ __forceinline__ void wgmma(T, float (&d)[64], uint64_t a, uint64_t b, int keep) {                                    \
-        asm volatile(                                                                                                               \
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " {"        \
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"  \
-            "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"   \
-            "%61,%62,%63}, %64, %65, keep, 1, 1, 0, 0;\n}"                                                                          \
-            : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48) : "l"(a), "l"(b), "r"(keep));                                           \
+#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+#define F96(d) F64(d), F16(d, 64), F16(d, 80)
+#define P64                                                                                                                         \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"     \
+    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define P96                                                                                                                         \
+    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep)                                                                                      \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                                 \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #ikeep ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
+                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(a), "l"(b), "r"(keep));               \
     }
-WGMMA(__half, "f16")
-WGMMA(__nv_bfloat16, "bf16")
+WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66)
+WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98)
+WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98)
 
 // The main loop.
 
 constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
 constexpr int kProductThreads = (kConsumers + 2) * 128;
 constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
-constexpr int kTileM = kConsumers * 64, kTileN = 128, kSlabs = kTileN / kBlockSide;  // slabs of 64 columns: a warpgroup's
+constexpr int kTileM = kConsumers * 64;
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
-constexpr int kStages = 5, kSlots = 3;  // of the ring of lines, and of that of slabs that are summed up
-constexpr int kBytesA = kTileM * 128, kStageBytes = kBytesA + kTileN * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
+constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
-static_assert(kSlabs * kBlockSide == kTileN, "whole slabs");
 
-// Of what the products are. Two pieces: three for one, the sums of some lines at a time added to the main ones.
-template <int kPieces_, class Value_ = __half> struct Products {
+// Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
+// bandwidth, a narrower one leaves fewer SMs without a last tile. kStages: of the ring of lines; kSlots: of that of slabs that are summed up.
+template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half> struct Products {
     using Value = Value_;
-    static constexpr int kPieces = kPieces_;
+    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
+    static constexpr int kStageBytes = kBytesA + kTileN * 128;
+    static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
 };
-using ThreeProducts = Products<2>;
-using OneProduct = Products<1>;
+using ThreeProducts = Products<2, 128, 5, 3>;
+using OneProduct = Products<1, 128, 5, 3>;
+template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
-template <class Epilogue> struct Margins {
-    float4 columns[kTileN / 2][Epilogue::kQuads];
+template <class Kind, class Epilogue> struct Margins {
+    float4 columns[Kind::kTileN / 2][Epilogue::kQuads];
     float2 rows[kTileM];
 };
-template <class Epilogue> constexpr int kProductBytes = 1024 + kStages * (kStageBytes + 16) + kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Epilogue>));
+template <class Kind, class Epilogue> constexpr int kProductBytes =
+    1024 + Kind::kStages * (Kind::kStageBytes + 16) + Kind::kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Kind, Epilogue>));
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -630,7 +637,7 @@ struct Slab {
     int row, column;
 };
 
-struct Tiles {
+template <int kTileN> struct Tiles {
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n) {
         across = (n + kTileN - 1) / kTileN;
@@ -645,7 +652,7 @@ struct Tiles {
 };
 
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
-template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[Kind::kAccumulators], uint64_t a, uint64_t b, int keep) {
     constexpr typename Kind::Value type{};
     if constexpr (Kind::kPieces == 2) {
         wgmma(type, d, a + 4, b, keep);
@@ -679,12 +686,14 @@ template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef ON_HOPPER
+    constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs, kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
+    static_assert(kProductBytes<Kind, Epilogue> <= 227 * 1024, "one block's shared memory on sm_90");
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
     const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
-    const uint32_t full = margins_at + sizeof(Margins<Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const uint32_t full = margins_at + sizeof(Margins<Kind, Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const Tiles tiles(epilogue.product.m, epilogue.product.n);
+    const Tiles<kTileN> tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
@@ -726,7 +735,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         __syncwarp();
     } else if (warpgroup == kConsumers) {
         registers_up<kEpilogueRegisters>();
-        auto& margins = *reinterpret_cast<Margins<Epilogue>*>(shared + (margins_at - shared_address(shared)));
+        auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
         float4 column[Epilogue::kQuads];
         float2 row = {};
         const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
@@ -773,10 +782,10 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
             if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
             else named_barrier_arrive<1, kConsumers * 128>();
-            constexpr int kParts = Kind::kPieces == 2 ? 64 : 0;
-            float sum[64], part[kParts ? kParts : 1];
+            constexpr int kParts = Kind::kPieces == 2 ? Kind::kAccumulators : 0;
+            float sum[Kind::kAccumulators], part[kParts ? kParts : 1];
 #pragma unroll
-            for (int i = 0; i < 64; ++i) sum[i] = 0;
+            for (int i = 0; i < Kind::kAccumulators; ++i) sum[i] = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) part[i] = 0;
             // The previous line's products are still running when the next line's are issued.
@@ -836,7 +845,8 @@ __device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint
 
 constexpr int kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
 constexpr int kPortableThreads = 256;                    // 4 x 2 warps, each of 32 rows and a slab's 64 columns
-constexpr int kPortableBytes = kPortableStages * kStageBytes;
+constexpr int kPortableTileN = 128;
+constexpr int kPortableStageBytes = kBytesA + kPortableTileN * 128, kPortableBytes = kPortableStages * kPortableStageBytes;
 
 // A block owns a tile of C. Lines of both operands wait in shared memory, 128 bytes a row, in which the places of 16 bytes are exchanged so
 // that eight rows' equal places lie in different banks.
@@ -847,19 +857,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
     extern __shared__ __align__(1024) unsigned char shared[];
     const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 / 2 * 32, warp_column = thread / 32 % 2 * 64;
     const int m = epilogue.product.m, n = epilogue.product.n;
-    const Slab corner = Tiles(m, n).find(blockIdx.x);
+    const Slab corner = Tiles<kPortableTileN>(m, n).find(blockIdx.x);
     const uint32_t stages = shared_address(shared);
     wait_for_predecessor();
 
     const auto bring = [&](int line) {  // a thread: one place of every 32nd row of both tiles
         if (line < lines) {
 #pragma unroll
-            for (int i = 0; i < (kTileM + kTileN) / 32; ++i) {
+            for (int i = 0; i < (kTileM + kPortableTileN) / 32; ++i) {
                 const bool of_x = i < kTileM / 32;
                 const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kTileM) + slot;
                 const bool exists = row < (of_x ? m : n);
                 const __half* from = (of_x ? x : w) + (int64_t(exists ? row : 0) * lines + line) * kLine + place * 8;
-                copy_async(stages + line % kPortableStages * kStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
+                copy_async(stages + line % kPortableStages * kPortableStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
             }
         }
         copies_commit();
@@ -870,7 +880,7 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         copies_wait<kPortableStages - 2>();
         __syncthreads();
         bring(line + kPortableStages - 1);
-        const uint32_t tile = stages + line % kPortableStages * kStageBytes;
+        const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
         const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
 #pragma unroll
         for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
@@ -935,16 +945,17 @@ __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab,
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
 // open[r]: the row exists and is not left.
-// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): what begins with their biases.
+// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): their biases, then the two that go to `others`.
 template <bool kWhole, class Quad>
 __device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
-                                        float2 second_row, float* out, float (&h)[2][16], bool (&open)[2]) {
+                                        float2 second_row, float* out, float (&h)[2][16], float (&others)[16], bool (&open)[2]) {
     const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
     float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const float4 scales = quad(j, 0), bias = quad(j, 1);
         most = fmaxf(most, fmaxf(scales.y, scales.w));
+        others[2 * j] = bias.z, others[2 * j + 1] = bias.w;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float first = sum[4 * j + 2 * r], second = sum[4 * j + 2 * r + 1];
@@ -994,9 +1005,9 @@ struct StoreEpilogue {
     __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
     template <class Quad> __device__ __forceinline__ void finish(
         const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
-        float h[2][16];
+        float h[2][16], none[16];
         bool open[2];
-        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, open);
+        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, none, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
@@ -1277,12 +1288,12 @@ static cudaError_t launch_multiply(
     const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, kTileN)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Kind::kTileN)) return cudaErrorInvalidValue;
     const auto kernel = multiply<Kind, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Epilogue>);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Epilogue>, device, stream,
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
         map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
 }
 
@@ -1293,7 +1304,7 @@ static cudaError_t launch_multiply_portably(
     const auto kernel = multiply_portably<Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kTileN);
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
     return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
         x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
 }
