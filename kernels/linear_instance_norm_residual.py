@@ -621,7 +621,6 @@ template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = _
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
-template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
 template <class Kind, class Epilogue> struct Margins {

@@ -862,7 +862,6 @@ template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = _
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
-template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
 template <class Kind, class Epilogue> struct Margins {
@@ -1415,6 +1414,8 @@ template <typename T> __device__ __forceinline__ void store_rounded(T* out, int 
         if (exists) __stcs(reinterpret_cast<uint2*>(own + 8 * j), words);
     }
 }
+
+template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
 template <typename T> struct SwishGroupNormEpilogue {

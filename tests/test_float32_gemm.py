@@ -35,6 +35,7 @@ def grouped_case(m: int, n: int, k: int, group: int = 64) -> Case:
 
 
 CASES = [rows_case(M, N, K), grouped_case(M, N, K)]
+LARGE = [rows_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
 # fmt: off
 ODD = [
     rows_case(1000, 1026, 1100), rows_case(4097, 2050, 132), rows_case(129, 8192, 1028), rows_case(2000, 640, 9000), grouped_case(1000, 1088, 1100),
@@ -213,13 +214,13 @@ def test_few_rows(make, rows):
     assert_as_accurate_as_eager(forward, [build(make(rows, 2048, 4096), "cuda")])
 
 
-@cases
+@pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_tf32_where_it_is_allowed(case, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     assert_as_accurate_as_eager(forward, [build(case, "cuda")])
 
 
-@cases
+@pytest.mark.parametrize("case", LARGE, ids=str)
 def test_tf32_where_gradients_are_recorded(case, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     assert_as_accurate_as_eager(lambda module, inputs: {"output": module(*inputs).detach()}, [build(case, "cuda")])
@@ -430,7 +431,7 @@ CHANGES = {
 
 
 @on_hopper
-@cases
+@pytest.mark.parametrize("case", LARGE, ids=str)
 @pytest.mark.parametrize("tf32", [False, True], ids=["highest", "high"])
 @torch.no_grad()
 def test_a_frozen_weight_gives_the_same_bits(case, tf32, monkeypatch):
@@ -456,7 +457,7 @@ def test_a_frozen_weight_is_forgotten(case, change):
 
 
 @on_hopper
-@cases
+@pytest.mark.parametrize("case", LARGE, ids=str)
 def test_a_frozen_weight_serves_its_precision_and_no_gradients(case, monkeypatch):
     new, other, inputs = frozen_wrongly(case)
     assert torch.equal(new(*inputs), other(*inputs))
