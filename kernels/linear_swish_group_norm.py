@@ -3661,24 +3661,23 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
     everywhere = nn.modules.module
-    hooks = (
-        linear._forward_hooks,
-        linear._forward_pre_hooks,
-        linear._backward_hooks,
-        linear._backward_pre_hooks,
-        everywhere._global_forward_hooks,
-        everywhere._global_forward_pre_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
-    )
-    if type(linear) is not nn.Linear or any(len(h) > 0 for h in hooks) or torch.is_autocast_enabled():
+    if type(linear) is not nn.Linear or torch.is_autocast_enabled():
         return False
-    weight, vectors = linear.weight, (linear.bias, *vectors)
-    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return False
-    if any(t.dtype is not x.dtype or t.device != x.device for t in (weight, *vectors)):
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+        return False
+    weight, dtype, device = linear.weight, x.dtype, x.device
+    vectors = (linear.bias, *vectors)
+    for t in (x, weight, *vectors):
+        if type(t) not in (torch.Tensor, nn.Parameter) or t.dtype is not dtype or t.device != device:
+            return False
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return False
+    features = weight.shape[:1]
+    return all(v.shape == features for v in vectors)
 
 
 class Linear(torch.autograd.Function):
