@@ -863,19 +863,38 @@ template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = _
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
 
-// What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
+// What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
 template <class Kind, class Epilogue> struct Margins {
-    float4 columns[Kind::kTileN / 2][Epilogue::kQuads];
+    float columns[Epilogue::kVectors][Kind::kTileN], doubts[Kind::kTileN / 32];
     float2 rows[kTileM];
 };
 template <class Kind, class Epilogue> constexpr int kProductBytes =
     1024 + Kind::kStages * (Kind::kStageBytes + 16) + Kind::kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Kind, Epilogue>));
 
-// 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
-// `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
+// A thread's part of 16 rows of 64 columns that a warp has: rows `row` + 4r, r = 0..3, and of each the columns `column` + i and
+// `column` + 32 + i, i = 0..3. Eight lanes have a row, and write 128 bytes of it at a time.
 struct Slab {
     int row, column;
 };
+
+// A warp's 16 rows and 64 columns as the tensor cores leave them: of a lane rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j and the next,
+// j = 0..7. They go to 4 KiB of shared memory in units of four values, and come back as a Slab's: a lane's eight units lie, for each
+// instruction, in other banks than those of the seven lanes beside it.
+__device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
+__device__ __forceinline__ void leave_sums(uint32_t to, const float* sum) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) shared_store(to + j * 512 + (threadIdx.x % 32 ^ place_of(j)) * 16, sum + 4 * j);
+}
+__device__ __forceinline__ void take_sums(uint32_t from, float (&v)[4][8]) {
+    const int eighth = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // bits: the next pair of columns, 32 columns on, 4 rows on
+        const int unit = (row + (i & 4)) * 4 + eighth % 2 * 2 + (i & 1), r = i / 4, c = (i & 2) * 2 + (i & 1) * 2;
+        float four[4];
+        shared_load(from + ((i & 2) * 2 + eighth / 2) * 512 + (unit ^ place_of(eighth / 2)) * 16, four);
+        v[r][c] = four[0], v[r][c + 1] = four[1], v[r + 2][c] = four[2], v[r + 2][c + 1] = four[3];
+    }
+}
 
 template <int kTileN> struct Tiles {
     int across, down, count;
@@ -976,13 +995,17 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     } else if (warpgroup == kConsumers) {
         registers_up<kEpilogueRegisters>();
         auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
-        float4 column[Epilogue::kQuads];
+        constexpr int kVectors = Epilogue::kVectors, kRounds = (kTileN + 127) / 128;
+        float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
-        const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
+        const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
             const Slab corner = tiles.find(min(tile, tiles.count - 1));
 #pragma unroll
-            for (int q = 0; q < Epilogue::kQuads; ++q) {
-                if (thread < kTileN / 2) column[q] = epilogue.quad(min(corner.column + thread * 2, epilogue.product.n - 2), q);
+            for (int i = 0; i < kRounds; ++i) {
+                const int own = min(corner.column + thread + i * 128, epilogue.product.n - 1);
+#pragma unroll
+                for (int q = 0; q < kVectors; ++q) column[i][q] = epilogue.column(own, q);
+                doubt[i] = epilogue.doubt(own);
             }
             row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
         };
@@ -990,8 +1013,14 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
             named_barrier_sync<2, 128>();  // the last tile's margins have been read
 #pragma unroll
-            for (int q = 0; q < Epilogue::kQuads; ++q) {
-                if (thread < kTileN / 2) margins.columns[thread][q] = column[q];
+            for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
+                const int own = thread + i * 128;
+                if (own >= kTileN) continue;
+#pragma unroll
+                for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
+                if (lane == 0) margins.doubts[own / 32] = doubt[i];
             }
             margins.rows[thread] = row;
             named_barrier_sync<2, 128>();
@@ -999,16 +1028,18 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
             for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
-                const int top = s / kSlabs * 64 + warp * 16 + lane / 4, left = s % kSlabs * kBlockSide;
-                float sum[32];
+                const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
+                float sum[4][8];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
-                const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
+                take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
                 if (corner.column + left >= epilogue.product.n) continue;
-                const auto quad = [&](int j, int q) { return margins.columns[left / 2 + j * 4 + lane % 4][q]; };
-                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 4 * 2}, quad, margins.rows[top], margins.rows[top + 8]);
+                const auto four = [&](int q, int half) {
+                    return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
+                };
+                const auto scale = [&](int r) { return margins.rows[top + 4 * r]; };
+                const float most = fmaxf(margins.doubts[left / 32], margins.doubts[left / 32 + 1]);
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, most);
             }
         }
     } else {
@@ -1057,9 +1088,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s, slot.advance()) {
                 mbarrier_wait(taken + 8 * slot.place, slot.phase ^ 1);
-                const uint32_t to = slots + slot.place * kSlabBytes + thread * 16;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) shared_store(to + i * 128 * 16, sum + 32 * s + 4 * i);
+                leave_sums(slots + slot.place * kSlabBytes + warp * 4096, sum + 32 * s);
                 tell(ready + 8 * slot.place);
             }
         }
@@ -1150,81 +1179,113 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             for (int i = 0; i < 64; ++i) sum[i / 32][i % 32] += part[i / 32][i % 32], part[i / 32][i % 32] = 0;
         }
     }
+    __syncthreads();
+    const uint32_t own = stages + thread / 32 * 4096;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
-        const auto quad = [&](int j, int q) { return epilogue.quad(min(slab.column + 8 * j, n - 2), q); };
-        const auto scale = [&](int row) { return epilogue.scale(min(row, m - 1)); };
-        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab, quad, scale(slab.row), scale(slab.row + 8));
+        float v[4][8];
+        leave_sums(own, sum[i]);
+        __syncwarp();
+        take_sums(own, v);
+        __syncwarp();
+        if (corner.column + warp_column >= n) continue;
+        const Slab slab = {corner.row + warp_row + i * 16 + lane / 8, corner.column + warp_column + lane % 8 * 4};
+        const auto column = [&](int i) { return min(slab.column + i, n - 1); };
+        const auto four = [&](int q, int half) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = epilogue.column(column(half * 32 + i), q);
+            return make_float4(v[0], v[1], v[2], v[3]);
+        };
+        const auto scale = [&](int r) { return epilogue.scale(min(slab.row + 4 * r, m - 1)); };
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) most = fmaxf(most, epilogue.doubt(column(i / 4 * 32 + i % 4)));
+        epilogue.finish(v, slab, four, scale, most);
     }
 #endif
 }
 
-// Epilogues. kWhole: n is a multiple of 64, else of 2.
+// Epilogues.
 
-// The values of a vector for columns `column` and `column` + 1.
-template <typename T> __device__ __forceinline__ float2 load_pair(const T* vector, int column) {
-    const auto pair = *reinterpret_cast<const Pack<T, 2>*>(vector + column);
-    return make_float2(to_acc(pair.value[0]), to_acc(pair.value[1]));
-}
-
-// Full 32-byte sectors a quad and store.
-template <bool kWhole, bool kStreaming>
-__device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
-    float* own = out + int64_t(row) * n + slab.column;
+// A row's eight values, four at a time where n is a multiple of four (kWhole: of 64), else two.
+template <bool kWhole, bool kStreaming, typename T>
+__device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int n, const float (&v)[8]) {
+    const auto store = [&](auto* to, const auto& pack) {
+        if constexpr (kStreaming && sizeof(pack) == 16) __stcs(reinterpret_cast<int4*>(to), reinterpret_cast<const int4&>(pack));
+        else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
+        else *to = pack;
+    };
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if (!kWhole && slab.column + 8 * j >= n) continue;
-        const float2 pair = make_float2(v[2 * j], v[2 * j + 1]);
-        if (kStreaming) __stcs(reinterpret_cast<float2*>(own + 8 * j), pair);
-        else *reinterpret_cast<float2*>(own + 8 * j) = pair;
+    for (int half = 0; half < 2; ++half) {
+        const int column = slab.column + half * 32;
+        T* own = out + int64_t(row) * n + column;
+        Pack<T, 4> four;
+        Pack<T, 2> pairs[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) from_acc(v[half * 4 + i], four.value[i]), pairs[i / 2].value[i % 2] = four.value[i];
+        if (kWhole || (n % 4 == 0 && column < n)) {
+            store(reinterpret_cast<Pack<T, 4>*>(own), four);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (column + 2 * i < n) store(reinterpret_cast<Pack<T, 2>*>(own + 2 * i), pairs[i]);
+            }
+        }
     }
 }
 
 // h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
-// open[r]: the row exists and is not left.
-// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): their biases, then the two that go to `others`.
-template <bool kWhole, class Quad>
-__device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
-                                        float2 second_row, float* out, float (&h)[2][16], float (&others)[16], bool (&open)[2]) {
-    const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
-    float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
+// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no column of the slab
+// (or of the thread) doubts more. open[r]: the row exists and is not left.
+template <bool kWhole, class Four, class Scale>
+__device__ __forceinline__ void unscale(
+    const Product& product, float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out, bool (&open)[4]) {
+    float2 rows[4];
+    bool perhaps = false;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float4 scales = quad(j, 0), bias = quad(j, 1);
-        most = fmaxf(most, fmaxf(scales.y, scales.w));
-        others[2 * j] = bias.z, others[2 * j + 1] = bias.w;
+    for (int r = 0; r < 4; ++r) {
+        rows[r] = scale(r);
+        float least = fabsf(v[r][0]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float first = sum[4 * j + 2 * r], second = sum[4 * j + 2 * r + 1];
-            least[r] = fminf(least[r], fminf(fabsf(first), fabsf(second)));
-            h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
-            h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
+        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+        perhaps = perhaps || least < rows[r].y + most;
+        open[r] = slab.row + 4 * r < product.m;
+    }
+    unsigned uncertain[4] = {};  // a bit for each column
+    const bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int column = min(slab.column + i / 4 * 32 + i % 4, product.n - 1);
+                if (fabsf(v[r][i]) < rows[r].y + product.columns[column].doubt) uncertain[r] |= 1u << i;
+            }
         }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
-    if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
+    for (int half = 0; half < 2; ++half) {
+        const float4 scales = four(0, half), biases = four(1, half);
+        const float by[4] = {scales.x, scales.y, scales.z, scales.w}, plus[4] = {biases.x, biases.y, biases.z, biases.w};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = slab.row + 8 * r;
-            bool uncertain = false;
+        for (int i = 0; i < 16; ++i) {
+            float& own = v[i / 4][half * 4 + i % 4];
+            own = fmaf(own * rows[i / 4].x, by[i % 4], plus[i % 4]);
+        }
+    }
+    if (seldom) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 scales = quad(j, 0);
+        for (int r = 0; r < 4; ++r) {
+            const int row = slab.row + 4 * r;
+            const unsigned votes = __ballot_sync(~0u, uncertain[r] != 0);
+            if ((votes >> (threadIdx.x % 32 & ~7) & 255) == 0 || !open[r]) continue;  // none of this row's
+            float left[8];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
-                        uncertain = true;
-                        h[r][2 * j + i] = __uint_as_float(kUncertain);
-                    }
-                }
-            }
-            const unsigned votes = __ballot_sync(~0u, uncertain);
-            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
-            store_row<kWhole, false>(out, row, slab, product.n, h[r]);
+            for (int i = 0; i < 8; ++i) left[i] = uncertain[r] >> i & 1 ? __uint_as_float(kUncertain) : v[r][i];
+            store_row<kWhole, false>(out, row, slab, product.n, left);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -1233,24 +1294,20 @@ __device__ __forceinline__ void unscale(const Product& product, const float (&su
 
 // C = x W^T + bias.
 struct StoreEpilogue {
-    static constexpr int kQuads = 2;
+    static constexpr int kVectors = 2;
     Product product;
     float* out;
 
-    __device__ __forceinline__ float4 quad(int column, int q) const {
-        if (q == 0) return *reinterpret_cast<const float4*>(product.columns + column);
-        const float2 bias = load_pair(product.bias, column);
-        return make_float4(bias.x, bias.y, 0, 0);
-    }
+    __device__ __forceinline__ float column(int at, int q) const { return q == 0 ? product.columns[at].unscale : product.bias[at]; }
+    __device__ __forceinline__ float doubt(int at) const { return product.columns[at].doubt; }
     __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
-    template <class Quad> __device__ __forceinline__ void finish(
-        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
-        float h[2][16], none[16];
-        bool open[2];
-        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, none, open);
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+        bool open[4];
+        unscale<false>(product, v, slab, four, scale, most, out, open);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
+        for (int r = 0; r < 4; ++r) {
+            if (open[r]) store_row<false, false>(out, slab.row + 4 * r, slab, product.n, v[r]);  // the tail reads it soon
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1398,76 +1455,57 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
     shift = -rest * scale;
 }
 
-// A row's 16-bit values, rounded: lanes of a pair exchange, so that each has four in a row, and a quad stores full 32-byte sectors.
-template <typename T> __device__ __forceinline__ void store_rounded(T* out, int row, bool exists, const Slab& slab, int n, const float (&v)[16]) {
-    const bool odd = threadIdx.x % 2;
-    T* own = out + int64_t(row) * n + slab.column + (odd ? 6 : 0);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        Pack<T, 2> pairs[2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) from_acc(v[2 * j + i], pairs[i / 2].value[i % 2]);
-        uint2 words = make_uint2(reinterpret_cast<const unsigned&>(pairs[0]), reinterpret_cast<const unsigned&>(pairs[1]));
-        const unsigned got = __shfl_xor_sync(~0u, odd ? words.x : words.y, 1);
-        if (odd) words.x = got;
-        else words.y = got;
-        if (exists) __stcs(reinterpret_cast<uint2*>(own + 8 * j), words);
-    }
-}
-
 template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
 template <typename T> struct SwishGroupNormEpilogue {
     static constexpr bool kScaled = sizeof(T) == 4;
-    static constexpr int kQuads = kScaled ? 3 : 2;
+    static constexpr int kVectors = kScaled ? 5 : 4, kBias = kVectors - 3;
     Product product;
     T* out;
     const T *linear_bias, *bias, *gamma, *beta;
     float eps;
 
-    __device__ __forceinline__ float4 quad(int column, int q) const {
-        if (q == kQuads - 3) return *reinterpret_cast<const float4*>(product.columns + column);
-        const float2 a = load_pair(q == kQuads - 2 ? linear_bias : gamma, column), b = load_pair(q == kQuads - 2 ? bias : beta, column);
-        return make_float4(a.x, a.y, b.x, b.y);
+    __device__ __forceinline__ float column(int at, int q) const {
+        if (q == kVectors - 5) return product.columns[at].unscale;
+        return to_acc((q == kBias - 1 ? linear_bias : q == kBias ? bias : q == kBias + 1 ? gamma : beta)[at]);
     }
+    __device__ __forceinline__ float doubt(int at) const { return kScaled ? product.columns[at].doubt : 0; }
     __device__ __forceinline__ float2 scale(int row) const {
         if constexpr (kScaled) return *reinterpret_cast<const float2*>(product.rows + row);
         return make_float2(1, 0);
     }
-    template <class Quad> __device__ __forceinline__ void finish(
-        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
-        float v[2][16], own[16], scale[2], shift[2];
-        bool open[2];
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+        bool open[4];
+        const auto eight = [&](int q, float (&to)[8]) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float4 own = four(q, half);
+                to[half * 4] = own.x, to[half * 4 + 1] = own.y, to[half * 4 + 2] = own.z, to[half * 4 + 3] = own.w;
+            }
+        };
+        float first[8], second[8];
         if constexpr (kScaled) {
-            unscale<true>(product, sum, slab, quad, first_row, second_row, out, v, own, open);
+            unscale<true>(product, v, slab, four, scale, most, out, open);
         } else {
+            eight(kBias - 1, first);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 biases = quad(j, 0);
-                own[2 * j] = biases.z, own[2 * j + 1] = biases.w;
+            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += first[i % 8];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) v[r][2 * j] = sum[4 * j + 2 * r] + biases.x, v[r][2 * j + 1] = sum[4 * j + 2 * r + 1] + biases.y;
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
+            for (int r = 0; r < 4; ++r) open[r] = slab.row + 4 * r < product.m;
         }
-        normalize_row<4>(v[0], own, eps, scale[0], shift[0]);
-        normalize_row<4>(v[1], own, eps, scale[1], shift[1]);
+        eight(kBias, first);
+        float by[4], shift[4];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float4 affine = quad(j, kQuads - 1);
+        for (int r = 0; r < 4; ++r) normalize_row<8>(v[r], first, eps, by[r], shift[r]);
+        eight(kBias + 1, first);
+        eight(kBias + 2, second);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                v[r][2 * j] = fmaf(fmaf(v[r][2 * j], scale[r], shift[r]), affine.x, affine.z);
-                v[r][2 * j + 1] = fmaf(fmaf(v[r][2 * j + 1], scale[r], shift[r]), affine.y, affine.w);
-            }
-        }
+        for (int r = 0; r < 4; ++r) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = slab.row + 8 * r;
-            if constexpr (!kScaled) store_rounded(out, row, open[r], slab, product.n, v[r]);
-            else if (open[r]) store_row<true, true>(out, row, slab, product.n, v[r]);
+            for (int i = 0; i < 8; ++i) v[r][i] = fmaf(fmaf(v[r][i], by[r], shift[r]), first[i], second[i]);
+            if (open[r]) store_row<true, true>(out, slab.row + 4 * r, slab, product.n, v[r]);
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
