@@ -33,6 +33,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -2903,6 +2904,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
                     f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
                     f"{torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
+            nvcc = os.path.join(home, "bin", "nvcc")
+            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
+                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
