@@ -3024,6 +3024,8 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 class SigmoidGroupNorm(torch.autograd.Function):
     """out = GroupNorm(sigmoid((h + bias) * scale)). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(h, bias, scale, weight, group_bias, groups, eps):
         return _forward(h, bias, scale, weight, group_bias, groups, eps)

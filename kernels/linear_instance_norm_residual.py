@@ -1901,6 +1901,12 @@ _linear, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4: the question is asked of a device
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    else:
+        autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or autocast:
+        return False
     everywhere = nn.modules.module
     hooks = (
         linear._forward_hooks,
@@ -1912,7 +1918,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         everywhere._global_backward_hooks,
         everywhere._global_backward_pre_hooks,
     )
-    if type(linear) is not nn.Linear or any(len(h) > 0 for h in hooks) or torch.is_autocast_enabled():
+    if any(len(h) > 0 for h in hooks):
         return False
     weight, vectors = linear.weight, (linear.bias, *vectors)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
@@ -1924,6 +1930,8 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
 
 class Linear(torch.autograd.Function):
     """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, weight, bias):
@@ -1956,6 +1964,8 @@ def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 class RowNormResidual(torch.autograd.Function):
     """out = (norm(h) + y) * y over the last dimension. Saves h and y; one operator backward, ATen's for second derivatives."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(h, y, eps):

@@ -3279,6 +3279,12 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4: the question is asked of a device
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    else:
+        autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or autocast:
+        return False
     everywhere = nn.modules.module
     hooks = (
         linear._forward_hooks,
@@ -3290,7 +3296,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         everywhere._global_backward_hooks,
         everywhere._global_backward_pre_hooks,
     )
-    if type(linear) is not nn.Linear or any(len(h) > 0 for h in hooks) or torch.is_autocast_enabled():
+    if any(len(h) > 0 for h in hooks):
         return False
     weight, vectors = linear.weight, (linear.bias, *vectors)
     if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
@@ -3302,6 +3308,8 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
 
 class Linear(torch.autograd.Function):
     """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, weight, bias):
@@ -3334,6 +3342,8 @@ def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 class SwishGroupNorm(torch.autograd.Function):
     """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(h, bias, weight, group_bias, groups, eps):
@@ -3382,9 +3392,10 @@ class ModelNew(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm = self.matmul, self.group_norm
         vectors = (self.bias, norm.weight, norm.bias)
-        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, linear.weight, linear.bias, *vectors))
-        if not recorded and _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
-            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps)
+        if _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
+            tensors = (x, linear.weight, linear.bias, *vectors)
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+                return _fused(*tensors, norm.num_groups, norm.eps)
         h, (bias,) = _as_operands(_apply(linear, x), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])
