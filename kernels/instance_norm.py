@@ -1763,7 +1763,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -1824,9 +1824,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,

@@ -2405,7 +2405,8 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     const auto check_vector = [&](const at::Tensor& vector) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
-        const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
+        const at::ScalarType type = h.scalar_type();
+        const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
             "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
             bias.scalar_type());
@@ -3104,7 +3105,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -3165,9 +3166,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,
