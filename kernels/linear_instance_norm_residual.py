@@ -196,6 +196,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // (h - mean) * rstd, then (that + y) * y
@@ -335,7 +348,7 @@ template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) 
     if (parts == 1) {
         m = moments_of_block<T, V>(h + at, n);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[row * parts + p]);
+        m = merge_parts(moments + row * parts, parts);
     }
     const Finish<A> finish(m, A(n), eps);
 #pragma unroll 4

@@ -205,6 +205,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // --- shared: sigmoid (home: kernels/linear_swish_group_norm.py) ---
@@ -573,7 +586,7 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
     if (parts == 1) {
         m = moments_of_block(h, vectors, sizes, part);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[part.slice * parts + p]);
+        m = merge_parts(moments + part.slice * parts, parts);
     }
     const Scale<A> scale(m, A(sizes.n), eps);
     for_each_pack(h, vectors, sizes, part, [&](const Pack<A, kPack<T>>& v, int64_t at, const auto& place) {
