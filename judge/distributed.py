@@ -131,7 +131,7 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
 
     for _ in range(3):
         last = turn()
-    rounds = max(timing.MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * agreed(settings.seconds_each) / last[-1])))
+    rounds = max(timing.MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * settings.seconds_each / last[-1])))
     turns = [turn() for _ in range(rounds)]
     each = [statistics.median(ms) for ms in list(zip(*turns))[:-1]]
     ms_together, ms_alone = statistics.median(max(ms[:-1]) for ms in turns), statistics.median(ms[-1] for ms in turns)
