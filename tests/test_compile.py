@@ -158,7 +158,7 @@ for inputs, expected in torch.load(sys.argv[3], weights_only=False):
 """
 
 
-@pytest.mark.parametrize("case", FIRST[-1:], ids=str)  # one: the wrapper's build takes seconds
+@pytest.mark.parametrize("case", FIRST[1:2], ids=str)  # one: the wrapper's build takes seconds
 @pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
 def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_path):
     _, new, inputs = build(case, device)
