@@ -1,7 +1,7 @@
 """One pair over several processes: torchrun --nproc-per-node=N harness.py NAME ...
 
-The batch is split. Each process, a rank, judges ModelNew by all gates at its share of the batch, with seeds of its own, on a GPU of its own or
-on the CPU. Then they take turns: all ranks at once, each at its share, and rank 0 alone at the whole batch while the others wait.
+The batch is split. Each process, a rank, judges ModelNew by all gates at its share of the batch, with seeds of its own, on a GPU of its own
+or on the CPU. Then they take turns: all ranks at once, each at its share, and rank 0 alone at the whole batch while the others wait.
 
     efficiency = ms of the whole batch on rank 0 alone / (ranks * ms of all ranks together, which is that of the slowest)
 
@@ -16,8 +16,8 @@ import datetime
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Callable
 
 import torch
 from torch import distributed as dist
@@ -78,7 +78,8 @@ def judge_pair(entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings,
     """`trial.judge_pair` on every rank at its share, the same verdict on all, and the scaling of what is right."""
     ranks, whole = dist.get_world_size(), entry.batch
     if entry.failure is None and (whole is None or whole < ranks):
-        raise CannotSplit(f"{entry.pair.name}: {'a fixed batch' if whole is None else f'batch {whole}'} cannot be split over {ranks} processes")
+        what = "a fixed batch" if whole is None else f"batch {whole}"
+        raise CannotSplit(f"{entry.pair.name}: {what} cannot be split over {ranks} processes")
     share = entry.batch and whole // ranks + (rank() < whole % ranks)
     own = replace(settings, seed=settings.seed + 1000 * rank())
     say(f"{ranks} processes, batch {share} on this one")
@@ -107,13 +108,12 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
         if not backward:
             return torch.no_grad()(lambda: module(*inputs))
         leaves = [x.requires_grad_() for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        with torch.no_grad():
-            incoming = random_like([new(*inputs)], settings.seed)
+        incoming = random_like(trial._differentiable(new(*inputs)), settings.seed)
 
         def forward_backward():
             for leaf in (*leaves, *new.parameters()):
                 leaf.grad = None
-            torch.autograd.backward([module(*inputs)], incoming)
+            torch.autograd.backward(trial._differentiable(module(*inputs)), incoming)
 
         return forward_backward
 

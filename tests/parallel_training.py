@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node=2 tests/parallel_training.py [cpu]
 
-NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled, the mean loss of all ranks,
-each at its samples of the batch, must be step by step the Model's at the whole batch. Prints a line a pair and way; exits with 1 if one differs.
+NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled, the mean loss of all
+ranks, each at its samples of the batch, must be step by step the Model's at the whole batch. Prints a line a pair and way; exits with 1 if
+one differs.
 """
 
 import copy

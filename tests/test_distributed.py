@@ -8,17 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 from cases import FIRST, ROOT, WITH_PARAMETERS, build
-from judge import distributed, trial
-from judge.pairs import Pair, Problem
 from processes import finish, start_python
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+import harness
+from judge import distributed, trial
+from judge.pairs import Pair, Problem
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
 

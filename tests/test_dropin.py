@@ -275,7 +275,8 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", [case for case in FIRST if case.stem in WITH_PARAMETERS], ids=str)
-@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
