@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=2 tests/parallel_training.py [cpu]
 
-NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled, the mean loss of all
-ranks, each at its samples of the batch, must be step by step the Model's at the whole batch. Prints a line a pair and way; exits with 1 if
+NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled, the mean loss of
+all ranks, each at its samples of the batch, must be step by step the Model's at the whole batch. Prints a line a pair and way; exits with 1 if
 one differs.
 """
 
@@ -84,7 +84,8 @@ def main() -> int:
             same = all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(losses, expected, strict=True))
             wrong += not same
             if rank == 0:
-                print(f"{case.stem}, {way}: {'same' if same else 'DIFFERS'}:", *(f"{a:.6f}/{b:.6f}" for a, b in zip(losses, expected)))
+                steps = " ".join(f"{a:.6f}/{b:.6f}" for a, b in zip(losses, expected, strict=True))
+                print(f"{case.stem}, {way}: {'same' if same else 'DIFFERS'}: {steps}")
     dist.destroy_process_group()
     return int(wrong > 0)
 
