@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import harness
 from judge import distributed, trial
@@ -175,3 +176,14 @@ def test_a_norm_sharded_by_itself_is_right_or_refused(case, mesh, device):
         assert "DTensor" in str(refusal)
         return
     torch.testing.assert_close(out, model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if "linear" in case.stem], ids=str)
+@pytest.mark.parametrize(
+    "style", [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())], ids=["columns", "rows"]
+)
+def test_a_linear_layer_split_over_the_mesh(case, style, mesh, device):
+    """Tensor parallelism of the layer inside: it takes and gives plain tensors."""
+    model, new, inputs = build(case, device)
+    name = next(name for name, child in new.named_children() if isinstance(child, torch.nn.Linear))
+    torch.testing.assert_close(parallelize_module(new, mesh, {name: style})(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
