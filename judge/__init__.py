@@ -7,6 +7,7 @@
     timing       interleaved rounds, medians, confidence intervals
     roof         bytes and FLOPs of a pair, ceilings of the machine, the floor they set
     trial        one pair from import to record
+    distributed  the same on several GPUs, or processes, at once
     record       the JSON file
     report       the table and the chart
 

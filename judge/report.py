@@ -33,10 +33,24 @@ def table(runs: list[Run], markdown: bool = False) -> str:
         for run in runs
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
+    lines += _scaling(runs, markdown)
     remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes]]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
+
+
+def _scaling(runs: list[Run], markdown: bool) -> list[str]:
+    """Under the table of rank 0's share: what all processes do together."""
+    header = ["model", "run", "processes", "whole batch", "ms alone", "ms together", "samples/s", "of each", "efficiency"]
+    rows = []
+    for run in (run for run in runs if run.scaling):
+        all_of_them = run.scaling
+        figures = [_number(all_of_them[name]) for name in ("ms_alone", "ms", "samples_per_second")]
+        each = ", ".join(map(_number, all_of_them["samples_per_second_each"]))
+        sizes = [str(all_of_them["processes"]), str(all_of_them["batch"])]
+        rows.append([run.model, _way(run), *sizes, *figures, each, f"{100 * all_of_them['efficiency']:.1f}%"])
+    return ["", *(_markdown if markdown else _aligned)(header, rows)] if rows else []
 
 
 def _in_order(names: set[str]) -> list[str]:

@@ -70,6 +70,7 @@ class Run:
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
+    scaling: dict = field(default_factory=dict)  # over several processes, by judge.distributed
 
     def reject(self, reasons: list[str], status: str = WRONG) -> None:
         if reasons:
