@@ -3109,7 +3109,7 @@ class ModelNew(nn.Module):
     def _is_plain_convolution(self, x: torch.Tensor) -> bool:
         """Whether self.conv(x) is the convolution of `_convolve` and nothing more: no hook, no padding, no autocast, no error."""
         conv = self.conv
-        if type(conv) is not nn.Conv2d or "forward" in vars(conv) or conv.bias is None:
+        if type(conv) is not nn.Conv2d or "forward" in conv.__dict__ or conv.bias is None:
             return False
         everyones = (getattr(nn.modules.module, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre"))
         if any((conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks, *everyones)):
@@ -3123,6 +3123,6 @@ class ModelNew(nn.Module):
         if autocast:
             return False
         same = all((t.device, t.dtype) == (x.device, x.dtype) for t in (conv.weight, conv.bias))
-        if not same or x.dim() != 4 or not x.is_contiguous() or not conv.weight.is_contiguous():
+        if not same or x.dim() != 4 or conv.weight.dim() != 4 or not x.is_contiguous() or not conv.weight.is_contiguous():
             return False
         return x.shape[1] == conv.weight.shape[1] and x.shape[2] >= conv.weight.shape[2] and x.shape[3] >= conv.weight.shape[3]

@@ -3297,7 +3297,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     else:
         autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
-    if type(linear) is not nn.Linear or "forward" in vars(linear) or autocast:
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
     everywhere = nn.modules.module
     hooks = (
