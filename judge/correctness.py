@@ -6,7 +6,9 @@ A loose tolerance alone passes kernels that lost half the digits; an error ratio
 
 Around them: the same seed gives the same weights; weights and inputs are drawn anew for every seed (a fresh norm has weight 1 and bias 0:
 ignoring them would go unseen); outputs have the Model's type, dtype, shape, stride and device; NaN appears where the Model has it;
-inputs and state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs.
+inputs and state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs, and
+complete when the call returns; other batch sizes get theirs. Some of the answers given while the clock runs are looked at too, and which
+ones is drawn after they were given.
 Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
 """
 
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Callable
@@ -23,11 +27,15 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge.machine import synchronize
-from judge.pairs import CandidateRaised, Problem, last_line, to_device
+from judge.pairs import RAISED, CandidateRaised, Problem, last_line, to_device
 
 SEEDS = 3
+MOST_SEEDS = 16  # where gate 2 is not met by few seeds: the largest of a few values is luck, on both sides
+LATE = "the answer changes after the call has returned: work goes on elsewhere"
 ERROR_RATIO = 2.0
 GRADIENT = "gradient of "  # what the names of gradients begin with, beside "output"
+LATE_SECONDS = 2e-3  # how long a thread gets to give itself away by finishing an answer that was already returned
+BUSY = 0.05  # of a core, while nobody calls
 CHUNK = {"cuda": 1 << 22, "cpu": 1 << 15}  # elements compared at a time: few launches on a GPU, a core's own cache on a CPU
 
 # Gate 1, used as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the Model
@@ -277,15 +285,24 @@ class Examination:
         self.say = say
         self.verdict = Verdict()
         self.model: torch.nn.Module | None = None
+        self._behaviour: list[tuple] = []  # of the Model, as it was made
         self.new: torch.nn.Module | None = None
         self.inputs: list = []
         self.answer: dict[str, object] = {}
-        self.answer_seed = case.seed + SEEDS - 1  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.answer_seed = case.seed  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.later_seed = case.seed + MOST_SEEDS
         self.tolerance = TOLERANCE[case.dtype][case.precision]
 
     def run(self) -> Verdict:
         """Each step adds its reasons; one that finds any ends the examination, as later ones would only echo it."""
-        steps = (self._same_start, self._seeds, self._no_stale_answers, self._nan_in_nan_out, self._other_grad_mode, self._other_stream)
+        steps = (
+            self._same_start,
+            self._seeds,
+            self._no_stale_answers,
+            self._nan_in_nan_out,
+            self._other_grad_mode,
+            self._other_stream,
+        )
         try:
             for step in steps:
                 step()
@@ -293,17 +310,34 @@ class Examination:
                     break
         except CandidateRaised as raised:
             self._wrong(f"raised {raised}")
+        self._same_model()
         return self.verdict
 
+    def while_timed(self, result, expected: Callable[[], object]) -> None:
+        """The answer that one timed call has just given: complete, and the Model's for the same inputs."""
+        given = tree_flatten(result)[0]
+        if self._changes_later(given):
+            self._wrong(LATE)
+        name = GRADIENT if self.case.backward else "output"
+        for mine, theirs in itertools.zip_longest(given, tree_flatten(expected())[0]):
+            alike = same_form(name, mine, theirs) is None
+            if alike and isinstance(theirs, torch.Tensor):
+                alike = self.close(name, mine, theirs) if theirs.is_floating_point() else torch.equal(mine, theirs)
+            if not alike:
+                self._wrong("gives another answer than the Model's while being timed")
+
     def after_timing(self, timed_inputs: list) -> None:
-        """The timed inputs had new values in every round: the answer to the last ones, and the old answer to the old ones."""
+        """The timed inputs had new values in every round: the answer to the last ones, the old answer to the old ones; other batches."""
         try:
             expected = observe(self.model, timed_inputs, self.case.backward, self.case.seed)
             self._judge("after timing", self._candidate(timed_inputs, self.case.seed), expected, None, {})
             del expected
             self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer after timing is not the one before it")
+            self._other_batches()
         except CandidateRaised as raised:
             self._wrong(f"raised {raised} after timing")
+        self._same_model()
+        self._at_rest()
 
     def _wrong(self, reason: str) -> None:
         if reason not in self.verdict.reasons:
@@ -317,18 +351,41 @@ class Examination:
         """What ModelNew gives. Whatever it raises is the candidate's fault and no one else's."""
         try:
             seen = observe(self.new, inputs, self.case.backward and not forward_only, seed)
-            synchronize(self.case.device)
+            if self._changes_later(list(seen.values())):
+                self._wrong(LATE)
             return seen
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(last_line(error)) from error
+
+    def _changes_later(self, given: list) -> bool:
+        """Whether anything writes into the answer after the call has returned: a copy of it as it is now, and again when all is quiet."""
+        copies = clone_all(given)  # on a GPU behind the call in its own stream, so work on another one shows
+        time.sleep(LATE_SECONDS)
+        synchronize(self.case.device)
+        return not all(same_bits(x.detach(), copied.detach()) for x, copied in zip(given, copies) if isinstance(x, torch.Tensor))
+
+    def _same_model(self) -> None:
+        """The Model that answers are held against is the one that was made: nobody gave it another forward, or a hook."""
+        if self.model is not None and _behaviour(self.model) != self._behaviour:
+            self._wrong("the candidate replaces the Model's forward")
+
+    def _at_rest(self) -> None:
+        """Nothing of the candidate's runs on when its calls have returned: a busy thread slows down whoever is timed next."""
+        for _ in range(10):  # PyTorch's own threads may take a while to fall asleep
+            begin, cpu_begin = time.monotonic(), time.process_time()
+            time.sleep(0.1)
+            if time.process_time() - cpu_begin < BUSY * (time.monotonic() - begin):
+                return
+        self._wrong("works on after its calls have returned")
 
     def _same_start(self) -> None:
         """The same seed gives both the same state, in the same order, and each loads the other's, strictly."""
         case = self.case
         self.model = case.problem.make(case.problem.model_class, case.seed)
+        self._behaviour = _behaviour(self.model)
         try:
             self.new = case.problem.make(case.new_class, case.seed)
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(last_line(error)) from error
         theirs, mine = self.model.state_dict(), self.new.state_dict()
         if list(theirs) != list(mine):
@@ -349,9 +406,11 @@ class Examination:
     def _seeds(self) -> None:
         """Both gates over several seeds, with weights and inputs drawn anew and the two taking turns at going first."""
         case = self.case
-        for turn in range(SEEDS):
-            seed = case.seed + turn
-            self.say(f"checking, seed {turn + 1} of {SEEDS}")
+        for turn in range(MOST_SEEDS):
+            if turn >= SEEDS and not self._over_limit():
+                break
+            self.answer_seed = seed = case.seed + turn
+            self.say(f"checking, seed {turn + 1} of {max(SEEDS, turn + 1)}")
             perturb(self.model, seed)
             self.new.load_state_dict(self.model.state_dict(), strict=True)
             self.answer = {}
@@ -386,10 +445,14 @@ class Examination:
             self._expect_answer(self._candidate(self.inputs, seed), "a third call on the same inputs gives another answer than the second")
             if self.verdict.reasons:
                 return
-        if case.dtype != torch.float64:
-            for name, errors in self.verdict.errors.items():
-                for complaint in errors.over_limit(case.dtype):
-                    self._wrong(f"{name}: {complaint}")
+        for complaint in self._over_limit():
+            self._wrong(complaint)
+
+    def _over_limit(self) -> list[str]:
+        """Gate 2 over all seeds so far."""
+        if self.case.dtype == torch.float64:
+            return []
+        return [f"{name}: {complaint}" for name, errors in self.verdict.errors.items() for complaint in errors.over_limit(self.case.dtype)]
 
     def _reference(self, seed: int) -> dict[str, object]:
         model = copy.deepcopy(self.model).double()
@@ -457,7 +520,7 @@ class Examination:
         """An answer stays what it was when other inputs come, and those get an answer of their own."""
         self.say("checking repeated calls")
         case = self.case
-        seed = case.seed + SEEDS
+        seed = self.later_seed
         kept = self._candidate(self.inputs, self.answer_seed)
         self._expect_answer(kept, "a later call on the same inputs gives another answer")
         if self.verdict.reasons:
@@ -469,9 +532,25 @@ class Examination:
         self._judge("other inputs in between", seen, observe(self.model, others, case.backward, seed), None, {})
         self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between")
 
+    def _other_batches(self) -> None:
+        """Other numbers of samples get their answers too, unless the Model itself refuses them.
+
+        Last of all: what torch.compile made for one size it may replace by something for all, of other speed and other bits.
+        """
+        case, seed = self.case, self.later_seed
+        if case.batch is None:
+            return
+        for batch in sorted({1, case.batch - case.batch // 3} - {case.batch}):
+            inputs = case.problem.inputs(batch, case.device, case.dtype, seed)
+            try:
+                expected = observe(self.model, inputs, case.backward, seed)
+            except Exception:  # noqa: BLE001 - a Model made for one batch
+                continue
+            self._judge(f"batch {batch}", self._candidate(inputs, seed), expected, None, {})
+
     def _nan_in_nan_out(self) -> None:
         """One NaN in each input: it spreads as far as it does in the Model, and no further."""
-        seed = self.case.seed + SEEDS
+        seed = self.later_seed
         inputs = self._fresh_inputs(seed)
         position = random.Random(seed)
         for x in inputs:
@@ -488,7 +567,7 @@ class Examination:
         try:
             with torch.set_grad_enabled(not case.backward):
                 result = _named_outputs(self.new(*self.inputs))
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(f"{last_line(error)} ({when})") from error
         self._judge(when, result, expected, None, {})
         differentiable = any(isinstance(out, torch.Tensor) and out.requires_grad for out in result.values())
@@ -512,11 +591,21 @@ class Examination:
                     target.copy_(source)
             try:
                 seen = observe(self.new, late, self.case.backward, self.answer_seed)
-            except Exception as error:
+            except RAISED as error:
                 raise CandidateRaised(f"{last_line(error)} (on another stream)") from error
             seen = dict(zip(seen, clone_all(list(seen.values()))))
         stream.synchronize()
         self._expect_answer(seen, "on a stream that is not the default one the answer differs: work is launched elsewhere")
+
+
+def _behaviour(model: torch.nn.Module) -> list[tuple]:
+    """What an instance adds to its classes: functions of its own, and hooks."""
+    return [
+        (name, key, value if callable(value) else list(value.values()))
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if (callable(value) and not isinstance(value, torch.Tensor)) or key.endswith("_hooks")
+    ]
 
 
 def _is_constant(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from judge.timing import verdict
 from judge.trial import ABOVE_FLOOR, BUILD, OK, WRONG, Run
 
 RESULT = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
@@ -33,10 +34,14 @@ def table(runs: list[Run], markdown: bool = False) -> str:
         for run in runs
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
-    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes]]
+    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes, *_disturbed(run)]]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
+
+
+def _disturbed(run: Run) -> list[str]:
+    return [f"timed under interference: {sign}" for sign in run.interference]
 
 
 def _in_order(names: set[str]) -> list[str]:
@@ -58,7 +63,7 @@ def _speedup(run: Run, name: str) -> str:
     if name not in run.speedup:
         return "-"
     low, high = run.speedup_ci[name]
-    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {verdict(run.speedup_ci[name])}"
 
 
 def _percent(run: Run) -> str:
