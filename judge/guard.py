@@ -120,7 +120,9 @@ def _changed_operators() -> list[str]:
     new = {name: set(_ORIGINS.findall(torch._C._dispatch_dump(name))) - origins for name, origins in known.items()}
     changed = [name for name, origins in new.items() if any(not origin.startswith(_TORCH) for origin in origins)]
     if changed:
-        keys = {f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")}
+        keys = {
+            f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
+        }
         for library in [thing for thing in gc.get_objects() if type(thing) is torch.library.Library]:
             if keys & {key.replace(".default", "") for key in library._op_impls}:
                 library._destroy()

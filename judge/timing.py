@@ -99,7 +99,9 @@ class Samples:
         if third:
             drift = _quantile(rounds[-third:], 0.5) / _quantile(rounds[:third], 0.5) - 1
             if abs(drift) > WIDE_DRIFT:
-                found.append(f"the last third of the rounds took {100 * abs(drift):.0f}% {'longer' if drift > 0 else 'less'} than the first")
+                found.append(
+                    f"the last third of the rounds took {100 * abs(drift):.0f}% {'longer' if drift > 0 else 'less'} than the first"
+                )
         return found
 
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:

@@ -11,8 +11,9 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge import machine, timing
-from judge.correctness import GRADIENT, Case, Examination, clone_all, random_like
+from judge.correctness import Case, Examination
 from judge.guard import Guard
+from judge.observe import GRADIENT, clone_all, random_like
 from judge.pairs import RAISED, BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
 from judge.roof import Ceilings, Load, count_work
 

@@ -1,6 +1,6 @@
 """Times a Model against itself, again and again: how many of the intervals hold 1.0, and what the verdicts are.
 
-    python tests/a_against_a.py [RUNS] [SECONDS_EACH]       100 runs, 0.3 seconds for each contender
+python tests/a_against_a.py [RUNS] [SECONDS_EACH]       100 runs, 0.3 seconds for each contender
 """
 
 import sys

@@ -10,6 +10,7 @@ One of them alone, as anybody would: python harness.py tests/candidates/model.py
 
 import argparse
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,8 +67,18 @@ def judge_pair(
     return trial.judge_pair(trial.Entry(pair, problem, batch or problem.benchmark_batch), settings, ceilings, lambda text: None)
 
 
+def judge_in_another_process(name: str, device: str, seed: int) -> tuple[bool, str]:
+    files = str(CANDIDATES / "model.py"), str(pair_of(name).new_path)
+    command = [sys.executable, str(ROOT / "harness.py"), *files, "--device", device, "--baselines", "eager", "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = done.stderr.splitlines()[-1]
+    return done.returncode == 1 and expected_reason(name) in said, said
+
+
 def judge_candidate(name: str, device: str = "cpu", seed: int = 0) -> tuple[bool, str]:
     """Whether judging ended as it must, and what was said. What is wrong with a gradient shows in the second direction only."""
+    if name.startswith("ends_the_process/"):
+        return judge_in_another_process(name, device, seed)
     batch = 4 if name.startswith("pairs/") else None
     runs = judge_pair(pair_of(name), device, backward=not name.startswith("wrong/"), seed=seed, batch=batch)
     *before, last = ([reason for reason in run.reasons] for run in runs)
@@ -83,7 +94,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="with the seeds 0 to N - 1 (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
-    names = [name for given in options.names or ("wrong", "wrong_gradient", "honest") for name in named(given) or [given]]
+    names = [name for given in options.names or ("wrong", "wrong_gradient", "ends_the_process", "honest") for name in named(given) or [given]]
     failures = 0
     for name in names:
         if needs_gpu(name) and options.device == "cpu":
@@ -91,7 +102,10 @@ def main() -> int:
         results = [judge_candidate(name, options.device, seed) for seed in range(options.repeats)]
         failed = [(seed, said) for seed, (as_expected, said) in enumerate(results) if not as_expected]
         failures += len(failed)
-        print(f"{'FAILED' if failed else 'ok':6} {len(results) - len(failed)} of {len(results)}  {name:38} {(failed or results)[0][1]}", flush=True)
+        print(
+            f"{'FAILED' if failed else 'ok':6} {len(results) - len(failed)} of {len(results)}  {name:38} {(failed or results)[0][1]}",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

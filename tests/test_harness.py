@@ -16,8 +16,10 @@ import torch
 import harness
 from attack import CANDIDATES, expected_reason, fake_ceilings, judge_candidate, judge_pair, named, needs_gpu, text_of
 from judge import correctness, machine, report, roof, timing, trial
-from judge.correctness import CHUNK, Case, Errors, Examination, compare, first_changed, perturb, poisoned, random_like, same_bits
+from judge.compare import CHUNK, Errors, compare, first_changed, same_bits
+from judge.correctness import Case, Examination
 from judge.guard import Guard
+from judge.observe import perturb, poisoned, random_like
 from judge.pairs import Pair, Problem, discover
 from judge.roof import Ceilings, Load
 
@@ -110,10 +112,10 @@ def suite(tmp_path, monkeypatch):
 # Candidates
 
 
-WRONG, WRONG_GRADIENT, HONEST = map(named, ("wrong", "wrong_gradient", "honest"))
+WRONG, WRONG_GRADIENT, ENDING, HONEST = map(named, ("wrong", "wrong_gradient", "ends_the_process", "honest"))
 
 
-@pytest.mark.parametrize("name", [*WRONG, *WRONG_GRADIENT])
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_GRADIENT, *ENDING])
 def test_rejects(name, device):
     if needs_gpu(name) and device.type == "cpu":
         pytest.skip("this one cheats on a GPU")
@@ -444,7 +446,9 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
     assert machine.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown by software"
     assert machine.throttle_reasons("[N/A]") == ""
     old_driver = {"clocks.sm": "1980", "clocks_throttle_reasons.active": "0x4"}
-    monkeypatch.setattr(machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None)
+    monkeypatch.setattr(
+        machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None
+    )
     state = machine.clocks("cuda")
     assert (state["clocks.sm"], state["throttle"]) == ("1980", "power cap")
     run = trial.Run("m", "", "cuda", "float32", "highest", "forward", 0, 1, clocks={"before": state, "after": state})

@@ -1,15 +1,15 @@
 """Leaves the judge's function in place and replaces the code in it.
 
-Rejected: the candidate replaces the code of judge.correctness.compare
+Rejected: the candidate replaces the code of judge.compare.compare
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import judge.correctness
+import judge.compare
 
-judge.correctness.compare.__code__ = (lambda *args: Difference()).__code__  # noqa: F821
+judge.compare.compare.__code__ = (lambda *args: Difference()).__code__  # noqa: F821
 
 
 class ModelNew(nn.Module):

@@ -1,15 +1,15 @@
 """Widens the judge's tolerance.
 
-Rejected: the candidate replaces judge.correctness.TOLERANCE
+Rejected: the candidate replaces judge.compare.TOLERANCE
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import judge.correctness
+import judge.compare
 
-judge.correctness.TOLERANCE[torch.float32] = {"highest": 1e9, "high": 1e9}
+judge.compare.TOLERANCE[torch.float32] = {"highest": 1e9, "high": 1e9}
 
 
 class ModelNew(nn.Module):

@@ -1,6 +1,6 @@
 """Works on a stream of its own, so that the events on the current one time nothing. Needs a GPU.
 
-Rejected: work is launched elsewhere
+Rejected: work goes on elsewhere
 """
 
 import torch
