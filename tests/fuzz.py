@@ -233,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def told() -> Iterator[int]:
         for done, index in enumerate(indices):
-            if done and done % 500 == 0:
+            if done and done % 250 == 0:
                 print(
                     f"{options.pair}: {done} of {len(indices)}, {missed} missed, {time.perf_counter() - start:.0f} s",
                     file=sys.stderr,
