@@ -23,6 +23,7 @@ import torch
 from judge import distributed, machine, record, report, timing, trial
 from judge.pairs import Pair, Problem, discover, last_line
 from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
+from judge.watch import in_a_child
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
@@ -191,5 +192,14 @@ def main(argv: list[str]) -> int:
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
 
 
+def watched(argv: list[str]) -> int:
+    """`main`, and a word where a candidate ended its process; with --json the pairs before it are on record."""
+    code = in_a_child(lambda: main(argv))
+    if code is None:
+        say("harness.py: what was judged last ended the process, without a verdict: it counts as wrong")
+        return ANY_WRONG
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(watched(sys.argv[1:]))

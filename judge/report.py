@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from judge.timing import verdict
 from judge.trial import ABOVE_FLOOR, BUILD, OK, WRONG, Run
 
 RESULT = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
@@ -34,7 +35,7 @@ def table(runs: list[Run], markdown: bool = False) -> str:
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
     lines += _scaling(runs, markdown)
-    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes]]
+    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes, *_disturbed(run)]]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
@@ -51,6 +52,10 @@ def _scaling(runs: list[Run], markdown: bool) -> list[str]:
         sizes = [str(all_of_them["processes"]), str(all_of_them["batch"])]
         rows.append([run.model, _way(run), *sizes, *figures, each, f"{100 * all_of_them['efficiency']:.1f}%"])
     return ["", *(_markdown if markdown else _aligned)(header, rows)] if rows else []
+
+
+def _disturbed(run: Run) -> list[str]:
+    return [f"timed under interference: {sign}" for sign in run.interference]
 
 
 def _in_order(names: set[str]) -> list[str]:
@@ -72,7 +77,7 @@ def _speedup(run: Run, name: str) -> str:
     if name not in run.speedup:
         return "-"
     low, high = run.speedup_ci[name]
-    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {verdict(run.speedup_ci[name])}"
 
 
 def _percent(run: Run) -> str:
