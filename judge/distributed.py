@@ -23,7 +23,7 @@ import torch
 from torch import distributed as dist
 
 from judge import machine, timing, trial
-from judge.correctness import random_like
+from judge.observe import random_like
 from judge.pairs import load_new
 from judge.roof import Ceilings
 
