@@ -25,7 +25,6 @@ import torch
 from torch import distributed as dist
 
 from judge import machine, timing, trial
-from judge.correctness import random_like
 from judge.pairs import load_new
 from judge.roof import Ceilings
 
@@ -111,7 +110,7 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
         if not backward:
             return torch.no_grad()(lambda: module(*inputs))
         leaves = [x.requires_grad_() for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        incoming = random_like(trial._differentiable(new(*inputs)), settings.seed)
+        incoming = trial.random_like(trial._differentiable(new(*inputs)), settings.seed)
 
         def forward_backward():
             for leaf in (*leaves, *new.parameters()):
