@@ -29,7 +29,7 @@ from judge.pairs import load_new
 from judge.roof import Ceilings
 
 PATIENCE = datetime.timedelta(minutes=10)  # for a rank that builds or compiles; one that hangs longer is given up
-MAX_ROUNDS = 50
+MAX_ROUNDS = 20
 CALLS = 5  # in a row, in each round
 
 
