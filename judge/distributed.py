@@ -1,9 +1,11 @@
 """One pair over several processes: torchrun --nproc-per-node=N harness.py NAME ...
 
 The batch is split. Each process, a rank, judges ModelNew by all gates at its share of the batch, with seeds of its own, on a GPU of its own
-or on the CPU. Then they take turns: all ranks at once, each at its share, and rank 0 alone at the whole batch while the others wait.
+or on the CPU. Then take turns: all ranks together, each at its share; and rank 0 alone, at its share and at the whole batch, while the others
+wait. Together it takes as long as the slowest rank does.
 
-    efficiency = ms of the whole batch on rank 0 alone / (ranks * ms of all ranks together, which is that of the slowest)
+    efficiency = ms of a share alone / ms together         what working at the same time, and averaging gradients, costs
+    speed-up   = ms of the whole batch alone / ms together  what another GPU gains; the smaller share may fill a GPU less well
 
 A backward pass runs under DistributedDataParallel: the gradients of the parameters are averaged over the ranks within the time.
 Wrong on one rank is wrong. A rank that dies takes the others with it: torchrun ends them, or their next word with it fails. Only rank 0
@@ -23,12 +25,12 @@ import torch
 from torch import distributed as dist
 
 from judge import machine, timing, trial
-from judge.observe import random_like
 from judge.pairs import load_new
 from judge.roof import Ceilings
 
 PATIENCE = datetime.timedelta(minutes=10)  # for a rank that builds or compiles; one that hangs longer is given up
-MAX_ROUNDS = 50
+MAX_ROUNDS = 20
+CALLS = 5  # in a row, in each round
 
 
 class CannotSplit(Exception):
@@ -108,7 +110,7 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
         if not backward:
             return torch.no_grad()(lambda: module(*inputs))
         leaves = [x.requires_grad_() for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        incoming = random_like(trial._differentiable(new(*inputs)), settings.seed)
+        incoming = trial.random_like(trial._differentiable(new(*inputs)), settings.seed)
 
         def forward_backward():
             for leaf in (*leaves, *new.parameters()):
@@ -117,33 +119,40 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
 
         return forward_backward
 
-    alone = step(new, entry.batch) if rank() == 0 else None
     together = step(_averaging(new, run.device) if backward else new, share)
+    alone = [step(new, batch) for batch in (share, entry.batch)] if rank() == 0 else []
     stopwatch, flush = timing.Stopwatch(run.device), timing.CacheFlush(run.device)
 
-    def turn() -> list[float]:
-        """Milliseconds of each rank in its share, then of rank 0 alone."""
-        _meet()
-        flush()
-        ms = _gathered(stopwatch(together))
-        flush()
-        return [*ms, agreed(stopwatch(alone) if rank() == 0 else None)]
+    def timed(call: Callable[[], object]) -> float:
+        """The median of a few calls in a row: the first find a processor, and a GPU, that had been waiting for the other ranks."""
+        ms = []
+        for _ in range(CALLS):
+            flush()
+            ms.append(stopwatch(call))
+        return statistics.median(ms)
 
-    for _ in range(3):
+    def turn() -> list[float]:
+        """Milliseconds of each rank in its share, then of rank 0 alone in its share and in the whole batch."""
+        _meet()
+        return _gathered(timed(together)) + agreed([timed(call) for call in alone])
+
+    for _ in range(2):
         last = turn()
-    rounds = max(timing.MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * settings.seconds_each / last[-1])))
+    rounds = max(timing.MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * settings.seconds_each / (CALLS * last[-1]))))
     turns = [turn() for _ in range(rounds)]
-    each = [statistics.median(ms) for ms in list(zip(*turns))[:-1]]
-    ms_together, ms_alone = statistics.median(max(ms[:-1]) for ms in turns), statistics.median(ms[-1] for ms in turns)
-    shares = _gathered(share)
+    *each, share_alone, whole_alone = map(statistics.median, zip(*turns))
+    slowest = statistics.median(max(ms[:-2]) for ms in turns)
+    sizes = _gathered(share)
     return {
         "processes": len(each),
         "batch": entry.batch,
-        "ms": ms_together,
-        "ms_alone": ms_alone,
-        "samples_per_second": 1e3 * entry.batch / ms_together,
-        "samples_per_second_each": [1e3 * size / ms for size, ms in zip(shares, each)],
-        "efficiency": ms_alone / (len(each) * ms_together),
+        "ms": slowest,
+        "ms_share_alone": share_alone,
+        "ms_whole_alone": whole_alone,
+        "samples_per_second": 1e3 * entry.batch / slowest,
+        "samples_per_second_each": [1e3 * size / ms for size, ms in zip(sizes, each)],
+        "speedup": whole_alone / slowest,
+        "efficiency": share_alone / slowest,
     }
 
 

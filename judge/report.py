@@ -43,14 +43,16 @@ def table(runs: list[Run], markdown: bool = False) -> str:
 
 def _scaling(runs: list[Run], markdown: bool) -> list[str]:
     """Under the table of rank 0's share: what all processes do together."""
-    header = ["model", "run", "processes", "whole batch", "ms alone", "ms together", "samples/s", "of each", "efficiency"]
+    header = ["model", "run", "processes", "whole batch", "ms alone", "ms together", "samples/s", "of each"]
+    header += ["x one alone", "efficiency"]
     rows = []
     for run in (run for run in runs if run.scaling):
         all_of_them = run.scaling
-        figures = [_number(all_of_them[name]) for name in ("ms_alone", "ms", "samples_per_second")]
+        figures = [_number(all_of_them[name]) for name in ("ms_whole_alone", "ms", "samples_per_second")]
         each = ", ".join(map(_number, all_of_them["samples_per_second_each"]))
         sizes = [str(all_of_them["processes"]), str(all_of_them["batch"])]
-        rows.append([run.model, _way(run), *sizes, *figures, each, f"{100 * all_of_them['efficiency']:.1f}%"])
+        gains = [f"{all_of_them['speedup']:.2f}", f"{100 * all_of_them['efficiency']:.1f}%"]
+        rows.append([run.model, _way(run), *sizes, *figures, each, *gains])
     return ["", *(_markdown if markdown else _aligned)(header, rows)] if rows else []
 
 
