@@ -1153,13 +1153,14 @@ __host__ __device__ __forceinline__ int channel_floats(int c, int plane) { retur
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 
-// Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants.
+// Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS, int PIECES>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
     static_assert(KS == 3 || PIECES == 2, "a step of one tap is of x's hi and lo");
     __shared__ float row_scale[kWideSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
     empty_mailbox(p, mail_words);
+    if (q >= s.units_per_sample * s.slices) return;
     prepare_constants<kWideSlots, sizeof(T) == 4>(p, s, KS * KS, q, row_scale);
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
@@ -1866,7 +1867,7 @@ static cudaError_t launch_wide_convolution(
     operands.totals = operands.posts + plan.post_words;
     operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
     operands.constants = operands.fragments + plan.fragment_words;
-    prepare_wide_weights<T, KS, PIECES><<<plan.slices, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
+    prepare_wide_weights<T, KS, PIECES><<<max(plan.slices, device.sms), kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
     return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 
@@ -1896,7 +1897,7 @@ extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(c
 // The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
 // 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
@@ -1905,20 +1906,25 @@ extern "C" int convolution_forward(
         for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(vectors[i]);
     }
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
-    const bool one_slab = sizes[1] <= 8, three = sizes[5] == 3, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
-    const bool pairs = sizes[3] % 2 == 0;
-    if (dtype == 0 && three && sizes[1] <= 24) {
-        const cudaError_t error = pairs ? run(launch_wide_convolution<float, 3, 2, true>) : run(launch_wide_convolution<float, 3, 2, false>);
-        if (error != cudaSuccess || *workspace_bytes >= 0) return error;
-    }
+    // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
+    const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
+    cudaError_t error = cudaSuccess;
+    *workspace_bytes = -1;
+    if (sizes[1] > 64) return cudaSuccess;
+    if (dtype == 0 && three && tf32 && pairs) error = run(launch_wide_convolution<float, 3, 1, true>);
+    else if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, 2, true>);
+    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, 2, false>);
+    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, 2, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, 1, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, 1, true>);
+    if (error != cudaSuccess || *workspace_bytes >= 0) return error;
+    const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
     if (dtype == 0 && three && one_slab && quads) return run(launch_convolution<float, 3, true, false>);
     if (dtype == 0 && three && one_slab) return run(launch_convolution<float, 3, false, false>);
-    // Tensor cores round their sums towards zero: three slabs' are still as accurate as float32.
-    if (dtype == 0 && three && quads && sizes[1] <= 24) return run(launch_convolution<float, 3, true, true>);
-    if (dtype == 0 && !three && quads && sizes[1] <= 64) return run(launch_convolution<float, 1, true, true>);
+    if (dtype == 0 && three && quads && few) return run(launch_convolution<float, 3, true, true>);
+    if (dtype == 0 && !three && quads) return run(launch_convolution<float, 1, true, true>);
     if (dtype == 2 && three && quads && one_slab) return run(launch_convolution<__half, 3, true, false>);
     if (dtype == 3 && three && quads && one_slab) return run(launch_convolution<__nv_bfloat16, 3, true, false>);
-    *workspace_bytes = -1;
     return cudaSuccess;
 }
 
@@ -2981,21 +2987,36 @@ static at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_we
 }
 #ifdef WITH_CUDA
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
+
+// Whether the user allows TF32 in convolutions, and in products too: PyTorch allows the former unasked.
+static bool tf32_is_allowed() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+    const auto allows = [](at::Float32Op op) {
+        return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
+    };
+    return allows(at::Float32Op::CONV) && allows(at::Float32Op::MATMUL);
+#elif TORCH_VERSION_MINOR == 9
+    return at::globalContext().float32Precision("cuda", "conv") == "tf32" && at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+#else
+    return at::globalContext().allowTF32CuDNN() && at::globalContext().allowTF32CuBLAS();
+#endif
+}
 
 static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     const auto type = x.scalar_type();
     const int64_t size = conv_weight.size(2);
+    const bool tf32 = tf32_is_allowed();
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
         const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
         const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 2 : 3;
         const int error = convolution_forward(
-            dtype, input, out, vectors, sizes, eps, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
+            dtype, input, out, vectors, sizes, eps, tf32, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "convolve: ", group_norm_error(error));
     };
     int64_t workspace_bytes = -1;
