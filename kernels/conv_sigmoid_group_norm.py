@@ -1128,14 +1128,16 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 128;      // pixels, of a wgmma
-constexpr int kConsumers = 2, kProducers = 1;  // warpgroups; the last one is three writers and the warp that merges
+constexpr int kTileN = 64;       // pixels, of a wgmma
+static_assert(kTaskPixels == 4 * kTileN, "a task's parts are written out");
+constexpr int kConsumers = 2, kProducers = 2;  // warpgroups; the last one is three writers and the warp that merges
 constexpr int kWriters = 3;                    // warps
 constexpr int kWideBlock = 128 * (kConsumers + kProducers + 1);
-constexpr int kConsumerRegisters = 160, kOtherRegisters = 96;
+constexpr int kConsumerRegisters = 128, kOtherRegisters = 72;
 constexpr int kMostSlots = 4, kMostStages = 2;
 constexpr int kAhead = 2;        // units that x is brought into L2 ahead
-static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 1) <= 512, "an SM's registers");
+static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 1) <= 65536 / kWideBlock / 8 * 8 * (kWideBlock / 128),
+    "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
@@ -1208,21 +1210,27 @@ __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t shared, uint32_t h
     return uint64_t((shared & 0x3ffff) >> 4) | uint64_t((half >> 4) & 0x3fff) << 16 | uint64_t(128 >> 4) << 32;
 }
 
-// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type            \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"       \
-        "%62,%63}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"                                                                            \
-        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "     \
+        "{%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
+        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 #undef WGMMA
 #undef D16
 #undef D4
+}
+
+// All that is under way; d's registers are the compiler's again.
+__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // One value in plain float32.
@@ -1305,21 +1313,22 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             }
             const int channel = slice_first(s, q) + c;
             const bool present = c < slice_count(s, q);
+            const int own_rows = present ? rows : 0;
             float* const v = held_begin(c, channel);
             mbarrier_wait(x_full + 8 * stage, stage_phase);
             bool has_slot = false;
             int task = turn;
             for (; task < tasks; task += kConsumers) {
-                float anchor, sum, square, largest = 0;
+                float anchor, sum, square;
                 int count, row, column;
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
                     row = quotient(pixel, s.width), column = pixel - row * s.width;
                     anchor = sum = square = 0, count = 0;
                 };
-                // The thread's next two values: into shared memory and into its moments.
+                // The thread's next two values: into shared memory and into its sums. A quad of lanes has one anchor.
                 const auto take = [&](bool first, float v0, float v1) {
-                    const auto is_output = [&](int r, int k) { return present && k < s.columns && r < rows; };
+                    const auto is_output = [&](int r, int k) { return k < s.columns && r < own_rows; };
                     if (first) {  // of a quad's first pixels at least one is an output, if any of the task's is
                         const uint32_t outputs = __ballot_sync(~0u, is_output(row, column)) >> (lane & 28) & 15;
                         anchor = __shfl_sync(~0u, v0, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
@@ -1340,23 +1349,19 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     column += 8;
                     if (column >= s.width) column -= s.width, ++row;
                 };
-                begin();
-#pragma unroll 1
-                for (int half = 0; half < kTaskPixels / kTileN; ++half) {
-                    float d[kTileN / 2];
-                    const uint32_t x = shared_address(stages) + stage * stage_bytes + (task * kTaskPixels + half * kTileN) * 16;
-#pragma unroll 1
-                    for (int slab = 0; slab < s.slabs; ++slab) {
-                        if (s.slabs > 1) load_fragments(slab);
-                        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                        const uint32_t hi = x + slab * slab_bytes;
-                        const uint32_t row_bytes = s.width * 16;
+                // Of the task's pixels from part * kTileN on.
+                const auto multiply = [&](float (&d)[kTileN / 2], int part) {
+                    const uint32_t x = shared_address(stages) + stage * stage_bytes + (task * kTaskPixels + part * kTileN) * 16;
+                    const auto multiply_slab = [&](int slab) {
+                        const uint32_t hi = x + slab * slab_bytes, row_bytes = s.width * 16;
                         const auto pairs = [&](uint32_t from, bool keep) {  // of the first eight taps
                             wgmma<T>(d, a[0], pixel_descriptor(from, 16), keep);
                             wgmma<T>(d, a[1], pixel_descriptor(from + 32, row_bytes - 32), true);
                             wgmma<T>(d, a[2], pixel_descriptor(from + row_bytes + 16, 16), true);
                             wgmma<T>(d, a[3], pixel_descriptor(from + 2 * row_bytes, 16), true);
                         };
+                        if (s.slabs > 1) load_fragments(slab);
+                        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                         if constexpr (KS == 1) {
                             wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
                         } else if constexpr (PIECES == 2) {
@@ -1368,45 +1373,65 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 16, 16), true);
                         }
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                        if (s.slabs > 1) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");  // before a's registers change
+                    };
+#pragma unroll 1
+                    for (int slab = 0; slab < s.slabs - 1; ++slab) {
+                        multiply_slab(slab);
+                        wgmma_wait(d);  // before a's registers change
                     }
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                    if (half == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
-                    has_slot = true;
+                    multiply_slab(s.slabs - 1);
+                };
+                const auto finish = [&](const float (&d)[kTileN / 2], bool first) {
 #pragma unroll
                     for (int j = 0; j < kTileN / 8; ++j) {
                         const float* const two = d + 4 * j;
                         const float h0 = PIECES == 2 ? two[0] + two[2] : two[0], h1 = PIECES == 2 ? two[1] + two[3] : two[1];
-                        if (sizeof(T) == 4 && PIECES == 1) largest = fmaxf(largest, fmaxf(fabsf(h0), fabsf(h1)));
                         const float v0 = sigmoid_from_exponent(fmaf(h0, slope, offset)), v1 = sigmoid_from_exponent(fmaf(h1, slope, offset));
-                        take(half == 0 && j == 0, v0, v1);
+                        take(j == 0 && first, v0, v1);
                     }
-                }
-                // An input beyond fp16's reach has made a NaN, inf - inf or 0 * inf, or without lo an infinity. So has one that is not finite.
-                if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY && largest < INFINITY))) {
+                };
+                begin();
+                // One part's products run while the one before becomes v.
+                float even[kTileN / 2], odd[kTileN / 2];
+                multiply(even, 0);
+                wgmma_wait(even);
+                multiply(odd, 1);
+                if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
+                has_slot = true;
+                finish(even, true);
+                wgmma_wait(odd);
+                multiply(even, 2);
+                finish(odd, false);
+                wgmma_wait(even);
+                multiply(odd, 3);
+                finish(even, false);
+                wgmma_wait(odd);
+                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                finish(odd, false);
+                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is NaN or infinite.
+                if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
 #pragma unroll 1
                     for (int j = 0; j < kTaskPixels / 8; ++j) {
-                        float two[2];
+                        float v0 = 0, v1 = 0;
 #pragma unroll 1
                         for (int k = 0; k < 2; ++k) {
                             const bool wraps = column + k >= s.width;
                             const int r = row + wraps, at = wraps ? 0 : column + k;
-                            const bool exists = present && r < rows && at < s.columns;
-                            two[k] = exists ? convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, at) : 0.0f;
+                            v0 = v1, v1 = 0;
+                            if (r < own_rows && at < s.columns) v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, at);
                         }
-                        take(j == 0, two[0], two[1]);
+                        take(j == 0, v0, v1);
                     }
                 }
-                Moments<float> m;
-                m.count = float(count);
-                const float mean = count > 0 ? sum * reciprocal(m.count) : 0.0f;
-                m.hi = anchor + mean;
-                m.lo = mean - (m.hi - anchor);
-                m.m2 = fmaf(-sum, mean, square);
-                m = merge_with_lane(merge_with_lane(m, 1), 2);
-                if (t < 3 && present) post(posts(c) + t * peers + band * s.tasks + task, t == 0 ? m.hi : t == 1 ? m.lo : m.m2, round);
+                for (int mask = 1; mask < 4; mask *= 2) {
+                    count += __shfl_xor_sync(~0u, count, mask);
+                    sum += __shfl_xor_sync(~0u, sum, mask);
+                    square += __shfl_xor_sync(~0u, square, mask);
+                }
+                const float mean = count > 0 ? sum * reciprocal(float(count)) : 0.0f, hi = anchor + mean;
+                const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : fmaf(-sum, mean, square);
+                if (t < 3 && present) post(posts(c) + t * peers + band * s.tasks + task, number, round);
             }
             if (!has_slot) {
                 warp_arrives(x_empty + 8 * stage);
@@ -1417,7 +1442,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-        constexpr int kThreads = 128 * kProducers, kItems = 2;  // pixels of a thread in flight
+        constexpr int kThreads = 128 * kProducers, kItems = 4;  // pixels of a thread, in registers before there is room for them
         const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width, items = pixels * s.slabs;
         const int batches = (items + kItems * kThreads - 1) / (kItems * kThreads);
         const auto band_of_x = [&](int u, int channel) {
@@ -1429,7 +1454,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             return item - slab * pixels;
         };
         T raw[kItems][8];
-        const auto load = [&](int u, int batch, T (&to)[kItems][8]) {
+        const auto load = [&](int u, int batch) {
 #pragma unroll
             for (int i = 0; i < kItems; ++i) {
                 int slab;
@@ -1437,12 +1462,12 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 const T* const from = band_of_x(u, slab * 8) + pixel;
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    from_acc(0.0f, to[i][c]);
-                    if (c < channels) to[i][c] = __ldg(from + c * image);
+                    from_acc(0.0f, raw[i][c]);
+                    if (c < channels) raw[i][c] = __ldg(from + c * image);
                 }
             }
         };
-        if (unit < s.units) load(unit, 0, raw);
+        if (unit < s.units) load(unit, 0);
         for (; unit < s.units; next_unit()) {
             const int later = unit + kAhead * s.teams;
             if (tid < s.in_channels && later < s.units) {
@@ -1452,13 +1477,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             const float input_scale =
                 sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[slice_of(unit)].input_scale : 1.0f;
             for (int batch = 0; batch < batches; ++batch) {
-                T next[kItems][8];
-                if (batch + 1 < batches) load(unit, batch + 1, next);
-                else if (unit + s.teams < s.units) load(unit + s.teams, 0, next);
                 if (batch == 0) mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
-                    uint32_t hi[4], lo[4];
+                    uint32_t hi[4], lo[4] = {};
 #pragma unroll
                     for (int k = 0; k < 4; ++k) {
                         if constexpr (sizeof(T) == 2) {
@@ -1470,6 +1492,12 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             lo[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
                         }
                     }
+                    if (sizeof(T) == 4 && PIECES == 1) {  // fp16's infinity, alone, would not show
+                        float most = 0;
+#pragma unroll
+                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(raw[i][c]) * input_scale);
+                        if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
+                    }
                     int slab;
                     const int pixel = place(batch, i, slab);
                     if (slab < s.slabs && pixel < pixels) {
@@ -1478,14 +1506,11 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                         if (PIECES == 2) *reinterpret_cast<uint4*>(to + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
                     }
                 }
-#pragma unroll
-                for (int i = 0; i < kItems; ++i) {
-#pragma unroll
-                    for (int c = 0; c < 8; ++c) raw[i][c] = next[i][c];
-                }
+                if (batch + 1 < batches) load(unit, batch + 1);
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * stage);
+            if (unit + s.teams < s.units) load(unit + s.teams, 0);
         }
     } else if (warp == kWriters) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
@@ -1521,15 +1546,22 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             for (int k = 0; k < 3; ++k) here = here && uint32_t(words[i][k] >> 32) == round;
                         }
                     } while (!here);
+                    // Within the batch around its first mean, then as a whole.
+                    const auto number = [&](int i, int k) { return __uint_as_float(uint32_t(words[i][k])); };
+                    Moments<float> some;
+                    some.hi = number(0, 0);
+                    float delta[kBatch], sum = 0;
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        Moments<float> other;
-                        other.count = float(counts[i]);
-                        other.hi = __uint_as_float(uint32_t(words[i][0]));
-                        other.lo = __uint_as_float(uint32_t(words[i][1]));
-                        other.m2 = __uint_as_float(uint32_t(words[i][2]));
-                        m = merge(m, other);
+                        delta[i] = (number(i, 0) - some.hi) + number(i, 1);
+                        if (counts[i] > 0) some.count += float(counts[i]), sum = fmaf(float(counts[i]), delta[i], sum);
                     }
+                    some.lo = counts[0] > 0 ? sum * reciprocal(some.count) : 0.0f;
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+                        if (counts[i] > 0) some.m2 += fmaf(float(counts[i]) * (delta[i] - some.lo), delta[i] - some.lo, number(i, 2));
+                    }
+                    m = merge(m, some);
                 }
                 __syncwarp();
                 m = of_lane(merge_across_warp(m), 0);
@@ -1556,11 +1588,18 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 }
             }
             __syncwarp();
-            if (s.slices == 1) {
-                const int begin = lane / s.group_channels * s.group_channels;
-                const Moments<float> own = m;
-                m = of_lane(own, begin & 31);
-                for (int k = 1; k < s.group_channels; ++k) m = merge(m, of_lane(own, (begin + k) & 31));
+            if (s.slices == 1) {  // channels of one size
+                const int begin = quotient(lane, s.group_channels) * s.group_channels;
+                const auto of_channel = [&](float number, int k) { return __shfl_sync(~0u, number, (begin + k) & 31); };
+                const float anchor = of_channel(m.hi, 0), delta = (m.hi - anchor) + m.lo;
+                float sum = 0, m2 = 0;
+                for (int k = 0; k < s.group_channels; ++k) sum += of_channel(delta, k);
+                const float mean = sum * reciprocal(float(s.group_channels));
+                const float own_m2 = fmaf(m.count * (delta - mean), delta - mean, m.m2);
+                for (int k = 0; k < s.group_channels; ++k) m2 += of_channel(own_m2, k);
+                m.hi = anchor + mean;
+                m.lo = mean - (m.hi - anchor);
+                m.m2 = m2, m.count *= float(s.group_channels);
             } else {
                 for (int mask = 1; mask < 32; mask *= 2) m = merge_with_lane(m, mask);
             }
@@ -1578,19 +1617,25 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     from_acc(fmaf(v[loose] - mean, a, offset), value);
                     gout[at + loose] = value;
                 }
-#pragma unroll 4
-                for (int i = lane; i < int(span.packs); i += 32) {
-                    Pack<T, V> pack;
-                    const float* const from = v + span.head + i * V;
+                constexpr int kBatch = 4;  // packs of a lane in flight
+                for (int i = lane; i < int(span.packs); i += 32 * kBatch) {
+                    const auto exists = [&](int b) { return i + 32 * b < int(span.packs); };
+                    Pack<float, 4> four[kBatch][V / 4];
 #pragma unroll
-                    for (int j = 0; j < V; j += 4) {
-                        const float4 w = *reinterpret_cast<const float4*>(from + j);
-                        from_acc(fmaf(w.x - mean, a, offset), pack.value[j]);
-                        from_acc(fmaf(w.y - mean, a, offset), pack.value[j + 1]);
-                        from_acc(fmaf(w.z - mean, a, offset), pack.value[j + 2]);
-                        from_acc(fmaf(w.w - mean, a, offset), pack.value[j + 3]);
+                    for (int b = 0; b < kBatch; ++b) {
+                        const float* const from = v + span.head + (i + 32 * b) * V;
+#pragma unroll
+                        for (int j = 0; j < V / 4; ++j) {
+                            if (exists(b)) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 4 * j);
+                        }
                     }
-                    store_streaming(gout + at + span.head + i * V, pack);
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+                        Pack<T, V> pack;
+#pragma unroll
+                        for (int j = 0; j < V; ++j) from_acc(fmaf(four[b][j / 4].value[j % 4] - mean, a, offset), pack.value[j]);
+                        if (exists(b)) store_streaming(gout + at + span.head + (i + 32 * b) * V, pack);
+                    }
                 }
             }
             warp_arrives(v_empty + 8 * slot);
