@@ -1126,6 +1126,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // consumers make v in a slot of shared memory, and post its moments; a warp merges all blocks' moments of the channels that fall to it, and
 // posts the totals; the writers wait for those of their unit's channels.
 
+#if CUDART_VERSION >= 12000
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
 constexpr int kTileN = 64;       // pixels, of a wgmma
@@ -1293,6 +1294,14 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
         return p.totals + (int64_t(round % (2 * s.slots)) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
     };
 
+    const auto outputs_of_task = [&](int task, int band_rows) {
+        const auto outputs = [&](int pixels) {  // of a band's first ones
+            const int n = min(pixels, band_rows * s.width), row = quotient(n, s.width);
+            return row * s.columns + min(n - row * s.width, s.columns);
+        };
+        return outputs((task + 1) * kTaskPixels) - outputs(task * kTaskPixels);
+    };
+
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = warp * 8 + g;
@@ -1320,34 +1329,38 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             int task = turn;
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
-                int count, row, column;
+                int row, column, bound;  // bound: where the row's outputs end
+                float* at;
+                const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
                     row = quotient(pixel, s.width), column = pixel - row * s.width;
-                    anchor = sum = square = 0, count = 0;
+                    at = v + row * s.columns + column;
+                    anchor = sum = square = 0;
+                    begin_row();
                 };
                 // The thread's next two values: into shared memory and into its sums. A quad of lanes has one anchor.
                 const auto take = [&](bool first, float v0, float v1) {
-                    const auto is_output = [&](int r, int k) { return k < s.columns && r < own_rows; };
                     if (first) {  // of a quad's first pixels at least one is an output, if any of the task's is
-                        const uint32_t outputs = __ballot_sync(~0u, is_output(row, column)) >> (lane & 28) & 15;
+                        const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                         anchor = __shfl_sync(~0u, v0, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                     }
-                    float* const at = v + row * s.columns + column;
-                    const bool wraps = !PAIRS && column + 1 == s.width;
-                    const bool valid[2] = {is_output(row, column), PAIRS ? is_output(row, column) : is_output(row + wraps, wraps ? 0 : column + 1)};
+                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
+                    const bool other_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
                     if (PAIRS) {
-                        if (valid[0]) *reinterpret_cast<float2*>(at) = make_float2(v0, v1);
+                        if (valid) *reinterpret_cast<float2*>(at) = make_float2(v0, v1);
                     } else {
-                        if (valid[0]) at[0] = v0;
-                        if (valid[1]) at[wraps ? s.columns - column : 1] = v1;
+                        if (valid) at[0] = v0;
+                        if (other_valid) at[wraps ? s.columns - column : 1] = v1;
                     }
-                    count += valid[0] + valid[1];
-                    const float d0 = valid[0] ? v0 - anchor : 0.0f, d1 = valid[1] ? v1 - anchor : 0.0f;
+                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = other_valid ? v1 - anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                    column += 8;
-                    if (column >= s.width) column -= s.width, ++row;
+                    column += 8, at += 8;
+                    if (column >= s.width) {
+                        column -= s.width, at -= KS - 1, ++row;
+                        begin_row();
+                    }
                 };
                 // Of the task's pixels from part * kTileN on.
                 const auto multiply = [&](float (&d)[kTileN / 2], int part) {
@@ -1417,18 +1430,18 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #pragma unroll 1
                         for (int k = 0; k < 2; ++k) {
                             const bool wraps = column + k >= s.width;
-                            const int r = row + wraps, at = wraps ? 0 : column + k;
+                            const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
-                            if (r < own_rows && at < s.columns) v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, at);
+                            if (r < own_rows && there < s.columns) v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, there);
                         }
                         take(j == 0, v0, v1);
                     }
                 }
                 for (int mask = 1; mask < 4; mask *= 2) {
-                    count += __shfl_xor_sync(~0u, count, mask);
                     sum += __shfl_xor_sync(~0u, sum, mask);
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
+                const int count = outputs_of_task(task, rows);
                 const float mean = count > 0 ? sum * reciprocal(float(count)) : 0.0f, hi = anchor + mean;
                 const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : fmaf(-sum, mean, square);
                 if (t < 3 && present) post(posts(c) + t * peers + band * s.tasks + task, number, round);
@@ -1523,13 +1536,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     int counts[kBatch];
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        const int b = quotient(peer + 32 * i, s.tasks), pixel = (peer + 32 * i - b * s.tasks) * kTaskPixels;
-                        const int end = (band_begin(b + 1) - band_begin(b)) * s.width;
-                        const auto outputs = [&](int n) {  // of a band's first n pixels
-                            const int row = quotient(n, s.width);
-                            return row * s.columns + min(n - row * s.width, s.columns);
-                        };
-                        counts[i] = peer + 32 * i < peers ? outputs(min(pixel + kTaskPixels, end)) - outputs(min(pixel, end)) : 0;
+                        const int b = quotient(peer + 32 * i, s.tasks);
+                        counts[i] = peer + 32 * i < peers ? outputs_of_task(peer + 32 * i - b * s.tasks, band_begin(b + 1) - band_begin(b)) : 0;
                     }
                     uint64_t words[kBatch][3];
                     bool here;
@@ -1643,6 +1651,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     }
 #endif
 }
+#endif  // CUDART_VERSION >= 12000
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
@@ -1836,6 +1845,7 @@ static cudaError_t launch_convolution(
     return launch_together(kernel, plan.blocks, kConvBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 
+#if CUDART_VERSION >= 12000
 struct WidePlan {
     WideShape shape;
     int slices, blocks, shared_bytes;
@@ -1915,6 +1925,7 @@ static cudaError_t launch_wide_convolution(
     prepare_wide_weights<T, KS, PIECES><<<max(plan.slices, device.sms), kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
     return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
+#endif  // CUDART_VERSION >= 12000
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
 // h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and
@@ -1953,9 +1964,10 @@ extern "C" int convolution_forward(
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
     // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
     const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
-    cudaError_t error = cudaSuccess;
     *workspace_bytes = -1;
     if (sizes[1] > 64) return cudaSuccess;
+#if CUDART_VERSION >= 12000
+    cudaError_t error = cudaSuccess;
     if (dtype == 0 && three && tf32 && pairs) error = run(launch_wide_convolution<float, 3, 1, true>);
     else if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, 2, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, 2, false>);
@@ -1963,6 +1975,7 @@ extern "C" int convolution_forward(
     else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, 1, true>);
     else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, 1, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
+#endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
     if (dtype == 0 && three && one_slab && quads) return run(launch_convolution<float, 3, true, false>);
     if (dtype == 0 && three && one_slab) return run(launch_convolution<float, 3, false, false>);
