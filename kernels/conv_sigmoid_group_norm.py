@@ -1266,9 +1266,11 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     }
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int members = s.slices * s.bands, team = blockIdx.x / members, slice = blockIdx.x % members / s.bands, band = blockIdx.x % s.bands;
+    const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
+    const int slice = member / s.bands, band = member % s.bands;
     const auto band_begin = [&](int b) { return int(int64_t(s.rows) * b / s.bands); };
-    const int first_row = band_begin(band), rows = band_begin(band + 1) - first_row, tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
+    const int first_row = band_begin(band), rows = band_begin(band + 1) - first_row;
+    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = PIECES * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
@@ -1283,13 +1285,16 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     };
     const auto sample_of = [&](int u) { return quotient(u, s.units_per_sample); };
     const auto slice_of = [&](int u) { return (u - sample_of(u) * s.units_per_sample) * s.slices + slice; };
-    const auto out_begin = [&](int channel) { return (int64_t(sample_of(unit)) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns; };
+    const auto out_begin = [&](int channel) {
+        return (int64_t(sample_of(unit)) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
+    };
     const auto held_begin = [&](int c, int channel) {  // its packs aligned where the output's are
         return held + slot * s.slot_floats + channel_floats(c, s.plane) + int(out_begin(channel) & (V - 1));
     };
-    const int peers = s.bands * s.tasks;
-    const auto posts = [&](int c) { return p.posts + ((int64_t(slot) * s.teams + team) * (s.slices * kWideSlots) + slice * kWideSlots + c) * 3 * peers; };
-    const int total_stride = s.slices * kWideSlots;
+    const int peers = s.bands * s.tasks, total_stride = s.slices * kWideSlots;
+    const auto posts = [&](int c) {
+        return p.posts + ((int64_t(slot) * s.teams + team) * total_stride + slice * kWideSlots + c) * 3 * peers;
+    };
     const auto totals = [&](int k, int c) {  // channel c of the unit's slice k
         return p.totals + (int64_t(round % (2 * s.slots)) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
     };
@@ -1309,7 +1314,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
         float slope = 0, offset = 0;
         int q = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (; unit < s.units; next_unit()) {
-            const uint4* const fragments = reinterpret_cast<const uint4*>(p.fragments) + int64_t(slice_of(unit)) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const uint4* const fragments =
+                reinterpret_cast<const uint4*>(p.fragments) + int64_t(slice_of(unit)) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int slab) {
 #pragma unroll
                 for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (slab * kSteps<KS> + i) * 128);
@@ -1399,8 +1405,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     for (int j = 0; j < kTileN / 8; ++j) {
                         const float* const two = d + 4 * j;
                         const float h0 = PIECES == 2 ? two[0] + two[2] : two[0], h1 = PIECES == 2 ? two[1] + two[3] : two[1];
-                        const float v0 = sigmoid_from_exponent(fmaf(h0, slope, offset)), v1 = sigmoid_from_exponent(fmaf(h1, slope, offset));
-                        take(j == 0 && first, v0, v1);
+                        const float t0 = fmaf(h0, slope, offset), t1 = fmaf(h1, slope, offset);
+                        take(j == 0 && first, sigmoid_from_exponent(t0), sigmoid_from_exponent(t1));
                     }
                 };
                 begin();
@@ -1421,7 +1427,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 wgmma_wait(odd);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                 finish(odd, false);
-                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is NaN or infinite.
+                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is not finite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
 #pragma unroll 1
@@ -1432,7 +1438,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             const bool wraps = column + k >= s.width;
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
-                            if (r < own_rows && there < s.columns) v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, there);
+                            if (r >= own_rows || there >= s.columns) continue;
+                            v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, there);
                         }
                         take(j == 0, v0, v1);
                     }
@@ -1536,8 +1543,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     int counts[kBatch];
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        const int b = quotient(peer + 32 * i, s.tasks);
-                        counts[i] = peer + 32 * i < peers ? outputs_of_task(peer + 32 * i - b * s.tasks, band_begin(b + 1) - band_begin(b)) : 0;
+                        const int one = peer + 32 * i, b = quotient(one, s.tasks);
+                        counts[i] = one < peers ? outputs_of_task(one - b * s.tasks, band_begin(b + 1) - band_begin(b)) : 0;
                     }
                     uint64_t words[kBatch][3];
                     bool here;
@@ -1546,7 +1553,9 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #pragma unroll
                         for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-                            for (int k = 0; k < 3; ++k) words[i][k] = counts[i] > 0 ? peek(from + k * peers + peer + 32 * i) : uint64_t(round) << 32;
+                            for (int k = 0; k < 3; ++k) {
+                                words[i][k] = counts[i] > 0 ? peek(from + k * peers + peer + 32 * i) : uint64_t(round) << 32;
+                            }
                         }
 #pragma unroll
                         for (int i = 0; i < kBatch; ++i) {
@@ -1805,7 +1814,8 @@ static bool plan_convolution(ConvPlan* plan, const int64_t* sizes, int fragment,
 // Cooperative: all blocks of the teams run at once, or none.
 template <typename Operands, typename Shape>
 static cudaError_t launch_together(
-    void (*kernel)(Operands, Shape), int blocks, int threads, int shared_bytes, cudaStream_t stream, const Operands& operands, const Shape& shape) {
+    void (*kernel)(Operands, Shape), int blocks, int threads, int shared_bytes, cudaStream_t stream, const Operands& operands,
+    const Shape& shape) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
@@ -1850,7 +1860,9 @@ struct WidePlan {
     WideShape shape;
     int slices, blocks, shared_bytes;
     int64_t fragment_words, post_words, total_words;  // of 4 bytes, of 8, of 8; whole 16 bytes
-    int64_t workspace() const { return fragment_words * 4 + (post_words + total_words) * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>); }
+    int64_t workspace() const {
+        return fragment_words * 4 + (post_words + total_words) * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>);
+    }
 };
 
 // False where another way is better.
@@ -1861,9 +1873,11 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int bands = int(divide_up(s.rows, own)), most = int(divide_up(s.rows, bands)), members = bands * s.slices;
-        const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width, stage_bytes = pixels * s.slabs * pieces * 16;
+        const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
+        const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool aligned = s.rows % bands == 0 && values % pack == 0;
-        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) + 12 - 8, 32) * 32 + 8, slot_floats = channel_floats(s.slice_channels, int(plane)) + 12;
+        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) + 12 - 8, 32) * 32 + 8;
+        const int64_t slot_floats = channel_floats(s.slice_channels, int(plane)) + 12;
         if (slot_floats * 4 + stage_bytes > shared_most) break;
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
@@ -1922,7 +1936,8 @@ static cudaError_t launch_wide_convolution(
     operands.totals = operands.posts + plan.post_words;
     operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
     operands.constants = operands.fragments + plan.fragment_words;
-    prepare_wide_weights<T, KS, PIECES><<<max(plan.slices, device.sms), kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
+    const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
+    prepare_wide_weights<T, KS, PIECES><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
     return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 #endif  // CUDART_VERSION >= 12000
