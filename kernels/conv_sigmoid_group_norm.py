@@ -46,6 +46,7 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdint.h>
+#include <algorithm>
 #include <type_traits>
 
 // --- shared: values (home: kernels/instance_norm.py) ---
@@ -661,6 +662,7 @@ __device__ __forceinline__ void empty_mailbox(const ConvOperands& p, int64_t wor
 // By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. row_scale, shared, is what a channel's weights are multiplied by.
 template <int SLOTS, bool SPLIT>
 __device__ __forceinline__ void prepare_constants(const ConvOperands& p, const ConvShape& s, int taps, int q, float (&row_scale)[SLOTS]) {
+    static_assert(SLOTS <= 32, "a lane for each");
     __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
     for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
@@ -676,18 +678,14 @@ __device__ __forceinline__ void prepare_constants(const ConvOperands& p, const C
         if (lane == 0) largest[c] = most, sums[c] = sum;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-        float reach = 0;  // of a pre-activation, for inputs in [-1, 1]
-        bool plain = true;
-        for (int c = 0; c < count; ++c) {
-            const float r = fabsf(p.scale[first + c]) * sums[c];
-            plain = plain && r <= 16384.0f;  // false for NaN too
-            reach = fmaxf(reach, r);
-        }
+    if (threadIdx.x < 32) {
+        float reach = lane < count ? fabsf(p.scale[first + lane]) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
+        const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
+        for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane == 0) shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
     if (threadIdx.x < SLOTS) {
@@ -825,12 +823,20 @@ __device__ __forceinline__ Moments<float> merge_with_lane(const Moments<float>& 
     return (threadIdx.x & mask) == 0 ? merge(m, other) : merge(other, m);  // the same for both, to the bit
 }
 
-__device__ __forceinline__ Moments<float> of_lane(const Moments<float>& m, int lane) {
+// Of `count` neighbouring lanes, a power of two; the same in all of them.
+__device__ __forceinline__ Moments<float> merge_across_lanes(const Moments<float>& m, int count) {
+    const auto sum = [&](float v) {
+        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
+        return v;
+    };
     Moments<float> r;
-    r.count = __shfl_sync(~0u, m.count, lane);
-    r.hi = __shfl_sync(~0u, m.hi, lane);
-    r.lo = __shfl_sync(~0u, m.lo, lane);
-    r.m2 = __shfl_sync(~0u, m.m2, lane);
+    const float anchor = __shfl_sync(~0u, m.hi, threadIdx.x % 32 / count * count), delta = (m.hi - anchor) + m.lo;
+    const bool any = m.count > 0.0f;
+    r.count = sum(m.count);
+    const float all = sum(any ? m.count * delta : 0.0f), mean = r.count > 0.0f ? all * reciprocal(r.count) : 0.0f;
+    r.m2 = sum(any ? fmaf(m.count * (delta - mean), delta - mean, m.m2) : 0.0f);
+    r.hi = anchor + mean;
+    r.lo = mean - (r.hi - anchor);
     return r;
 }
 
@@ -1142,12 +1148,12 @@ static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
-    int tasks;               // most of a band
+    int band_rows, tasks;    // of a band; the last one may have fewer
     int pixels;              // most of a stage
     int slot_floats;
 };
 struct WideOperands : ConvOperands {
-    uint64_t* posts;   // the mailbox: of each slot, team, channel of the unit, number (hi, lo, M2), task
+    uint64_t* posts;   // the mailbox: of each slot, team, channel of the unit, task: hi, lo, M2, count
     uint64_t* totals;  // twice: of each slot, team, number, channel of the unit
 };
 
@@ -1165,6 +1171,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
     prepare_constants<kWideSlots, sizeof(T) == 4>(p, s, KS * KS, q, row_scale);
+#pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>), c = thread / 4;
@@ -1201,10 +1208,10 @@ __device__ __forceinline__ void warp_arrives(uint32_t bar) {
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ uint64_t peek(const uint64_t* from) {
-    uint64_t word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
+__device__ __forceinline__ void peek(const uint64_t* from, uint64_t (&words)[4]) {
+    for (int i = 0; i < 4; i += 2) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i) : "memory");
+    }
 }
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block; K's second half is `half` bytes further on.
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t shared, uint32_t half) {
@@ -1256,47 +1263,53 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ uint64_t bars[2 * (kMostStages + kMostSlots)];
+    __shared__ uint64_t bars[2 * (kMostStages + kMostSlots + 1)];
+    __shared__ float norm[2][3][kWideSlots];  // of a unit's channels: mean, factor, offset; units in turn
     const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   v_empty = v_full + 8 * kMostSlots;
+                   v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
     if (threadIdx.x == 0) {
         for (int i = 0; i < s.stages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         for (int i = 0; i < s.slots; ++i) mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(v_empty + 8 * i, kWriters);
+        mbarrier_init(norm_full, 1), mbarrier_init(norm_full + 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
     const int slice = member / s.bands, band = member % s.bands;
-    const auto band_begin = [&](int b) { return int(int64_t(s.rows) * b / s.bands); };
-    const int first_row = band_begin(band), rows = band_begin(band + 1) - first_row;
-    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
+    const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
+    const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
+    const int tasks = tasks_of(rows);
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = PIECES * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
 
     // What each role goes through, unit by unit.
     uint32_t round = 1;
-    int unit = team, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;
+    int unit = team, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, sample, q;  // q: the slice, of the sample's
+    const auto locate = [&] {
+        sample = quotient(unit, s.units_per_sample);
+        q = (unit - sample * s.units_per_sample) * s.slices + slice;
+    };
+    locate();
     const auto next_unit = [&] {
         unit += s.teams, ++round;
+        locate();
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
         if (++slot == s.slots) slot = 0, slot_phase ^= 1;
     };
-    const auto sample_of = [&](int u) { return quotient(u, s.units_per_sample); };
-    const auto slice_of = [&](int u) { return (u - sample_of(u) * s.units_per_sample) * s.slices + slice; };
     const auto out_begin = [&](int channel) {
-        return (int64_t(sample_of(unit)) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
+        return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
     const auto held_begin = [&](int c, int channel) {  // its packs aligned where the output's are
         return held + slot * s.slot_floats + channel_floats(c, s.plane) + int(out_begin(channel) & (V - 1));
     };
-    const int peers = s.bands * s.tasks, total_stride = s.slices * kWideSlots;
+    const int peers = (s.bands - 1) * s.tasks + tasks_of(s.rows - (s.bands - 1) * s.band_rows), total_stride = s.slices * kWideSlots;
     const auto posts = [&](int c) {
-        return p.posts + ((int64_t(slot) * s.teams + team) * total_stride + slice * kWideSlots + c) * 3 * peers;
+        return p.posts + ((int64_t(slot) * s.teams + team) * total_stride + slice * kWideSlots + c) * 4 * peers;
     };
     const auto totals = [&](int k, int c) {  // channel c of the unit's slice k
-        return p.totals + (int64_t(round % (2 * s.slots)) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
+        return p.totals + (int64_t(slot + slot_phase * s.slots) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
     };
 
     const auto outputs_of_task = [&](int task, int band_rows) {
@@ -1312,16 +1325,16 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
         const int g = lane / 4, t = lane % 4, c = warp * 8 + g;
         uint4 a[kSteps<KS>];
         float slope = 0, offset = 0;
-        int q = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
+        int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (; unit < s.units; next_unit()) {
             const uint4* const fragments =
-                reinterpret_cast<const uint4*>(p.fragments) + int64_t(slice_of(unit)) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
+                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int slab) {
 #pragma unroll
                 for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (slab * kSteps<KS> + i) * 128);
             };
-            if (q != slice_of(unit)) {
-                q = slice_of(unit);
+            if (known != q) {
+                known = q;
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0);
@@ -1335,7 +1348,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             int task = turn;
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
-                int row, column, bound;  // bound: where the row's outputs end
+                int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
                 float* at;
                 const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
@@ -1345,28 +1358,34 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     anchor = sum = square = 0;
                     begin_row();
                 };
-                // The thread's next two values: into shared memory and into its sums. A quad of lanes has one anchor.
-                const auto take = [&](bool first, float v0, float v1) {
-                    if (first) {  // of a quad's first pixels at least one is an output, if any of the task's is
-                        const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                        anchor = __shfl_sync(~0u, v0, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
-                    }
-                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
-                    const bool other_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+                const auto set_anchor = [&](float first) {
+                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                    anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
+                };
+                // Two neighbouring values: into shared memory and into the thread's sums. `next`: where the second one goes.
+                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
                     if (PAIRS) {
-                        if (valid) *reinterpret_cast<float2*>(at) = make_float2(v0, v1);
+                        if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
                     } else {
-                        if (valid) at[0] = v0;
-                        if (other_valid) at[wraps ? s.columns - column : 1] = v1;
+                        if (valid) to[0] = v0;
+                        if (next_valid) to[next] = v1;
                     }
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = other_valid ? v1 - anchor : 0.0f;
+                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                    column += 8, at += 8;
-                    if (column >= s.width) {
-                        column -= s.width, at -= KS - 1, ++row;
-                        begin_row();
-                    }
+                };
+                const auto advance = [&](int pixels) {
+                    column += pixels, at += pixels;
+                    const bool wraps = column >= s.width;
+                    column -= wraps ? s.width : 0, at -= wraps ? KS - 1 : 0, row += wraps;
+                    begin_row();
+                };
+                const auto take = [&](float v0, float v1) {
+                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
+                    const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
+                    advance(8);
                 };
                 // Of the task's pixels from part * kTileN on.
                 const auto multiply = [&](float (&d)[kTileN / 2], int part) {
@@ -1401,12 +1420,23 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     multiply_slab(s.slabs - 1);
                 };
                 const auto finish = [&](const float (&d)[kTileN / 2], bool first) {
+                    float v[kTileN / 4];
 #pragma unroll
-                    for (int j = 0; j < kTileN / 8; ++j) {
-                        const float* const two = d + 4 * j;
-                        const float h0 = PIECES == 2 ? two[0] + two[2] : two[0], h1 = PIECES == 2 ? two[1] + two[3] : two[1];
-                        const float t0 = fmaf(h0, slope, offset), t1 = fmaf(h1, slope, offset);
-                        take(j == 0 && first, sigmoid_from_exponent(t0), sigmoid_from_exponent(t1));
+                    for (int i = 0; i < kTileN / 4; ++i) {
+                        const int k = i / 2 * 4 + i % 2;
+                        v[i] = sigmoid_from_exponent(fmaf(PIECES == 2 ? d[k] + d[k + 2] : d[k], slope, offset));
+                    }
+                    if (first) set_anchor(v[0]);
+                    if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) {
+                            const int k = column + 8 * j;
+                            keep(at + 8 * j, 1, k < bound, PAIRS ? k < bound : k + 1 < bound, v[2 * j], v[2 * j + 1]);
+                        }
+                        advance(kTileN);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
                     }
                 };
                 begin();
@@ -1439,9 +1469,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<T, KS>(p, s, sample_of(unit), channel, first_row + r, there);
+                            v1 = convolve_value<T, KS>(p, s, sample, channel, first_row + r, there);
                         }
-                        take(j == 0, v0, v1);
+                        if (j == 0) set_anchor(v0);
+                        take(v0, v1);
                     }
                 }
                 for (int mask = 1; mask < 4; mask *= 2) {
@@ -1449,9 +1480,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
                 const int count = outputs_of_task(task, rows);
+                if (count == 0) anchor = 0;
                 const float mean = count > 0 ? sum * reciprocal(float(count)) : 0.0f, hi = anchor + mean;
-                const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : fmaf(-sum, mean, square);
-                if (t < 3 && present) post(posts(c) + t * peers + band * s.tasks + task, number, round);
+                const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : t == 2 ? fmaf(-sum, mean, square) : float(count);
+                if (present) post(posts(c) + (band * s.tasks + task) * 4 + t, number, round);
             }
             if (!has_slot) {
                 warp_arrives(x_empty + 8 * stage);
@@ -1463,41 +1495,34 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
         constexpr int kThreads = 128 * kProducers, kItems = 4;  // pixels of a thread, in registers before there is room for them
-        const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width, items = pixels * s.slabs;
-        const int batches = (items + kItems * kThreads - 1) / (kItems * kThreads);
-        const auto band_of_x = [&](int u, int channel) {
-            return static_cast<const T*>(p.x) + (int64_t(sample_of(u)) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
-        };
-        const auto place = [&](int batch, int i, int& slab) {
-            const int item = (batch * kItems + i) * kThreads + tid;
-            slab = s.slabs == 1 ? 0 : quotient(item, pixels);
-            return item - slab * pixels;
+        const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
+        const auto band_of_x = [&](int of_sample, int channel) {
+            return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
         T raw[kItems][8];
-        const auto load = [&](int u, int batch) {
+        const auto load = [&](int slab, int begin) {  // pixels begin + tid, and every kThreads-th after it
+            const int last = s.in_channels - slab * 8 - 1;
 #pragma unroll
-            for (int i = 0; i < kItems; ++i) {
-                int slab;
-                const int pixel = place(batch, i, slab), channels = slab < s.slabs && pixel < pixels ? s.in_channels - slab * 8 : 0;
-                const T* const from = band_of_x(u, slab * 8) + pixel;
+            for (int c = 0; c < 8; ++c) {
+                const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;  // a channel that does not exist has weights of 0
 #pragma unroll
-                for (int c = 0; c < 8; ++c) {
-                    from_acc(0.0f, raw[i][c]);
-                    if (c < channels) raw[i][c] = __ldg(from + c * image);
+                for (int i = 0; i < kItems; ++i) {
+                    if (begin + i * kThreads + tid < pixels) raw[i][c] = __ldg(from + i * kThreads);
                 }
             }
         };
-        if (unit < s.units) load(unit, 0);
-        for (; unit < s.units; next_unit()) {
+        if (unit < s.units) load(0, 0);
+        while (unit < s.units) {
             const int later = unit + kAhead * s.teams;
             if (tid < s.in_channels && later < s.units) {
-                const uintptr_t from = uintptr_t(band_of_x(later, tid)), begin = from & ~uintptr_t(15);
+                const uintptr_t from = uintptr_t(band_of_x(quotient(later, s.units_per_sample), tid)), begin = from & ~uintptr_t(15);
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale =
-                sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[slice_of(unit)].input_scale : 1.0f;
-            for (int batch = 0; batch < batches; ++batch) {
-                if (batch == 0) mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
+                sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
+            mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
+            for (int slab = 0, begin = 0; slab < s.slabs;) {
+                unsigned char* const to = stages + stage * stage_bytes + slab * slab_bytes + (begin + tid) * 16;
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
                     uint32_t hi[4], lo[4] = {};
@@ -1515,84 +1540,76 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     if (sizeof(T) == 4 && PIECES == 1) {  // fp16's infinity, alone, would not show
                         float most = 0;
 #pragma unroll
-                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(raw[i][c]) * input_scale);
+                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(to_acc(raw[i][c])) * input_scale);
                         if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
                     }
-                    int slab;
-                    const int pixel = place(batch, i, slab);
-                    if (slab < s.slabs && pixel < pixels) {
-                        unsigned char* const to = stages + stage * stage_bytes + slab * slab_bytes + pixel * 16;
-                        *reinterpret_cast<uint4*>(to) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-                        if (PIECES == 2) *reinterpret_cast<uint4*>(to + plane_bytes) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                    if (begin + i * kThreads + tid < pixels) {
+                        *reinterpret_cast<uint4*>(to + i * kThreads * 16) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+                        if (PIECES == 2) *reinterpret_cast<uint4*>(to + plane_bytes + i * kThreads * 16) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
                     }
                 }
-                if (batch + 1 < batches) load(unit, batch + 1);
+                begin += kItems * kThreads;
+                if (begin >= pixels) begin = 0, ++slab;
+                if (slab < s.slabs) load(slab, begin);
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * stage);
-            if (unit + s.teams < s.units) load(unit + s.teams, 0);
+            next_unit();
+            if (unit < s.units) load(0, 0);
         }
     } else if (warp == kWriters) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
         constexpr int kBatch = 4;  // of a lane's peers: their words are asked for together
+        int share = 32;            // lanes of a channel
+        while (share > 1 && 32 / share * s.bands < s.slice_channels) share /= 2;
         for (; unit < s.units; next_unit()) {
-            for (int c = band; c < slice_count(s, slice_of(unit)); c += s.bands) {
-                const uint64_t* const from = posts(c);
-                Moments<float> m;
-                for (int peer = lane; peer < peers + lane; peer += 32 * kBatch) {
-                    int counts[kBatch];
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        const int one = peer + 32 * i, b = quotient(one, s.tasks);
-                        counts[i] = one < peers ? outputs_of_task(one - b * s.tasks, band_begin(b + 1) - band_begin(b)) : 0;
-                    }
-                    uint64_t words[kBatch][3];
-                    bool here;
-                    do {
-                        here = true;
-#pragma unroll
-                        for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-                            for (int k = 0; k < 3; ++k) {
-                                words[i][k] = counts[i] > 0 ? peek(from + k * peers + peer + 32 * i) : uint64_t(round) << 32;
-                            }
-                        }
-#pragma unroll
-                        for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-                            for (int k = 0; k < 3; ++k) here = here && uint32_t(words[i][k] >> 32) == round;
-                        }
-                    } while (!here);
-                    // Within the batch around its first mean, then as a whole.
-                    const auto number = [&](int i, int k) { return __uint_as_float(uint32_t(words[i][k])); };
-                    Moments<float> some;
-                    some.hi = number(0, 0);
-                    float delta[kBatch], sum = 0;
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        delta[i] = (number(i, 0) - some.hi) + number(i, 1);
-                        if (counts[i] > 0) some.count += float(counts[i]), sum = fmaf(float(counts[i]), delta[i], sum);
-                    }
-                    some.lo = counts[0] > 0 ? sum * reciprocal(some.count) : 0.0f;
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        if (counts[i] > 0) some.m2 += fmaf(float(counts[i]) * (delta[i] - some.lo), delta[i] - some.lo, number(i, 2));
-                    }
-                    m = merge(m, some);
-                }
-                __syncwarp();
-                m = of_lane(merge_across_warp(m), 0);
-                if (lane < 3) post(totals(slice, c) + lane * total_stride, lane == 0 ? m.hi : lane == 1 ? m.lo : m.m2, round);
-            }
-        }
-    } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-        T* const gout = static_cast<T*>(p.out);
-        for (; unit < s.units; next_unit()) {
-            const int q = slice_of(unit), first = slice_first(s, q), channels = slice_count(s, q);
-            mbarrier_wait(v_full + 8 * slot, slot_phase);
-            // The lane's channel, of all slices if they are of one group; then the group.
+            const int first = slice_first(s, q), channels = slice_count(s, q);
+            // The channels that fall to this block, of all its slice's blocks.
+            const int c = band + lane / share * s.bands;
+            const uint64_t* const from = posts(min(c, kWideSlots - 1));
             Moments<float> m;
+            for (int base = 0; base < peers; base += share * kBatch) {
+                const auto peer = [&](int i) { return base + i * share + lane % share; };
+                const auto exists = [&](int i) { return c < channels && peer(i) < peers; };
+                uint64_t words[kBatch][4];
+                bool here;
+                do {
+                    here = true;
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+                        for (int k = 0; k < 4; ++k) words[i][k] = uint64_t(round) << 32;
+                        if (exists(i)) peek(from + peer(i) * 4, words[i]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) here = here && uint32_t(words[i][k] >> 32) == round;
+                    }
+                } while (!here);
+                // Within the batch around its first mean, then as a whole.
+                const auto number = [&](int i, int k) { return __uint_as_float(uint32_t(words[i][k])); };
+                Moments<float> some;
+                some.hi = number(0, 0);
+                float delta[kBatch], sum = 0;
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    delta[i] = number(i, 3) > 0.0f ? (number(i, 0) - some.hi) + number(i, 1) : 0.0f;
+                    some.count += number(i, 3), sum = fmaf(number(i, 3), delta[i], sum);
+                }
+                some.lo = some.count > 0.0f ? sum * reciprocal(some.count) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    some.m2 += fmaf(number(i, 3) * (delta[i] - some.lo), delta[i] - some.lo, number(i, 2));
+                }
+                m = merge(m, some);
+            }
+            __syncwarp();
+            m = merge_across_lanes(m, share);
+            for (int k = lane % share; k < 3 && c < channels; k += share) {
+                post(totals(slice, c) + k * total_stride, k == 0 ? m.hi : k == 1 ? m.lo : m.m2, round);
+            }
+            // The lane's channel, of all slices if they are of one group; then the group.
+            m = Moments<float>();
             for (int k = 0; k < s.slices; ++k) {
                 const int other_slice = s.slices == 1 ? slice : k;
                 if (lane < slice_count(s, q - slice + other_slice)) {
@@ -1618,40 +1635,55 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 m.lo = mean - (m.hi - anchor);
                 m.m2 = m2, m.count *= float(s.group_channels);
             } else {
-                for (int mask = 1; mask < 32; mask *= 2) m = merge_with_lane(m, mask);
+                m = merge_across_lanes(m, 32);
             }
             const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
             const int own = first + min(lane, channels - 1);
-            const float own_a = __ldg(p.gamma + own) * rstd, own_offset = isfinite(own_a) ? fmaf(-m.lo, own_a, __ldg(p.beta + own)) : NAN;
+            const float a = __ldg(p.gamma + own) * rstd;
+            const int even = round & 1;
+            if (round > 2) {  // the writers are done with the unit before the last
+                const int last = int(round - 3), use = quotient(last, s.slots);
+                mbarrier_wait(v_empty + 8 * (last - use * s.slots), use & 1);
+            }
+            norm[even][0][lane] = m.hi, norm[even][1][lane] = a;
+            norm[even][2][lane] = isfinite(a) ? fmaf(-m.lo, a, __ldg(p.beta + own)) : NAN;
+            warp_arrives(norm_full + 8 * even);
+        }
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        T* const gout = static_cast<T*>(p.out);
+        const int values = rows * s.columns;
+        for (; unit < s.units; next_unit()) {
+            const int channels = slice_count(s, q), even = round & 1;
+            const int64_t begin = out_begin(slice_first(s, q));
+            mbarrier_wait(v_full + 8 * slot, slot_phase);
+            mbarrier_wait(norm_full + 8 * even, (round - 1) / 2 & 1);
             for (int c = warp; c < channels; c += kWriters) {
-                const float mean = __shfl_sync(~0u, m.hi, c), a = __shfl_sync(~0u, own_a, c), offset = __shfl_sync(~0u, own_offset, c);
-                const int64_t at = out_begin(first + c);
-                const Span<V> span(at, rows * s.columns);
-                const float* const v = held_begin(c, first + c);
-                const int loose = int(span.loose(lane));
-                if (loose >= 0) {
-                    T value;
-                    from_acc(fmaf(v[loose] - mean, a, offset), value);
-                    gout[at + loose] = value;
-                }
+                const float mean = norm[even][0][c], a = norm[even][1][c], offset = norm[even][2][c];
+                const auto normalized = [&](float w) { return fmaf(w - mean, a, offset); };
+                const int64_t at = begin + c * out_image;
+                const float* const v = held + slot * s.slot_floats + channel_floats(c, s.plane) + (int(at) & (V - 1));
+                const int head = min(-int(at) & (V - 1), values), packs = (values - head) / V, loose = head + packs * V + lane - head;
+                if (lane < head) from_acc(normalized(v[lane]), gout[at + lane]);
+                if (lane >= head && loose < values) from_acc(normalized(v[loose]), gout[at + loose]);
                 constexpr int kBatch = 4;  // packs of a lane in flight
-                for (int i = lane; i < int(span.packs); i += 32 * kBatch) {
-                    const auto exists = [&](int b) { return i + 32 * b < int(span.packs); };
+                T* to = gout + at + head + lane * V;
+                const float* from = v + head + lane * V;
+                for (int left = packs - lane; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
                     Pack<float, 4> four[kBatch][V / 4];
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
-                        const float* const from = v + span.head + (i + 32 * b) * V;
 #pragma unroll
                         for (int j = 0; j < V / 4; ++j) {
-                            if (exists(b)) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 4 * j);
+                            if (left > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
                         }
                     }
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
                         Pack<T, V> pack;
 #pragma unroll
-                        for (int j = 0; j < V; ++j) from_acc(fmaf(four[b][j / 4].value[j % 4] - mean, a, offset), pack.value[j]);
-                        if (exists(b)) store_streaming(gout + at + span.head + (i + 32 * b) * V, pack);
+                        for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
+                        if (left > 32 * b) store_streaming(to + 32 * b * V, pack);
                     }
                 }
             }
@@ -1872,12 +1904,13 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
     const int ks = int(sizes[5]), pack = 16 / value_bytes;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
-        const int bands = int(divide_up(s.rows, own)), most = int(divide_up(s.rows, bands)), members = bands * s.slices;
+        const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
+        const int members = bands * s.slices;
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool aligned = s.rows % bands == 0 && values % pack == 0;
         const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) + 12 - 8, 32) * 32 + 8;
-        const int64_t slot_floats = channel_floats(s.slice_channels, int(plane)) + 12;
+        const int64_t slot_floats = channel_floats(s.slice_channels, int(plane));
         if (slot_floats * 4 + stage_bytes > shared_most) break;
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
@@ -1885,11 +1918,15 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
         for (int slots = 1; slots <= 3; ++slots) {
             for (int stages = 1; stages <= 2; ++stages) {
                 if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
-                const double work = tasks * 1200.0 * s.slabs + pixels * s.slabs * 1.0, latency = members == 1 ? 1000 : 4000;
-                const double cost = rounds * (work + latency / slots + 1000.0 / stages);
+                // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
+                const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
+                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                const double life = make + (members == 1 ? 2500 : 5000) + write;
+                const double period = std::max(std::max(make + (stages == 1 ? bring : 0), std::max(write, 3000.0)), life / slots);
+                const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
-                    s.bands = bands, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
+                    s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
                     s.plane = int(plane), s.slot_floats = int(slot_floats), s.pixels = int(pixels);
                     plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
                 }
@@ -1904,7 +1941,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
     plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     const int64_t channels = int64_t(s.slots) * s.teams * s.slices * kWideSlots;
-    plan->post_words = channels * 3 * s.bands * s.tasks;
+    plan->post_words = channels * 4 * s.bands * s.tasks;
     plan->total_words = 2 * channels * 3;
     return true;
 }
