@@ -46,7 +46,6 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdint.h>
-#include <algorithm>
 #include <type_traits>
 
 // --- shared: values (home: kernels/instance_norm.py) ---
@@ -1504,7 +1503,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             const int last = s.in_channels - slab * 8 - 1;
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
-                const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;  // a channel that does not exist has weights of 0
+                // A channel that does not exist has weights of 0.
+                const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
                     if (begin + i * kThreads + tid < pixels) raw[i][c] = __ldg(from + i * kThreads);
@@ -1544,8 +1544,9 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                         if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
                     }
                     if (begin + i * kThreads + tid < pixels) {
-                        *reinterpret_cast<uint4*>(to + i * kThreads * 16) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-                        if (PIECES == 2) *reinterpret_cast<uint4*>(to + plane_bytes + i * kThreads * 16) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                        uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
+                        *at = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+                        if (PIECES == 2) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
                     }
                 }
                 begin += kItems * kThreads;
@@ -1922,7 +1923,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
                 const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
-                const double period = std::max(std::max(make + (stages == 1 ? bring : 0), std::max(write, 3000.0)), life / slots);
+                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
