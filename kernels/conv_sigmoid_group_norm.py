@@ -1642,7 +1642,8 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             const int own = first + min(lane, channels - 1);
             const float a = __ldg(p.gamma + own) * rstd;
             const int even = round & 1;
-            if (round > 2) {  // the writers are done with the unit before the last
+            // The writers are done with the unit before the last: where slots are two or one, its slot has been used again.
+            if (s.slots > 2 && round > 2) {
                 const int last = int(round - 3), use = quotient(last, s.slots);
                 mbarrier_wait(v_empty + 8 * (last - use * s.slots), use & 1);
             }
