@@ -1880,12 +1880,532 @@ extern "C" int group_norm_backward(
 }
 // --- end shared: group norm gradients ---
 
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The convolution alone, for training, and its gradients: implicit GEMMs on the tensor cores in TF32, each value as hi + lo in three
+// products, hi * hi, hi * lo and lo * hi: float32's range, and its accuracy as long as sums are short, since tensor cores round towards
+// zero; longer ones are made of short ones. Infinities make a NaN of such a product: what is not finite is computed again in float32.
+// All work on strips of 128 columns, which warps share out, and copy the next rows into shared memory while they use these.
+
+constexpr int kStripWidth = 128, kStripWarps = 4, kStripBlock = 32 * kStripWarps;
+constexpr int kStripRow = kStripWidth + 8;  // floats of a strip's row in shared memory
+static_assert(kStripRow % 32 == 8, "lanes of four channels and eight pixels meet different banks");
+
+// d += a * b: 16 rows by 8 of K by 8 columns.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+#endif
+}
+// v = hi + lo; the tensor cores read the upper 19 bits of lo.
+__device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
+    uint32_t bits;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+#else
+    bits = (__float_as_uint(v) + 0x1000) & 0xffffe000;
+#endif
+    hi = __uint_as_float(bits);
+    lo = v - hi;
+}
+
+template <int BYTES> __device__ __forceinline__ void copy_or_zero(float* to, const float* from, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but the latest LEFT groups
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+// A warp copies `count` pixels of an image's row from column `first` on; zero where there is none. pairs: rows are whole 8 bytes.
+__device__ __forceinline__ void copy_row(float* to, const float* row, int first, int count, int width, bool exists, bool pairs, int lane) {
+    if (pairs) {
+        for (int j = 2 * lane; j < count; j += 64) {
+            const bool there = exists && first + j >= 0 && first + j < width;
+            copy_or_zero<8>(to + j, there ? row + first + j : row, there);
+        }
+    } else {
+        for (int j = lane; j < count; j += 32) {
+            const bool there = exists && first + j >= 0 && first + j < width;
+            copy_or_zero<4>(to + j, there ? row + first + j : row, there);
+        }
+    }
+}
+
+// to[o] = bias[o] + the sum over i of from[i], `pad` zeros around it, correlated with the weights of i and o. That is the convolution, and,
+// with the weights flipped and transposed, the gradient of its input.
+struct Correlation {
+    const float *from, *weight, *bias;  // bias: null, or one value for each of to's channels
+    float* to;
+    float4* fragments;
+    int64_t tiles;
+    int from_channels, to_channels, slabs, to_blocks;  // slabs of eight channels; blocks of 8 * NT
+    int height, width, pad, rows, columns, row_tiles, column_tiles;
+    bool flipped, pairs;
+};
+
+template <int KS> __device__ __forceinline__ float weight_between(const Correlation& c, int from, int to, int ky, int kx) {
+    if (from >= c.from_channels || to >= c.to_channels) return 0.0f;
+    if (c.flipped) return __ldg(c.weight + ((from * c.to_channels + to) * KS + KS - 1 - ky) * KS + KS - 1 - kx);
+    return __ldg(c.weight + ((to * c.from_channels + from) * KS + ky) * KS + kx);
+}
+
+// A thread prepares a lane's share of the weights between a slab and eight of to's channels: both of its hi, both of its lo.
+template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare_fragments(const __grid_constant__ Correlation c) {
+    const int i = int(blockIdx.x) * kStripBlock + threadIdx.x, lane = i % 32, nt = i / 32 % NT, ky = i / (32 * NT) % KS;
+    const int kx = i / (32 * NT * KS) % KS, of_slabs = i / (32 * NT * KS * KS), slab = of_slabs % c.slabs, block = of_slabs / c.slabs;
+    if (block >= c.to_blocks) return;
+    const int from = slab * 8 + lane % 4, to = (block * NT + nt) * 8 + lane / 4;
+    float4 fragment;
+    split_tf32(weight_between<KS>(c, from, to, ky, kx), fragment.x, fragment.z);
+    split_tf32(weight_between<KS>(c, from + 4, to, ky, kx), fragment.y, fragment.w);
+    c.fragments[i] = fragment;
+}
+
+template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
+    float sum = 0;
+    for (int from = 0; from < c.from_channels; ++from) {
+        const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
+        for (int tap = 0; tap < KS * KS; ++tap) {
+            const int y = row + tap / KS - c.pad, x = column + tap % KS - c.pad;
+            const bool exists = y >= 0 && y < c.height && x >= 0 && x < c.width;
+            if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
+        }
+    }
+    return sum;
+}
+
+// A block owns R rows of a strip, NT * 8 of to's channels, a warp 32 columns of them, and takes from's channels in slabs of eight. A lane's
+// a are of pixels lane / 4 and 8 further on, of channels lane % 4 and 4 further on; its sums are of the same pixels, and two of to's
+// channels. MANY: there is more than one slab, and the sums of each are made apart.
+template <int KS, int NT, int R, bool MANY>
+__global__ void __launch_bounds__(kStripBlock, MANY && NT > 1 ? 2 : 3) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kStripRow;
+    extern __shared__ float4 shared_quads[];
+    float* const shared = reinterpret_cast<float*>(shared_quads);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pixel = lane / 4, quarter = lane % 4;
+    struct Tile {
+        int64_t sample;
+        int block, row, column;
+    };
+    const auto tile_at = [&](int64_t i) {  // neighbours run side by side, and share rows in L2
+        const int64_t strip = quotient(i, int64_t(c.to_blocks)), rows = quotient(strip, int64_t(c.column_tiles));
+        const int64_t sample = quotient(rows, int64_t(c.row_tiles));
+        return Tile{sample, int(i - strip * c.to_blocks), int(rows - sample * c.row_tiles) * R, int(strip - rows * c.column_tiles) * kStripWidth};
+    };
+    const auto copy = [&](const Tile& tile, int slab, int stage) {
+        for (int i = warp; i < kRows * 8; i += kStripWarps) {
+            const int channel = slab * 8 + i % 8, row = tile.row + i / 8 - c.pad;
+            const bool exists = channel < c.from_channels && row >= 0 && row < c.height;
+            const float* from = c.from + ((tile.sample * c.from_channels + channel) * c.height + row) * c.width;
+            float* const to = shared + stage * kStage + i * kStripRow;
+            copy_row(to, exists ? from : c.from, tile.column - c.pad, kStripWidth + KS - 1, c.width, exists, c.pairs, lane);
+        }
+        commit_copies();
+    };
+    Tile tile = tile_at(blockIdx.x);
+    int stage = 0;
+    copy(tile, 0, 0);
+    for (int64_t i = blockIdx.x; i < c.tiles; i += gridDim.x) {
+        const Tile next = tile_at(i + gridDim.x < c.tiles ? i + gridDim.x : i);
+        float total[R][NT][MT][4] = {};
+        for (int slab = 0; slab < (MANY ? c.slabs : 1); ++slab, stage ^= 1) {
+            const bool last = !MANY || slab + 1 == c.slabs;
+            copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
+            await_copies<1>();
+            __syncthreads();
+            float part[MANY ? R : 1][NT][MT][4] = {};
+            const auto sum = [&](int r, int nt, int mt) -> float(&)[4] {
+                if constexpr (MANY) return part[r][nt][mt];
+                else return total[r][nt][mt];
+            };
+            const float* const pixels = shared + stage * kStage + quarter * kStripRow + warp * 32 + pixel;
+            const float4* const fragments = c.fragments + (tile.block * c.slabs + slab) * KS * KS * NT * 32 + lane;
+#pragma unroll
+            for (int kx = 0; kx < KS; ++kx) {
+                float4 w[KS][NT];
+#pragma unroll
+                for (int ky = 0; ky < KS; ++ky) {
+#pragma unroll
+                    for (int nt = 0; nt < NT; ++nt) w[ky][nt] = __ldg(fragments + ((kx * KS + ky) * NT + nt) * 32);
+                }
+#pragma unroll
+                for (int row = 0; row < kRows; ++row) {  // of from: it is ky below row - ky of to
+                    float hi[MT][4], lo[MT][4];
+#pragma unroll
+                    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            split_tf32(pixels[(row * 8 + j / 2 * 4) * kStripRow + mt * 16 + j % 2 * 8 + kx], hi[mt][j], lo[mt][j]);
+                        }
+                    }
+#pragma unroll
+                    for (int product = 0; product < 3; ++product) {
+#pragma unroll
+                        for (int ky = 0; ky < KS; ++ky) {
+                            if (row - ky < 0 || row - ky >= R) continue;
+#pragma unroll
+                            for (int nt = 0; nt < NT; ++nt) {
+                                const float4& f = w[ky][nt];
+#pragma unroll
+                                for (int mt = 0; mt < MT; ++mt) {
+                                    if (product == 0) mma_tf32(sum(row - ky, nt, mt), lo[mt], f.x, f.y);
+                                    if (product == 1) mma_tf32(sum(row - ky, nt, mt), hi[mt], f.z, f.w);
+                                    if (product == 2) mma_tf32(sum(row - ky, nt, mt), hi[mt], f.x, f.y);
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+            if constexpr (MANY) {
+#pragma unroll
+                for (int k = 0; k < R * NT * MT * 4; ++k) (&total[0][0][0][0])[k] += (&part[0][0][0][0])[k];
+            }
+            __syncthreads();
+        }
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int channel = (tile.block * NT + nt) * 8 + 2 * quarter + j;
+                if (channel >= c.to_channels) continue;
+                const float bias = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+                float* const plane = c.to + (tile.sample * c.to_channels + channel) * c.rows * c.columns;
+#pragma unroll
+                for (int r = 0; r < R; ++r) {
+                    const int row = tile.row + r;
+#pragma unroll
+                    for (int p = 0; p < 2 * MT; ++p) {
+                        const int column = tile.column + warp * 32 + p * 8 + pixel;
+                        if (row >= c.rows || column >= c.columns) continue;
+                        float v = total[r][nt][p / 2][p % 2 * 2 + j];
+                        if (!isfinite(v)) v = correlate_one<KS>(c, tile.sample, channel, row, column);
+                        plane[int64_t(row) * c.columns + column] = v + bias;
+                    }
+                }
+            }
+        }
+        tile = next;
+    }
+    await_copies<0>();
+}
+
+// The gradients of the weights, grad[o] times x[i] at each shift, and of the bias, both summed over all pixels.
+struct WeightGradient {
+    const float *grad, *x;  // (samples, out_channels, rows, columns), (samples, in_channels, height, width)
+    float *partials, *to, *to_bias;  // to_bias: null if it is not wanted
+    int64_t samples, units;  // a unit: a row of a strip
+    int out_channels, in_channels, in_slabs, height, width, rows, columns, column_tiles, blocks;
+    bool pairs;
+};
+constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
+template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
+
+// Block (b, channels) sums a run of units; a warp takes every fourth step of eight pixels, the K of an mma, of which a lane has two
+// neighbours: whichever pixel K's index stands for, it does so in both factors. The sums of a unit are made apart.
+template <int KS>
+__global__ void __launch_bounds__(kStripBlock, 2) sum_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int MT = kGradChannels / 16, TAPS = KS * KS, kSlots = 2 * KS;  // rows of x: those in use, and as many to come
+    constexpr int kGradStage = kGradChannels * kStripRow, kXRow = 8 * kStripRow, kPart = kWeightPart<KS>;
+    extern __shared__ float4 shared_quads[];
+    float *const shared_grad = reinterpret_cast<float*>(shared_quads), *const shared_x = shared_grad + 2 * kGradStage;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    const int out_first = int(blockIdx.y) / p.in_slabs * kGradChannels, in_first = int(blockIdx.y) % p.in_slabs * 8;
+    const int64_t begin = p.units * blockIdx.x / gridDim.x, end = p.units * (blockIdx.x + 1) / gridDim.x;
+    struct Unit {
+        int64_t sample;
+        int strip, row, slot;
+        bool first;  // no row of x is there from the unit before
+    };
+    const auto after = [&](Unit u) {
+        u.first = ++u.row == p.rows;
+        u.slot = (u.slot + (u.first ? KS : 1)) % kSlots;
+        if (u.first) {
+            u.row = 0;
+            if (++u.strip == p.column_tiles) u.strip = 0, ++u.sample;
+        }
+        return u;
+    };
+    const auto copy = [&](const Unit& u, int stage) {
+        const int column = u.strip * kStripWidth;
+        for (int i = warp; i < kGradChannels; i += kStripWarps) {
+            const bool exists = out_first + i < p.out_channels;
+            const float* from = p.grad + ((u.sample * p.out_channels + out_first + i) * p.rows + u.row) * p.columns;
+            float* const to = shared_grad + stage * kGradStage + i * kStripRow;
+            copy_row(to, exists ? from : p.grad, column, kStripWidth, p.columns, exists, p.pairs, lane);
+        }
+        for (int i = warp + (u.first ? 0 : (KS - 1) * 8); i < KS * 8; i += kStripWarps) {
+            const int channel = in_first + i % 8, ky = i / 8;
+            const bool exists = channel < p.in_channels;
+            const float* from = p.x + ((u.sample * p.in_channels + channel) * p.height + u.row + ky) * p.width;
+            float* const to = shared_x + (u.slot + ky) % kSlots * kXRow + i % 8 * kStripRow;
+            copy_row(to, exists ? from : p.x, column, kStripWidth + KS - 1, p.width, exists, p.pairs, lane);
+        }
+    };
+    const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
+    Unit unit = {sample, int(rows_before - sample * p.column_tiles), int(begin - rows_before * p.rows), 0, true};
+    float total[MT][TAPS][4] = {}, bias[MT][2] = {};
+    int stage = 0;
+    copy(unit, 0);
+    commit_copies();
+    for (int64_t u = begin; u < end; ++u, stage ^= 1) {
+        const Unit next = after(unit);
+        if (u + 1 < end) copy(next, stage ^ 1);
+        commit_copies();
+        await_copies<1>();
+        __syncthreads();
+        float part[MT][TAPS][4] = {};
+        const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 8, (left + 7) / 8);
+        for (int step = warp; step < steps; step += kStripWarps) {
+            float grad_hi[MT][4], grad_lo[MT][4];
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at =
+                        shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kStripRow + step * 8 + 2 * quarter;
+                    const float2 v = *reinterpret_cast<const float2*>(at);
+                    bias[mt][half] += v.x + v.y;
+                    split_tf32(v.x, grad_hi[mt][half], grad_lo[mt][half]);
+                    split_tf32(v.y, grad_hi[mt][2 + half], grad_lo[mt][2 + half]);
+                }
+            }
+#pragma unroll
+            for (int ky = 0; ky < KS; ++ky) {
+                const float* const pixels = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kStripRow + step * 8 + 2 * quarter;
+                float x_hi[KS + 1], x_lo[KS + 1];
+#pragma unroll
+                for (int j = 0; j < KS + 1; j += 2) {
+                    const float2 v = *reinterpret_cast<const float2*>(pixels + j);
+                    split_tf32(v.x, x_hi[j], x_lo[j]);
+                    split_tf32(v.y, x_hi[j + 1], x_lo[j + 1]);
+                }
+#pragma unroll
+                for (int product = 0; product < 3; ++product) {
+#pragma unroll
+                    for (int kx = 0; kx < KS; ++kx) {
+#pragma unroll
+                        for (int mt = 0; mt < MT; ++mt) {
+                            float (&sum)[4] = part[mt][ky * KS + kx];
+                            if (product == 0) mma_tf32(sum, grad_lo[mt], x_hi[kx], x_hi[kx + 1]);
+                            if (product == 1) mma_tf32(sum, grad_hi[mt], x_lo[kx], x_lo[kx + 1]);
+                            if (product == 2) mma_tf32(sum, grad_hi[mt], x_hi[kx], x_hi[kx + 1]);
+                        }
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < MT * TAPS * 4; ++k) (&total[0][0][0])[k] += (&part[0][0][0])[k];
+        __syncthreads();
+        unit = next;
+    }
+    // The warps leave their sums side by side, and the block adds them up.
+    float* const own = shared_grad + warp * kPart;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int channel = mt * 16 + half * 8 + eighth;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) own[(channel * 8 + 2 * quarter + j) * TAPS + tap] = total[mt][tap][half * 2 + j];
+            }
+            float sum = bias[mt][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (quarter == 0) own[kGradChannels * 8 * TAPS + channel] = sum;
+        }
+    }
+    __syncthreads();
+    float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kPart;
+    for (int i = threadIdx.x; i < kPart; i += kStripBlock) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kStripWarps; ++w) sum += shared_grad[w * kPart + i];
+        to[i] = sum;
+    }
+}
+
+constexpr int kAddBlock = 256;
+template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N]) {
+    __shared__ double shared[kAddBlock];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        shared[threadIdx.x] = sums[k];
+        for (int half = kAddBlock / 2; half > 0; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        }
+        __syncthreads();
+        sums[k] = shared[0];
+        __syncthreads();
+    }
+}
+
+// Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
+template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
+    const int in = blockIdx.x, out = blockIdx.y;
+    const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
+    double sums[TAPS] = {}, bias[1] = {};
+    for (int64_t b = threadIdx.x; b < p.blocks; b += kAddBlock) {
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] += part[b * kPart + (out % kGradChannels * 8 + in % 8) * TAPS + tap];
+        bias[0] += part[b * kPart + kGradChannels * 8 * TAPS + out % kGradChannels];
+    }
+    add_over_block(sums);
+    bool finite = true;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) finite = finite && isfinite(sums[tap]);
+    if (!finite) {
+        float plain[TAPS] = {};
+        const int pixels = p.rows * p.columns;
+        for (int64_t s = 0; s < p.samples; ++s) {
+            const float* const grad = p.grad + (s * p.out_channels + out) * pixels;
+            const float* const x = p.x + (s * p.in_channels + in) * p.height * p.width;
+            for (int i = threadIdx.x; i < pixels; i += kAddBlock) {
+                const int row = quotient(i, p.columns);
+                const float* const at = x + row * p.width + i - row * p.columns;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+            }
+        }
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] = plain[tap];
+        add_over_block(sums);
+    }
+    if (in == 0 && p.to_bias != nullptr) add_over_block(bias);
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
+    if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
+}
+
+// sizes: samples, in_channels, height, width, out_channels, kernel size. Smaller images are ATen's: their sums are too short to hide TF32.
+static bool covers_convolution(const int64_t* sizes, const Device& device) {
+    const int64_t ks = sizes[5], rows = sizes[2] - ks + 1, columns = sizes[3] - ks + 1;
+    return device.major >= 8 && (ks == 1 || ks == 3) && sizes[0] > 0 && sizes[1] <= 64 && sizes[4] <= 128 && rows * columns >= 256 &&
+        sizes[2] <= 32768 && sizes[3] <= 32768 && sizes[0] < 1 << 20;
+}
+
+template <typename K> static cudaError_t resident_blocks(K kernel, int shared_bytes, const Device& device, int64_t* blocks) {
+    int an_sm = 0;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&an_sm, kernel, kStripBlock, shared_bytes);
+    *blocks = int64_t(an_sm) * device.sms;
+    return error;
+}
+
+template <int KS, int NT, int R, bool MANY>
+static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
+    constexpr int kShared = 2 * (R + KS - 1) * 8 * kStripRow * int(sizeof(float));
+    c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
+    c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
+    c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
+    c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
+    c.pairs = c.width % 2 == 0;
+    auto kernel = correlate<KS, NT, R, MANY>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t lanes = int64_t(c.to_blocks) * c.slabs * KS * KS * NT * 32;
+    prepare_fragments<KS, NT><<<unsigned(divide_up(lanes, kStripBlock)), kStripBlock, 0, stream>>>(c);
+    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, kShared, stream>>>(c);
+    return cudaGetLastError();
+}
+template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
+    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4, true>(c, samples, device, stream);
+    if (c.from_channels <= 8) return launch_correlation<KS, 4, 2, false>(c, samples, device, stream);
+    return launch_correlation<KS, 4, 2, true>(c, samples, device, stream);
+}
+static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
+    const auto up = [](int64_t channels) { return divide_up(channels, 32) * 32; };
+    return up(sizes[1]) * up(sizes[4]) * sizes[5] * sizes[5] * int64_t(2 * sizeof(float));
+}
+
+template <int KS>
+static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int64_t* bytes, const Device& device, cudaStream_t stream) {
+    constexpr int kUsed = (2 * kGradChannels + 2 * KS * 8) * kStripRow, kLeft = kStripWarps * kWeightPart<KS>;
+    constexpr int kShared = (kUsed > kLeft ? kUsed : kLeft) * int(sizeof(float));
+    p.rows = p.height - KS + 1, p.columns = p.width - KS + 1, p.column_tiles = int(divide_up(p.columns, kStripWidth));
+    p.in_slabs = int(divide_up(p.in_channels, 8));
+    p.units = p.samples * p.column_tiles * p.rows;
+    p.pairs = p.width % 2 == 0 && p.columns % 2 == 0;
+    auto kernel = sum_weight_gradient<KS>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t pairs = p.in_slabs * divide_up(p.out_channels, kGradChannels);
+    blocks = blocks / pairs > 1 ? blocks / pairs : 1;
+    p.blocks = int(blocks < p.units ? blocks : p.units);
+    *bytes = pairs * p.blocks * kWeightPart<KS> * int64_t(sizeof(float));
+    if (workspace == nullptr) return cudaSuccess;
+    p.partials = static_cast<float*>(workspace);
+    kernel<<<dim3(unsigned(p.blocks), unsigned(pairs)), kStripBlock, kShared, stream>>>(p);
+    add_weight_gradient<KS><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(p);
+    return cudaGetLastError();
+}
+
+// All in float32, contiguous, 16-byte aligned; sizes as above. With workspace null, only *workspace_bytes, or -1 where ATen's is to be taken.
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    *workspace_bytes = covers_convolution(sizes, device) ? fragment_bytes(sizes) : -1;
+    if (workspace == nullptr) return cudaSuccess;
+    Correlation c = {};
+    c.from = static_cast<const float*>(x), c.weight = static_cast<const float*>(weight), c.bias = static_cast<const float*>(bias);
+    c.to = static_cast<float*>(h), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[1]), c.to_channels = int(sizes[4]), c.height = int(sizes[2]), c.width = int(sizes[3]);
+    const auto launch = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return launch(c, sizes[0], device, stream);
+}
+
+// grad_x: null if it is not wanted; grad_weight too, and with it grad_bias.
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    if (error != cudaSuccess || !covers_convolution(sizes, device)) return error;
+    WeightGradient p = {};
+    p.grad = static_cast<const float*>(grad), p.x = static_cast<const float*>(x);
+    p.to = static_cast<float*>(grad_weight), p.to_bias = static_cast<float*>(grad_bias);
+    p.samples = sizes[0], p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
+    int64_t partial_bytes = 0;
+    const auto weight_gradient = sizes[5] == 3 ? launch_weight_gradient<3> : launch_weight_gradient<1>;
+    error = weight_gradient(p, grad_weight == nullptr ? nullptr : workspace, &partial_bytes, device, stream);
+    *workspace_bytes = partial_bytes > fragment_bytes(sizes) ? partial_bytes : fragment_bytes(sizes);
+    if (error != cudaSuccess || workspace == nullptr || grad_x == nullptr) return error;
+    Correlation c = {};
+    c.from = static_cast<const float*>(grad), c.weight = static_cast<const float*>(weight);
+    c.to = static_cast<float*>(grad_x), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[4]), c.to_channels = int(sizes[1]), c.pad = int(sizes[5]) - 1, c.flipped = true;
+    c.height = int(sizes[2]) - c.pad, c.width = int(sizes[3]) - c.pad;
+    const auto input_gradient = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return input_gradient(c, sizes[0], device, stream);
+}
 """
 
 CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/conv2d.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -2813,6 +3333,111 @@ static std::vector<at::Tensor> sigmoid_group_norm_backward_cuda(const at::Tensor
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", sigmoid_group_norm_backward_cuda); }
 #endif
 
+// ---- The convolution alone, for training, and its gradients.
+
+namespace {
+
+at::Tensor convolution_alone_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && x.sym_size(1) == weight.sym_size(1) && bias.dim() == 1,
+        "convolution: x (n, c, h, w), weight (o, c, k, k) and bias (o) are wanted");
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
+        x.sym_size(3) - weight.sym_size(3) + 1}, x.options());
+}
+at::Tensor convolution_alone_aten(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return at::conv2d(x, weight, bias).contiguous();
+}
+
+// What is not needed comes back without elements.
+std::vector<at::Tensor> convolution_gradients_meta(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const auto like = [](const at::Tensor& t, bool needed) {
+        return needed ? at::empty_like(t, t.options(), at::MemoryFormat::Contiguous) : at::empty({0}, t.options());
+    };
+    return {like(x, needs[0]), like(weight, needs[1]), needs[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : like(weight, false)};
+}
+std::vector<at::Tensor> convolution_gradients_aten(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const int64_t ones[] = {1, 1}, zeros[] = {0, 0}, channels[] = {weight.size(0)};
+    auto [grad_x, grad_weight, grad_bias] =
+        at::convolution_backward(grad, x, weight, at::OptionalIntArrayRef(channels), ones, zeros, ones, false, zeros, 1, needs);
+    std::vector<at::Tensor> results = {grad_x, grad_weight, grad_bias};
+    for (int i = 0; i < 3; ++i) results[i] = needs[i] ? results[i].contiguous() : at::empty({0}, x.options());
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream);
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
+
+// launch(workspace, &bytes) is called with null first. False: it is ATen's to do.
+template <typename F> bool run_with_workspace(const at::Tensor& x, const at::Tensor& weight, const F& launch) {
+    if (x.scalar_type() != at::kFloat || weight.scalar_type() != at::kFloat || weight.size(2) != weight.size(3)) return false;
+    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2)};
+    const auto run = [&](void* workspace, int64_t* bytes) {
+        const int error = launch(sizes, workspace, bytes, c10::cuda::getCurrentCUDAStream().stream());
+        TORCH_CHECK(error == 0, "convolution: ", group_norm_error(error));
+    };
+    int64_t bytes = -1;
+    run(nullptr, &bytes);
+    if (bytes < 0) return false;
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    run(workspace.data_ptr(), &bytes);
+    return true;
+}
+
+at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor input = prepared(x), taps = prepared(weight), offset = prepared(bias);
+    at::Tensor h = convolution_alone_meta(x, weight, bias);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_alone(
+            input.data_ptr(), taps.data_ptr(), offset.data_ptr(), h.data_ptr(), sizes, workspace, bytes, stream);
+    };
+    return run_with_workspace(x, weight, launch) ? h : convolution_alone_aten(x, weight, bias);
+}
+
+std::vector<at::Tensor> convolution_gradients_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor given = prepared(grad), input = prepared(x), taps = prepared(weight);
+    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
+        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), wanted(0), wanted(1), wanted(2), sizes, workspace,
+            bytes, stream);
+    };
+    const bool bias_alone = needs[2] && !needs[1];
+    if (bias_alone && !needs[0]) return convolution_gradients_aten(grad, x, weight, needs);
+    if (!run_with_workspace(x, weight, launch)) return convolution_gradients_aten(grad, x, weight, needs);
+    if (bias_alone) results[2] = convolution_gradients_aten(grad, x, weight, {false, false, true})[2];
+    return results;
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
+    m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("convolution", convolution_alone_aten);
+    m.impl("convolution_backward", convolution_gradients_aten);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("convolution", convolution_alone_meta);
+    m.impl("convolution_backward", convolution_gradients_meta);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("convolution", convolution_alone_cuda);
+    m.impl("convolution_backward", convolution_gradients_cuda);
+}
+#endif
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
     m.def(
@@ -2922,6 +3547,7 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 NAMESPACE = _load_operators("conv_sigmoid_group_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
 _convolve, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("convolve", "backward"))
+_convolution, _convolution_backward = (getattr(getattr(torch.ops, NAMESPACE), n) for n in ("convolution", "convolution_backward"))
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -3056,6 +3682,29 @@ class SigmoidGroupNorm(torch.autograd.Function):
         return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias, None, None
 
 
+class Convolution(torch.autograd.Function):
+    """h = conv2d(x, weight, bias), of stride 1 and without padding. One operator each way, ATen's for second derivatives."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return _convolution(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            form = ([weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+            found = torch.ops.aten.convolution_backward(grad, x, weight, *form, needs)
+        else:
+            found = _convolution_backward(grad, x, weight, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+
+
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -3073,6 +3722,7 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        convolved = None
         if self._is_plain_convolution(x):
             weight = self.conv.weight
             size = [x.shape[0], weight.shape[0], x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1]
@@ -3081,7 +3731,11 @@ class ModelNew(nn.Module):
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if not needs_grad and h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
                 return _convolve(*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
-        h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))
+            if needs_grad:
+                convolved = Convolution.apply(*tensors[:3])
+        if convolved is None:
+            convolved = self.conv(x)
+        h, (bias, scale) = _as_operands(convolved, (self.bias, self.scale))
         arguments = (h, bias, scale, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:5])
         return _laid_out_as(SigmoidGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
