@@ -1887,16 +1887,15 @@ extern "C" int group_norm_backward(
 // All work on strips of 128 columns, which warps share out, and copy the next rows into shared memory while they use these.
 
 constexpr int kStripWidth = 128, kStripWarps = 4, kStripBlock = 32 * kStripWarps;
-constexpr int kStripRow = kStripWidth + 8;  // floats of a strip's row in shared memory
-static_assert(kStripRow % 32 == 8, "lanes of four channels and eight pixels meet different banks");
 
-// d += a * b: 16 rows by 8 of K by 8 columns.
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+// d = a * b + c: 16 rows by 8 of K by 8 columns.
+__device__ __forceinline__ void mma_tf32(
+    float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, float c0, float c1, float c2, float c3) {
 #if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
-          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)),
+          "r"(__float_as_uint(b1)), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 #endif
 }
 // v = hi + lo; the tensor cores read the upper 19 bits of lo.
@@ -1911,10 +1910,11 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
     lo = v - hi;
 }
 
-template <int BYTES> __device__ __forceinline__ void copy_or_zero(float* to, const float* from, bool exists) {
+// BYTES of them; zeros beyond the first `exist`, which are all or none.
+template <int BYTES> __device__ __forceinline__ void copy_or_zero(float* to, const float* from, int exist) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t at = uint32_t(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(exist) : "memory");
 #endif
 }
 __device__ __forceinline__ void commit_copies() {
@@ -1927,18 +1927,39 @@ template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 #endif
 }
-// A warp copies `count` pixels of an image's row from column `first` on; zero where there is none. pairs: rows are whole 8 bytes.
-__device__ __forceinline__ void copy_row(float* to, const float* row, int first, int count, int width, bool exists, bool pairs, int lane) {
+// Where a lane finds its columns of a strip: pairs of them where all rows start at whole 8 bytes, bytes[j] of each, 0 beyond the image.
+struct Columns {
+    int offset, bytes[kStripWidth / 32];
+    bool pairs;
+    __device__ __forceinline__ Columns(int first, int width, bool pairs) : pairs(pairs) {
+        const int lane = threadIdx.x % 32;
+        offset = pairs ? 2 * lane : lane;
+#pragma unroll
+        for (int j = 0; j < kStripWidth / 32; ++j) {
+            const int column = first + offset + j * (pairs ? 64 : 32);
+            bytes[j] = column >= 0 && column < width ? (pairs ? 8 : 4) : 0;
+        }
+    }
+    // A warp copies a row of the strip, from its first column on.
+    __device__ __forceinline__ void copy(float* to, const float* from, bool exists) const {
+        to += offset, from += offset;
+        if (pairs) {
+            copy_or_zero<8>(to, from, exists ? bytes[0] : 0);
+            copy_or_zero<8>(to + 64, from + 64, exists ? bytes[1] : 0);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kStripWidth / 32; ++j) copy_or_zero<4>(to + 32 * j, from + 32 * j, exists ? bytes[j] : 0);
+        }
+    }
+};
+// One thread copies the two columns beyond a strip.
+__device__ __forceinline__ void copy_halo(float* to, const float* from, int first, int width, bool exists, bool pairs) {
+    const auto bytes = [&](int column) { return exists && column >= 0 && column < width ? (pairs ? 8 : 4) : 0; };
     if (pairs) {
-        for (int j = 2 * lane; j < count; j += 64) {
-            const bool there = exists && first + j >= 0 && first + j < width;
-            copy_or_zero<8>(to + j, there ? row + first + j : row, there);
-        }
+        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, bytes(first + kStripWidth));
     } else {
-        for (int j = lane; j < count; j += 32) {
-            const bool there = exists && first + j >= 0 && first + j < width;
-            copy_or_zero<4>(to + j, there ? row + first + j : row, there);
-        }
+        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, bytes(first + kStripWidth));
+        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, bytes(first + kStripWidth + 1));
     }
 }
 
@@ -1962,8 +1983,8 @@ template <int KS> __device__ __forceinline__ float weight_between(const Correlat
 
 // A thread prepares a lane's share of the weights between a slab and eight of to's channels: both of its hi, both of its lo.
 template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare_fragments(const __grid_constant__ Correlation c) {
-    const int i = int(blockIdx.x) * kStripBlock + threadIdx.x, lane = i % 32, nt = i / 32 % NT, ky = i / (32 * NT) % KS;
-    const int kx = i / (32 * NT * KS) % KS, of_slabs = i / (32 * NT * KS * KS), slab = of_slabs % c.slabs, block = of_slabs / c.slabs;
+    const int i = int(blockIdx.x) * kStripBlock + threadIdx.x, lane = i % 32, nt = i / 32 % NT, kx = i / (32 * NT) % KS;
+    const int ky = i / (32 * NT * KS) % KS, of_slabs = i / (32 * NT * KS * KS), slab = of_slabs % c.slabs, block = of_slabs / c.slabs;
     if (block >= c.to_blocks) return;
     const int from = slab * 8 + lane % 4, to = (block * NT + nt) * 8 + lane / 4;
     float4 fragment;
@@ -1985,15 +2006,23 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
     return sum;
 }
 
+template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
+
 // A block owns R rows of a strip, NT * 8 of to's channels, a warp 32 columns of them, and takes from's channels in slabs of eight. A lane's
-// a are of pixels lane / 4 and 8 further on, of channels lane % 4 and 4 further on; its sums are of the same pixels, and two of to's
-// channels. MANY: there is more than one slab, and the sums of each are made apart.
-template <int KS, int NT, int R, bool MANY>
-__global__ void __launch_bounds__(kStripBlock, MANY && NT > 1 ? 2 : 3) correlate(const __grid_constant__ Correlation c) {
-    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kStripRow;
+// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Whichever pixel
+// an index of the mma stands for, it does so in both.
+constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
+static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
+
+template <int KS, int NT, int R>
+__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow;
+    constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
+    constexpr int KYS = kAllWeights ? KS : 1;
+    static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
     extern __shared__ float4 shared_quads[];
     float* const shared = reinterpret_cast<float*>(shared_quads);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pixel = lane / 4, quarter = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     struct Tile {
         int64_t sample;
         int block, row, column;
@@ -2004,12 +2033,25 @@ __global__ void __launch_bounds__(kStripBlock, MANY && NT > 1 ? 2 : 3) correlate
         return Tile{sample, int(i - strip * c.to_blocks), int(rows - sample * c.row_tiles) * R, int(strip - rows * c.column_tiles) * kStripWidth};
     };
     const auto copy = [&](const Tile& tile, int slab, int stage) {
-        for (int i = warp; i < kRows * 8; i += kStripWarps) {
-            const int channel = slab * 8 + i % 8, row = tile.row + i / 8 - c.pad;
-            const bool exists = channel < c.from_channels && row >= 0 && row < c.height;
-            const float* from = c.from + ((tile.sample * c.from_channels + channel) * c.height + row) * c.width;
-            float* const to = shared + stage * kStage + i * kStripRow;
-            copy_row(to, exists ? from : c.from, tile.column - c.pad, kStripWidth + KS - 1, c.width, exists, c.pairs, lane);
+        const int first_row = tile.row - c.pad, first = tile.column - c.pad;
+        const int64_t plane = int64_t(c.height) * c.width;
+        float* const to = shared + stage * kStage;
+        const float* const from = c.from + (tile.sample * c.from_channels + slab * 8) * plane + first_row * c.width + first;
+        const auto exists = [&](int channel, int row) {
+            return slab * 8 + channel < c.from_channels && first_row + row >= 0 && first_row + row < c.height;
+        };
+        const Columns columns(first, c.width, c.pairs);
+#pragma unroll
+        for (int channel = warp; channel < 8; channel += kStripWarps) {
+            const float* row_from = from + channel * plane;
+#pragma unroll
+            for (int row = 0; row < kRows; ++row, row_from += c.width) {
+                columns.copy(to + (row * 8 + channel) * kImageRow, row_from, exists(channel, row));
+            }
+        }
+        if (KS > 1 && threadIdx.x < kRows * 8) {
+            const int row = threadIdx.x / 8, channel = threadIdx.x % 8;
+            copy_halo(to + threadIdx.x * kImageRow, from + channel * plane + row * c.width, first, c.width, exists(channel, row), c.pairs);
         }
         commit_copies();
     };
@@ -2019,79 +2061,101 @@ __global__ void __launch_bounds__(kStripBlock, MANY && NT > 1 ? 2 : 3) correlate
     for (int64_t i = blockIdx.x; i < c.tiles; i += gridDim.x) {
         const Tile next = tile_at(i + gridDim.x < c.tiles ? i + gridDim.x : i);
         float total[R][NT][MT][4] = {};
-        for (int slab = 0; slab < (MANY ? c.slabs : 1); ++slab, stage ^= 1) {
-            const bool last = !MANY || slab + 1 == c.slabs;
+        for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
+            const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
             await_copies<1>();
             __syncthreads();
-            float part[MANY ? R : 1][NT][MT][4] = {};
-            const auto sum = [&](int r, int nt, int mt) -> float(&)[4] {
-                if constexpr (MANY) return part[r][nt][mt];
-                else return total[r][nt][mt];
-            };
-            const float* const pixels = shared + stage * kStage + quarter * kStripRow + warp * 32 + pixel;
+            const float* const pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
             const float4* const fragments = c.fragments + (tile.block * c.slabs + slab) * KS * KS * NT * 32 + lane;
+            float4 w[KYS][KS][NT];
+            const auto load_weights = [&](int first) {
 #pragma unroll
-            for (int kx = 0; kx < KS; ++kx) {
-                float4 w[KS][NT];
-#pragma unroll
-                for (int ky = 0; ky < KS; ++ky) {
-#pragma unroll
-                    for (int nt = 0; nt < NT; ++nt) w[ky][nt] = __ldg(fragments + ((kx * KS + ky) * NT + nt) * 32);
+                for (int k = 0; k < KYS * KS * NT; ++k) {
+                    w[k / (KS * NT)][k / NT % KS][k % NT] = __ldg(fragments + (first * KS * NT + k) * 32);
                 }
+            };
+            if (kAllWeights) load_weights(0);
+#pragma unroll(kAllWeights ? kRows : 1)
+            for (int row = 0; row < kRows; ++row) {  // of from: it is ky below row - ky of to
+                if (!kAllWeights) load_weights(row);
+                float hi[2][KS + 3], lo[2][KS + 3];
 #pragma unroll
-                for (int row = 0; row < kRows; ++row) {  // of from: it is ky below row - ky of to
-                    float hi[MT][4], lo[MT][4];
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at = pixels + (row * 8 + half * 4) * kImageRow;
+                    float v[8];
+                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
+                    if constexpr (KS > 1) *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(at + 4);
 #pragma unroll
-                    for (int mt = 0; mt < MT; ++mt) {
+                    for (int k = 0; k < KS + 3; ++k) split_tf32(v[k], hi[half][k], lo[half][k]);
+                }
+                float sums[KYS][NT][MT][4];  // smallest products first
 #pragma unroll
-                        for (int j = 0; j < 4; ++j) {
-                            split_tf32(pixels[(row * 8 + j / 2 * 4) * kStripRow + mt * 16 + j % 2 * 8 + kx], hi[mt][j], lo[mt][j]);
-                        }
-                    }
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
 #pragma unroll
-                    for (int product = 0; product < 3; ++product) {
+                    for (int ky = 0; ky < KYS; ++ky) {
+                        if (kAllWeights && (row - ky < 0 || row - ky >= R)) continue;
 #pragma unroll
-                        for (int ky = 0; ky < KS; ++ky) {
-                            if (row - ky < 0 || row - ky >= R) continue;
+                        for (int nt = 0; nt < NT; ++nt) {
+                            const float4& f = w[ky][kx][nt];
 #pragma unroll
-                            for (int nt = 0; nt < NT; ++nt) {
-                                const float4& f = w[ky][nt];
-#pragma unroll
-                                for (int mt = 0; mt < MT; ++mt) {
-                                    if (product == 0) mma_tf32(sum(row - ky, nt, mt), lo[mt], f.x, f.y);
-                                    if (product == 1) mma_tf32(sum(row - ky, nt, mt), hi[mt], f.z, f.w);
-                                    if (product == 2) mma_tf32(sum(row - ky, nt, mt), hi[mt], f.x, f.y);
-                                }
+                            for (int mt = 0; mt < MT; ++mt) {
+                                const auto multiply = [&](const float (&a)[2][KS + 3], float b0, float b1) {
+                                    float (&d)[4] = sums[ky][nt][mt];
+                                    const int k = kx + 2 * mt;
+                                    const bool more = product > 0;
+                                    mma_tf32(d, a[0][k], a[0][k + 1], a[1][k], a[1][k + 1], b0, b1, more ? d[0] : 0.0f, more ? d[1] : 0.0f,
+                                        more ? d[2] : 0.0f, more ? d[3] : 0.0f);
+                                };
+                                if (product / KS == 0) multiply(lo, f.x, f.y);
+                                if (product / KS == 1) multiply(hi, f.z, f.w);
+                                if (product / KS == 2) multiply(hi, f.x, f.y);
                             }
                         }
                     }
                 }
-            }
-            if constexpr (MANY) {
 #pragma unroll
-                for (int k = 0; k < R * NT * MT * 4; ++k) (&total[0][0][0][0])[k] += (&part[0][0][0][0])[k];
+                for (int ky = 0; ky < KYS; ++ky) {
+                    const int to_row = kAllWeights ? row - ky : 0;
+                    if (to_row < 0 || to_row >= R) continue;
+#pragma unroll
+                    for (int k = 0; k < NT * MT * 4; ++k) total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
+                }
             }
             __syncthreads();
         }
+        const int column = tile.column + warp * 32 + eighth * 4;
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const int channel = (tile.block * NT + nt) * 8 + 2 * quarter + j;
-                if (channel >= c.to_channels) continue;
+                if (channel >= c.to_channels || column >= c.columns) continue;
                 const float bias = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
-                float* const plane = c.to + (tile.sample * c.to_channels + channel) * c.rows * c.columns;
+                float* to = c.to + ((tile.sample * c.to_channels + channel) * c.rows + tile.row) * c.columns + column;
 #pragma unroll
-                for (int r = 0; r < R; ++r) {
-                    const int row = tile.row + r;
+                for (int r = 0; r < R; ++r, to += c.columns) {
+                    if (tile.row + r >= c.rows) continue;
+                    float v[4];
 #pragma unroll
-                    for (int p = 0; p < 2 * MT; ++p) {
-                        const int column = tile.column + warp * 32 + p * 8 + pixel;
-                        if (row >= c.rows || column >= c.columns) continue;
-                        float v = total[r][nt][p / 2][p % 2 * 2 + j];
-                        if (!isfinite(v)) v = correlate_one<KS>(c, tile.sample, channel, row, column);
-                        plane[int64_t(row) * c.columns + column] = v + bias;
+                    for (int p = 0; p < 4; ++p) v[p] = total[r][nt][p / 2][p % 2 * 2 + j];
+                    if (!(isfinite(v[0]) && isfinite(v[1]) && isfinite(v[2]) && isfinite(v[3]))) {
+#pragma unroll
+                        for (int p = 0; p < 4; ++p) v[p] = correlate_one<KS>(c, tile.sample, channel, tile.row + r, column + p);
+                    }
+#pragma unroll
+                    for (int p = 0; p < 4; ++p) v[p] += bias;
+                    if (c.columns % 4 == 0) {
+                        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+                    } else if (c.columns % 2 == 0) {
+                        *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
+                        if (column + 2 < c.columns) *reinterpret_cast<float2*>(to + 2) = make_float2(v[2], v[3]);
+                    } else {
+#pragma unroll
+                        for (int p = 0; p < 4; ++p) {
+                            if (column + p < c.columns) to[p] = v[p];
+                        }
                     }
                 }
             }
@@ -2112,16 +2176,21 @@ struct WeightGradient {
 constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
 template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
 
-// Block (b, channels) sums a run of units; a warp takes every fourth step of eight pixels, the K of an mma, of which a lane has two
-// neighbours: whichever pixel K's index stands for, it does so in both factors. The sums of a unit are made apart.
+// Block (b, channels) sums a run of units; a warp takes every fourth step of 16 pixels, twice the K of an mma, and a lane four neighbouring
+// ones. The sums of a step are made apart.
+constexpr int kSumBlocks = 3;  // an SM
+constexpr int kSumRow = kStripWidth + 16;
+static_assert(kSumRow % 32 == 16, "lanes of two channels and four fours of pixels meet different banks");
+
 template <int KS>
-__global__ void __launch_bounds__(kStripBlock, 2) sum_weight_gradient(const __grid_constant__ WeightGradient p) {
+__global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(const __grid_constant__ WeightGradient p) {
     constexpr int MT = kGradChannels / 16, TAPS = KS * KS, kSlots = 2 * KS;  // rows of x: those in use, and as many to come
-    constexpr int kGradStage = kGradChannels * kStripRow, kXRow = 8 * kStripRow, kPart = kWeightPart<KS>;
+    constexpr int kGradStage = kGradChannels * kSumRow, kXRow = 8 * kSumRow, kPart = kWeightPart<KS>;
     extern __shared__ float4 shared_quads[];
     float *const shared_grad = reinterpret_cast<float*>(shared_quads), *const shared_x = shared_grad + 2 * kGradStage;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int out_first = int(blockIdx.y) / p.in_slabs * kGradChannels, in_first = int(blockIdx.y) % p.in_slabs * 8;
+    const int64_t grad_plane = int64_t(p.rows) * p.columns, plane = int64_t(p.height) * p.width;
     const int64_t begin = p.units * blockIdx.x / gridDim.x, end = p.units * (blockIdx.x + 1) / gridDim.x;
     struct Unit {
         int64_t sample;
@@ -2139,18 +2208,25 @@ __global__ void __launch_bounds__(kStripBlock, 2) sum_weight_gradient(const __gr
     };
     const auto copy = [&](const Unit& u, int stage) {
         const int column = u.strip * kStripWidth;
-        for (int i = warp; i < kGradChannels; i += kStripWarps) {
-            const bool exists = out_first + i < p.out_channels;
-            const float* from = p.grad + ((u.sample * p.out_channels + out_first + i) * p.rows + u.row) * p.columns;
-            float* const to = shared_grad + stage * kGradStage + i * kStripRow;
-            copy_row(to, exists ? from : p.grad, column, kStripWidth, p.columns, exists, p.pairs, lane);
+        const float* grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + u.row * p.columns + column;
+        float* to = shared_grad + stage * kGradStage + warp * kSumRow;
+        const Columns grad_columns(column, p.columns, p.pairs), columns(column, p.width, p.pairs);
+#pragma unroll
+        for (int i = 0; i < kGradChannels; i += kStripWarps, grad += kStripWarps * grad_plane, to += kStripWarps * kSumRow) {
+            grad_columns.copy(to, grad, out_first + warp + i < p.out_channels);
         }
-        for (int i = warp + (u.first ? 0 : (KS - 1) * 8); i < KS * 8; i += kStripWarps) {
-            const int channel = in_first + i % 8, ky = i / 8;
-            const bool exists = channel < p.in_channels;
-            const float* from = p.x + ((u.sample * p.in_channels + channel) * p.height + u.row + ky) * p.width;
-            float* const to = shared_x + (u.slot + ky) % kSlots * kXRow + i % 8 * kStripRow;
-            copy_row(to, exists ? from : p.x, column, kStripWidth + KS - 1, p.width, exists, p.pairs, lane);
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + u.row * p.width + column;
+        for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
+            float* const row_to = shared_x + (u.slot + ky) % kSlots * kXRow;
+#pragma unroll
+            for (int channel = warp; channel < 8; channel += kStripWarps) {
+                columns.copy(row_to + channel * kSumRow, x + channel * plane + ky * p.width, in_first + channel < p.in_channels);
+            }
+            if (KS > 1 && threadIdx.x < 8) {
+                const int channel = threadIdx.x;
+                const bool exists = in_first + channel < p.in_channels;
+                copy_halo(row_to + channel * kSumRow, x + channel * plane + ky * p.width, column, p.width, exists, p.pairs);
+            }
         }
     };
     const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
@@ -2165,49 +2241,54 @@ __global__ void __launch_bounds__(kStripBlock, 2) sum_weight_gradient(const __gr
         commit_copies();
         await_copies<1>();
         __syncthreads();
-        float part[MT][TAPS][4] = {};
-        const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 8, (left + 7) / 8);
+        const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 16, (left + 15) / 16);
         for (int step = warp; step < steps; step += kStripWarps) {
-            float grad_hi[MT][4], grad_lo[MT][4];
+            const int pixel = step * 16 + 4 * quarter;
+            float grad_hi[MT][2][4], grad_lo[MT][2][4];
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const float* const at =
-                        shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kStripRow + step * 8 + 2 * quarter;
-                    const float2 v = *reinterpret_cast<const float2*>(at);
-                    bias[mt][half] += v.x + v.y;
-                    split_tf32(v.x, grad_hi[mt][half], grad_lo[mt][half]);
-                    split_tf32(v.y, grad_hi[mt][2 + half], grad_lo[mt][2 + half]);
+                    const float* const at = shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kSumRow + pixel;
+                    float v[4];
+                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
+                    bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[mt][half][k], grad_lo[mt][half][k]);
                 }
             }
 #pragma unroll
             for (int ky = 0; ky < KS; ++ky) {
-                const float* const pixels = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kStripRow + step * 8 + 2 * quarter;
-                float x_hi[KS + 1], x_lo[KS + 1];
+                const float* const at = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kSumRow + pixel;
+                float v[6], x_hi[KS + 3], x_lo[KS + 3];
+                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
+                if constexpr (KS > 1) *reinterpret_cast<float2*>(v + 4) = *reinterpret_cast<const float2*>(at + 4);
 #pragma unroll
-                for (int j = 0; j < KS + 1; j += 2) {
-                    const float2 v = *reinterpret_cast<const float2*>(pixels + j);
-                    split_tf32(v.x, x_hi[j], x_lo[j]);
-                    split_tf32(v.y, x_hi[j + 1], x_lo[j + 1]);
-                }
+                for (int k = 0; k < KS + 3; ++k) split_tf32(v[k], x_hi[k], x_lo[k]);
+                float sums[MT][KS][4];  // smallest products first
 #pragma unroll
-                for (int product = 0; product < 3; ++product) {
+                for (int product = 0; product < 6; ++product) {
+                    const int k = product % 2 * 2;
 #pragma unroll
                     for (int kx = 0; kx < KS; ++kx) {
 #pragma unroll
                         for (int mt = 0; mt < MT; ++mt) {
-                            float (&sum)[4] = part[mt][ky * KS + kx];
-                            if (product == 0) mma_tf32(sum, grad_lo[mt], x_hi[kx], x_hi[kx + 1]);
-                            if (product == 1) mma_tf32(sum, grad_hi[mt], x_lo[kx], x_lo[kx + 1]);
-                            if (product == 2) mma_tf32(sum, grad_hi[mt], x_hi[kx], x_hi[kx + 1]);
+                            const auto multiply = [&](const float (&a)[2][4], const float (&b)[KS + 3]) {
+                                float (&d)[4] = sums[mt][kx];
+                                const bool more = product > 0;
+                                mma_tf32(d, a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], b[k + kx], b[k + kx + 1], more ? d[0] : 0.0f,
+                                    more ? d[1] : 0.0f, more ? d[2] : 0.0f, more ? d[3] : 0.0f);
+                            };
+                            if (product / 2 == 0) multiply(grad_lo[mt], x_hi);
+                            if (product / 2 == 1) multiply(grad_hi[mt], x_lo);
+                            if (product / 2 == 2) multiply(grad_hi[mt], x_hi);
                         }
                     }
                 }
+#pragma unroll
+                for (int k = 0; k < MT * KS * 4; ++k) total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
             }
         }
-#pragma unroll
-        for (int k = 0; k < MT * TAPS * 4; ++k) (&total[0][0][0])[k] += (&part[0][0][0])[k];
         __syncthreads();
         unit = next;
     }
@@ -2309,15 +2390,15 @@ template <typename K> static cudaError_t resident_blocks(K kernel, int shared_by
     return error;
 }
 
-template <int KS, int NT, int R, bool MANY>
+template <int KS, int NT, int R>
 static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
-    constexpr int kShared = 2 * (R + KS - 1) * 8 * kStripRow * int(sizeof(float));
+    constexpr int kShared = 2 * (R + KS - 1) * 8 * kImageRow * int(sizeof(float));
     c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
     c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
     c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
     c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
     c.pairs = c.width % 2 == 0;
-    auto kernel = correlate<KS, NT, R, MANY>;
+    auto kernel = correlate<KS, NT, R>;
     int64_t blocks;
     const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
     if (error != cudaSuccess) return error;
@@ -2327,9 +2408,8 @@ static cudaError_t launch_correlation(Correlation c, int64_t samples, const Devi
     return cudaGetLastError();
 }
 template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
-    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4, true>(c, samples, device, stream);
-    if (c.from_channels <= 8) return launch_correlation<KS, 4, 2, false>(c, samples, device, stream);
-    return launch_correlation<KS, 4, 2, true>(c, samples, device, stream);
+    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4>(c, samples, device, stream);
+    return launch_correlation<KS, 4, 1>(c, samples, device, stream);
 }
 static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
     const auto up = [](int64_t channels) { return divide_up(channels, 32) * 32; };
@@ -2338,7 +2418,7 @@ static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
 
 template <int KS>
 static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int64_t* bytes, const Device& device, cudaStream_t stream) {
-    constexpr int kUsed = (2 * kGradChannels + 2 * KS * 8) * kStripRow, kLeft = kStripWarps * kWeightPart<KS>;
+    constexpr int kUsed = (2 * kGradChannels + 2 * KS * 8) * kSumRow, kLeft = kStripWarps * kWeightPart<KS>;
     constexpr int kShared = (kUsed > kLeft ? kUsed : kLeft) * int(sizeof(float));
     p.rows = p.height - KS + 1, p.columns = p.width - KS + 1, p.column_tiles = int(divide_up(p.columns, kStripWidth));
     p.in_slabs = int(divide_up(p.in_channels, 8));
