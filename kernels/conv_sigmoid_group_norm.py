@@ -2008,7 +2008,7 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
 
 template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
 
-// A block owns R rows of a strip, NT * 8 of to's channels, a warp 32 columns of them, and takes from's channels in slabs of eight. A lane's
+// A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
 // values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Whichever pixel
 // an index of the mma stands for, it does so in both.
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
@@ -2027,10 +2027,12 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
         int64_t sample;
         int block, row, column;
     };
-    const auto tile_at = [&](int64_t i) {  // neighbours run side by side, and share rows in L2
-        const int64_t strip = quotient(i, int64_t(c.to_blocks)), rows = quotient(strip, int64_t(c.column_tiles));
-        const int64_t sample = quotient(rows, int64_t(c.row_tiles));
-        return Tile{sample, int(i - strip * c.to_blocks), int(rows - sample * c.row_tiles) * R, int(strip - rows * c.column_tiles) * kStripWidth};
+    const auto after = [&](Tile tile) {
+        if (++tile.block < c.to_blocks) return tile;
+        tile.block = 0, tile.row += R;
+        if (tile.row >= c.rows) tile.row = 0, tile.column += kStripWidth;
+        if (tile.column >= c.columns) tile.column = 0, ++tile.sample;
+        return tile;
     };
     const auto copy = [&](const Tile& tile, int slab, int stage) {
         const int first_row = tile.row - c.pad, first = tile.column - c.pad;
@@ -2055,11 +2057,15 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
         }
         commit_copies();
     };
-    Tile tile = tile_at(blockIdx.x);
+    const int64_t begin = c.tiles * blockIdx.x / gridDim.x, end = c.tiles * (blockIdx.x + 1) / gridDim.x;
+    const int64_t rows = quotient(begin, int64_t(c.to_blocks)), strips = quotient(rows, int64_t(c.row_tiles));
+    const int64_t sample = quotient(strips, int64_t(c.column_tiles));
+    Tile tile = {sample, int(begin - rows * c.to_blocks), int(rows - strips * c.row_tiles) * R,
+        int(strips - sample * c.column_tiles) * kStripWidth};
     int stage = 0;
     copy(tile, 0, 0);
-    for (int64_t i = blockIdx.x; i < c.tiles; i += gridDim.x) {
-        const Tile next = tile_at(i + gridDim.x < c.tiles ? i + gridDim.x : i);
+    for (int64_t i = begin; i < end; ++i) {
+        const Tile next = i + 1 < end ? after(tile) : tile;
         float total[R][NT][MT][4] = {};
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
