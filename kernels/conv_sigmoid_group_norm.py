@@ -1890,14 +1890,14 @@ extern "C" int group_norm_backward(
 
 constexpr int kStripWidth = 128, kStripWarps = 4, kStripBlock = 32 * kStripWarps;
 
-// d = a * b + c: 16 rows by 8 of K by 8 columns.
-__device__ __forceinline__ void mma_tf32(
-    float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1, float c0, float c1, float c2, float c3) {
+// d += a * b: 16 rows by 8 of K by 8 columns. FIRST: d = a * b.
+template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
+    const float c[4] = {FIRST ? 0.0f : d[0], FIRST ? 0.0f : d[1], FIRST ? 0.0f : d[2], FIRST ? 0.0f : d[3]};
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)), "r"(__float_as_uint(b0)),
-          "r"(__float_as_uint(b1)), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
 // v = hi + lo; the tensor cores read the upper 19 bits of lo.
@@ -1910,6 +1910,13 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
 #endif
     hi = __uint_as_float(bits);
     lo = v - hi;
+}
+
+// Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
+__device__ __forceinline__ float2 load_pair(const float* from) {
+    float2 v;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(uint32_t(__cvta_generic_to_shared(from))) : "memory");
+    return v;
 }
 
 // BYTES of them; zeros beyond the first `exist`, which are all or none.
@@ -1929,39 +1936,39 @@ template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 #endif
 }
-// Where a lane finds its columns of a strip: pairs of them where all rows start at whole 8 bytes, bytes[j] of each, 0 beyond the image.
-struct Columns {
-    int offset, bytes[kStripWidth / 32];
-    bool pairs;
-    __device__ __forceinline__ Columns(int first, int width, bool pairs) : pairs(pairs) {
-        const int lane = threadIdx.x % 32;
-        offset = pairs ? 2 * lane : lane;
+// A warp copies ROWS rows of a strip, from column `first` on: rows `kTo` floats apart to shared memory, from rows `stride` apart; zeros where
+// exists(row) is false, and beyond the image. pairs: its rows start at whole 8 bytes.
+template <int ROWS, int kTo, typename F>
+__device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t stride, int first, int width, bool pairs, const F& exists) {
+    const int lane = threadIdx.x % 32;
+    if (pairs) {
+        const auto bytes = [&](int column) { return column >= 0 && column < width ? 8 : 0; };
+        const int left = bytes(first + 2 * lane), right = bytes(first + 64 + 2 * lane);
+        to += 2 * lane, from += 2 * lane;
 #pragma unroll
-        for (int j = 0; j < kStripWidth / 32; ++j) {
-            const int column = first + offset + j * (pairs ? 64 : 32);
-            bytes[j] = column >= 0 && column < width ? (pairs ? 8 : 4) : 0;
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            const bool there = exists(i);
+            copy_or_zero<8>(to + i * kTo, from, there ? left : 0);
+            copy_or_zero<8>(to + i * kTo + 64, from + 64, there ? right : 0);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            for (int j = lane; j < kStripWidth; j += 32) {
+                const int column = first + j;
+                copy_or_zero<4>(to + i * kTo + j, from + j, exists(i) && column >= 0 && column < width ? 4 : 0);
+            }
         }
     }
-    // A warp copies a row of the strip, from its first column on.
-    __device__ __forceinline__ void copy(float* to, const float* from, bool exists) const {
-        to += offset, from += offset;
-        if (pairs) {
-            copy_or_zero<8>(to, from, exists ? bytes[0] : 0);
-            copy_or_zero<8>(to + 64, from + 64, exists ? bytes[1] : 0);
-        } else {
-#pragma unroll
-            for (int j = 0; j < kStripWidth / 32; ++j) copy_or_zero<4>(to + 32 * j, from + 32 * j, exists ? bytes[j] : 0);
-        }
-    }
-};
+}
 // One thread copies the two columns beyond a strip.
 __device__ __forceinline__ void copy_halo(float* to, const float* from, int first, int width, bool exists, bool pairs) {
-    const auto bytes = [&](int column) { return exists && column >= 0 && column < width ? (pairs ? 8 : 4) : 0; };
+    const int column = first + kStripWidth, there = exists && column >= 0 ? width - column : 0;
     if (pairs) {
-        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, bytes(first + kStripWidth));
+        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, there > 0 ? 8 : 0);
     } else {
-        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, bytes(first + kStripWidth));
-        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, bytes(first + kStripWidth + 1));
+        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, there > 0 ? 4 : 0);
+        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, there > 1 ? 4 : 0);
     }
 }
 
@@ -1996,7 +2003,7 @@ template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare
 }
 
 template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
-    float sum = 0;
+    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
     for (int from = 0; from < c.from_channels; ++from) {
         const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
         for (int tap = 0; tap < KS * KS; ++tap) {
@@ -2011,8 +2018,8 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
 template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
 
 // A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
-// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Whichever pixel
-// an index of the mma stands for, it does so in both.
+// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Of an mma's two
+// pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
 static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
 
@@ -2040,18 +2047,14 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
         const int first_row = tile.row - c.pad, first = tile.column - c.pad;
         const int64_t plane = int64_t(c.height) * c.width;
         float* const to = shared + stage * kStage;
-        const float* const from = c.from + (tile.sample * c.from_channels + slab * 8) * plane + first_row * c.width + first;
+        const float* const from = c.from + (tile.sample * c.from_channels + slab * 8) * plane + int64_t(first_row) * c.width + first;
         const auto exists = [&](int channel, int row) {
             return slab * 8 + channel < c.from_channels && first_row + row >= 0 && first_row + row < c.height;
         };
-        const Columns columns(first, c.width, c.pairs);
 #pragma unroll
         for (int channel = warp; channel < 8; channel += kStripWarps) {
-            const float* row_from = from + channel * plane;
-#pragma unroll
-            for (int row = 0; row < kRows; ++row, row_from += c.width) {
-                columns.copy(to + (row * 8 + channel) * kImageRow, row_from, exists(channel, row));
-            }
+            copy_rows<kRows, 8 * kImageRow>(to + channel * kImageRow, from + channel * plane, c.width, first, c.width, c.pairs,
+                [&](int row) { return exists(channel, row); });
         }
         if (KS > 1 && threadIdx.x < kRows * 8) {
             const int row = threadIdx.x / 8, channel = threadIdx.x % 8;
@@ -2068,34 +2071,50 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
     copy(tile, 0, 0);
     for (int64_t i = begin; i < end; ++i) {
         const Tile next = i + 1 < end ? after(tile) : tile;
-        float total[R][NT][MT][4] = {};
+        const int channel_first = tile.block * NT * 8 + 2 * quarter;
+        float total[R][NT][MT][4];
+#pragma unroll
+        for (int k = 0; k < NT * 2; ++k) {
+            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
+            }
+        }
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
             await_copies<1>();
             __syncthreads();
-            const float* const pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
-            const float4* const fragments = c.fragments + (tile.block * c.slabs + slab) * KS * KS * NT * 32 + lane;
-            float4 w[KYS][KS][NT];
-            const auto load_weights = [&](int first) {
+            const float* pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
+            const float4* fragments = c.fragments + int64_t(tile.block * c.slabs + slab) * (KS * KS * NT * 32) + lane;
+            float w[KYS][KS][NT][2][2];  // hi, lo
+            const auto load_weights = [&] {
 #pragma unroll
                 for (int k = 0; k < KYS * KS * NT; ++k) {
-                    w[k / (KS * NT)][k / NT % KS][k % NT] = __ldg(fragments + (first * KS * NT + k) * 32);
+                    const float4 f = __ldg(fragments + k * 32);
+                    float(&to)[2][2] = w[k / (KS * NT)][k / NT % KS][k % NT];
+                    to[0][0] = f.x, to[0][1] = f.y, to[1][0] = f.z, to[1][1] = f.w;
                 }
+                fragments += KYS * KS * NT * 32;
             };
-            if (kAllWeights) load_weights(0);
+            if (kAllWeights) load_weights();
 #pragma unroll(kAllWeights ? kRows : 1)
-            for (int row = 0; row < kRows; ++row) {  // of from: it is ky below row - ky of to
-                if (!kAllWeights) load_weights(row);
-                float hi[2][KS + 3], lo[2][KS + 3];
+            for (int row = 0; row < kRows; ++row, pixels += 8 * kImageRow) {  // of from: it is ky below row - ky of to
+                if (!kAllWeights) load_weights();
+                float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const float* const at = pixels + (row * 8 + half * 4) * kImageRow;
-                    float v[8];
-                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
-                    if constexpr (KS > 1) *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(at + 4);
-#pragma unroll
-                    for (int k = 0; k < KS + 3; ++k) split_tf32(v[k], hi[half][k], lo[half][k]);
+                    const float* const at = pixels + half * 4 * kImageRow;
+                    const float4 left = *reinterpret_cast<const float4*>(at);
+                    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
+                    split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                    if constexpr (KS > 1) {
+                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                    }
                 }
                 float sums[KYS][NT][MT][4];  // smallest products first
 #pragma unroll
@@ -2106,19 +2125,13 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
                         if (kAllWeights && (row - ky < 0 || row - ky >= R)) continue;
 #pragma unroll
                         for (int nt = 0; nt < NT; ++nt) {
-                            const float4& f = w[ky][kx][nt];
 #pragma unroll
                             for (int mt = 0; mt < MT; ++mt) {
-                                const auto multiply = [&](const float (&a)[2][KS + 3], float b0, float b1) {
-                                    float (&d)[4] = sums[ky][nt][mt];
-                                    const int k = kx + 2 * mt;
-                                    const bool more = product > 0;
-                                    mma_tf32(d, a[0][k], a[0][k + 1], a[1][k], a[1][k + 1], b0, b1, more ? d[0] : 0.0f, more ? d[1] : 0.0f,
-                                        more ? d[2] : 0.0f, more ? d[3] : 0.0f);
-                                };
-                                if (product / KS == 0) multiply(lo, f.x, f.y);
-                                if (product / KS == 1) multiply(hi, f.z, f.w);
-                                if (product / KS == 2) multiply(hi, f.x, f.y);
+                                float(&d)[4] = sums[ky][nt][mt];
+                                const float(&f)[2][2] = w[ky][kx][nt];
+                                if (product == 0) mma_tf32<true>(d, lo[mt], f[0]);
+                                else if (product / KS == 0) mma_tf32(d, lo[kx + mt], f[0]);
+                                else mma_tf32(d, hi[kx + mt], f[product / KS == 1]);
                             }
                         }
                     }
@@ -2128,44 +2141,43 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
                     const int to_row = kAllWeights ? row - ky : 0;
                     if (to_row < 0 || to_row >= R) continue;
 #pragma unroll
-                    for (int k = 0; k < NT * MT * 4; ++k) total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
+                    for (int k = 0; k < NT * MT * 4; ++k) {
+                        total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
+                    }
                 }
             }
             __syncthreads();
         }
-        const int column = tile.column + warp * 32 + eighth * 4;
+        const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
+        const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
+        const int64_t plane = int64_t(c.rows) * c.columns;
+        float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
+        const auto store = [&](auto pack) {
+            constexpr int V = sizeof(pack) / sizeof(float);
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
+            for (int k = 0; k < NT * 2 * R; ++k) {
+                const int nt = k / (2 * R), j = k / R % 2, r = k % R;
+                if (nt * 8 + j >= channels_left || r >= rows_left) continue;
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int channel = (tile.block * NT + nt) * 8 + 2 * quarter + j;
-                if (channel >= c.to_channels || column >= c.columns) continue;
-                const float bias = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
-                float* to = c.to + ((tile.sample * c.to_channels + channel) * c.rows + tile.row) * c.columns + column;
+                for (int p = 0; p < 4; p += V) {
+                    Pack<float, V> out;
 #pragma unroll
-                for (int r = 0; r < R; ++r, to += c.columns) {
-                    if (tile.row + r >= c.rows) continue;
-                    float v[4];
-#pragma unroll
-                    for (int p = 0; p < 4; ++p) v[p] = total[r][nt][p / 2][p % 2 * 2 + j];
-                    if (!(isfinite(v[0]) && isfinite(v[1]) && isfinite(v[2]) && isfinite(v[3]))) {
-#pragma unroll
-                        for (int p = 0; p < 4; ++p) v[p] = correlate_one<KS>(c, tile.sample, channel, tile.row + r, column + p);
-                    }
-#pragma unroll
-                    for (int p = 0; p < 4; ++p) v[p] += bias;
-                    if (c.columns % 4 == 0) {
-                        *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
-                    } else if (c.columns % 2 == 0) {
-                        *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
-                        if (column + 2 < c.columns) *reinterpret_cast<float2*>(to + 2) = make_float2(v[2], v[3]);
-                    } else {
-#pragma unroll
-                        for (int p = 0; p < 4; ++p) {
-                            if (column + p < c.columns) to[p] = v[p];
-                        }
-                    }
+                    for (int q = 0; q < V; ++q) out.value[q] = total[r][nt][(p + q) % 2][(p + q) / 2 * 2 + j];
+                    if (p < columns_left) *reinterpret_cast<Pack<float, V>*>(to + (nt * 8 + j) * plane + r * c.columns + p) = out;
                 }
+            }
+        };
+        if (c.columns % 4 == 0) store(Pack<float, 4>());
+        else if (c.columns % 2 == 0) store(Pack<float, 2>());
+        else store(Pack<float, 1>());
+        float zero = 0;
+#pragma unroll
+        for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
+        if (zero != 0.0f) {  // NaN
+            for (int k = 0; k < NT * 2 * R * 4; ++k) {
+                const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
+                if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
+                to[channel * plane + r * c.columns + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
             }
         }
         tile = next;
@@ -2215,25 +2227,19 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
         return u;
     };
     const auto copy = [&](const Unit& u, int stage) {
-        const int column = u.strip * kStripWidth;
-        const float* grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + u.row * p.columns + column;
-        float* to = shared_grad + stage * kGradStage + warp * kSumRow;
-        const Columns grad_columns(column, p.columns, p.pairs), columns(column, p.width, p.pairs);
-#pragma unroll
-        for (int i = 0; i < kGradChannels; i += kStripWarps, grad += kStripWarps * grad_plane, to += kStripWarps * kSumRow) {
-            grad_columns.copy(to, grad, out_first + warp + i < p.out_channels);
-        }
-        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + u.row * p.width + column;
+        const int column = u.strip * kStripWidth, out_left = p.out_channels - out_first - warp, in_left = p.in_channels - in_first;
+        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + int64_t(u.row) * p.columns + column;
+        copy_rows<kGradChannels / kStripWarps, kStripWarps * kSumRow>(shared_grad + stage * kGradStage + warp * kSumRow, grad,
+            kStripWarps * grad_plane, column, p.columns, p.pairs, [&](int i) { return i * kStripWarps < out_left; });
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + int64_t(u.row) * p.width + column;
         for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
-            float* const row_to = shared_x + (u.slot + ky) % kSlots * kXRow;
-#pragma unroll
-            for (int channel = warp; channel < 8; channel += kStripWarps) {
-                columns.copy(row_to + channel * kSumRow, x + channel * plane + ky * p.width, in_first + channel < p.in_channels);
-            }
+            float* const to = shared_x + (u.slot + ky) % kSlots * kXRow;
+            const float* const from = x + ky * p.width;
+            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column, p.width,
+                p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
             if (KS > 1 && threadIdx.x < 8) {
                 const int channel = threadIdx.x;
-                const bool exists = in_first + channel < p.in_channels;
-                copy_halo(row_to + channel * kSumRow, x + channel * plane + ky * p.width, column, p.width, exists, p.pairs);
+                copy_halo(to + channel * kSumRow, from + channel * plane, column, p.width, channel < in_left, p.pairs);
             }
         }
     };
@@ -2252,7 +2258,7 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
         const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 16, (left + 15) / 16);
         for (int step = warp; step < steps; step += kStripWarps) {
             const int pixel = step * 16 + 4 * quarter;
-            float grad_hi[MT][2][4], grad_lo[MT][2][4];
+            float grad_hi[2][MT][4], grad_lo[2][MT][4];  // of pixels k and k + 2
 #pragma unroll
             for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
@@ -2262,34 +2268,33 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
                     *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
                     bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[mt][half][k], grad_lo[mt][half][k]);
+                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
                 }
             }
 #pragma unroll
             for (int ky = 0; ky < KS; ++ky) {
                 const float* const at = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kSumRow + pixel;
-                float v[6], x_hi[KS + 3], x_lo[KS + 3];
-                *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
-                if constexpr (KS > 1) *reinterpret_cast<float2*>(v + 4) = *reinterpret_cast<const float2*>(at + 4);
-#pragma unroll
-                for (int k = 0; k < KS + 3; ++k) split_tf32(v[k], x_hi[k], x_lo[k]);
+                float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
+                const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
+                const float4 left = *reinterpret_cast<const float4*>(at);
+                split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                if constexpr (KS > 1) {
+                    const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                    split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                }
                 float sums[MT][KS][4];  // smallest products first
 #pragma unroll
                 for (int product = 0; product < 6; ++product) {
-                    const int k = product % 2 * 2;
+                    const int k = product % 2;
 #pragma unroll
                     for (int kx = 0; kx < KS; ++kx) {
 #pragma unroll
                         for (int mt = 0; mt < MT; ++mt) {
-                            const auto multiply = [&](const float (&a)[2][4], const float (&b)[KS + 3]) {
-                                float (&d)[4] = sums[mt][kx];
-                                const bool more = product > 0;
-                                mma_tf32(d, a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], b[k + kx], b[k + kx + 1], more ? d[0] : 0.0f,
-                                    more ? d[1] : 0.0f, more ? d[2] : 0.0f, more ? d[3] : 0.0f);
-                            };
-                            if (product / 2 == 0) multiply(grad_lo[mt], x_hi);
-                            if (product / 2 == 1) multiply(grad_hi[mt], x_lo);
-                            if (product / 2 == 2) multiply(grad_hi[mt], x_hi);
+                            float(&d)[4] = sums[mt][kx];
+                            if (product == 0) mma_tf32<true>(d, grad_lo[k][mt], x_hi[kx]);
+                            else if (product == 1) mma_tf32(d, grad_lo[k][mt], x_hi[k + kx]);
+                            else if (product < 4) mma_tf32(d, grad_hi[k][mt], x_lo[k + kx]);
+                            else mma_tf32(d, grad_hi[k][mt], x_hi[k + kx]);
                         }
                     }
                 }
