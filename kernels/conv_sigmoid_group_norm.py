@@ -20,8 +20,10 @@ Sums have a fixed order: the same input, the same bits. Bias and scale may have 
 way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
 cache.
 
-Gradients: one operator, which computes v anew, and reads h and the output's gradient twice, or once where channels have one pixel. Second
-derivatives, and a bias or scale of h's shape, in ATen operators.
+Gradients: one operator for all that follows the convolution, which computes v anew, and reads h and the output's gradient twice, or once
+where channels have one pixel. Where they are needed, the convolution and its own gradients are operators too: for plain 3x3 and 1x1 ones
+of float32, up to 64 channels to 128, implicit GEMMs on the tensor cores in TF32 halves, with float32's accuracy and range; ATen's
+elsewhere. Second derivatives, and a bias or scale of h's shape, in ATen operators.
 """
 
 import contextlib
@@ -2613,12 +2615,623 @@ extern "C" int group_norm_backward(
 }
 // --- end shared: group norm gradients ---
 
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The convolution alone, for training, and its gradients: implicit GEMMs on the tensor cores in TF32, each value as hi + lo in three
+// products, hi * hi, hi * lo and lo * hi: float32's range, and its accuracy as long as sums are short, since tensor cores round towards
+// zero; longer ones are made of short ones. Infinities make a NaN of such a product: what is not finite is computed again in float32.
+// All work on strips of 128 columns, which warps share out, and copy the next rows into shared memory while they use these.
+
+constexpr int kStripWidth = 128, kStripWarps = 4, kStripBlock = 32 * kStripWarps;
+
+// d += a * b: 16 rows by 8 of K by 8 columns. FIRST: d = a * b.
+template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+    const float c[4] = {FIRST ? 0.0f : d[0], FIRST ? 0.0f : d[1], FIRST ? 0.0f : d[2], FIRST ? 0.0f : d[3]};
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+#endif
+}
+// v = hi + lo; the tensor cores read the upper 19 bits of lo.
+__device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
+    uint32_t bits;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+#else
+    bits = (__float_as_uint(v) + 0x1000) & 0xffffe000;
+#endif
+    hi = __uint_as_float(bits);
+    lo = v - hi;
+}
+
+// Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
+__device__ __forceinline__ float2 load_pair(const float* from) {
+    float2 v;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(uint32_t(__cvta_generic_to_shared(from))) : "memory");
+    return v;
+}
+
+// BYTES of them; zeros beyond the first `exist`, which are all or none.
+template <int BYTES> __device__ __forceinline__ void copy_or_zero(float* to, const float* from, int exist) {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(exist) : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but the latest LEFT groups
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+// A warp copies ROWS rows of a strip, from column `first` on: rows `kTo` floats apart to shared memory, from rows `stride` apart; zeros where
+// exists(row) is false, and beyond the image. pairs: its rows start at whole 8 bytes.
+template <int ROWS, int kTo, typename F>
+__device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t stride, int first, int width, bool pairs, const F& exists) {
+    const int lane = threadIdx.x % 32;
+    if (pairs) {
+        const auto bytes = [&](int column) { return column >= 0 && column < width ? 8 : 0; };
+        const int left = bytes(first + 2 * lane), right = bytes(first + 64 + 2 * lane);
+        to += 2 * lane, from += 2 * lane;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            const bool there = exists(i);
+            copy_or_zero<8>(to + i * kTo, from, there ? left : 0);
+            copy_or_zero<8>(to + i * kTo + 64, from + 64, there ? right : 0);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            for (int j = lane; j < kStripWidth; j += 32) {
+                const int column = first + j;
+                copy_or_zero<4>(to + i * kTo + j, from + j, exists(i) && column >= 0 && column < width ? 4 : 0);
+            }
+        }
+    }
+}
+// One thread copies the two columns beyond a strip.
+__device__ __forceinline__ void copy_halo(float* to, const float* from, int first, int width, bool exists, bool pairs) {
+    const int column = first + kStripWidth, there = exists && column >= 0 ? width - column : 0;
+    if (pairs) {
+        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, there > 0 ? 8 : 0);
+    } else {
+        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, there > 0 ? 4 : 0);
+        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, there > 1 ? 4 : 0);
+    }
+}
+
+// to[o] = bias[o] + the sum over i of from[i], `pad` zeros around it, correlated with the weights of i and o. That is the convolution, and,
+// with the weights flipped and transposed, the gradient of its input.
+struct Correlation {
+    const float *from, *weight, *bias;  // bias: null, or one value for each of to's channels
+    float* to;
+    float4* fragments;
+    int64_t tiles;
+    int from_channels, to_channels, slabs, to_blocks;  // slabs of eight channels; blocks of 8 * NT
+    int height, width, pad, rows, columns, row_tiles, column_tiles;
+    bool flipped, pairs;
+};
+
+template <int KS> __device__ __forceinline__ float weight_between(const Correlation& c, int from, int to, int ky, int kx) {
+    if (from >= c.from_channels || to >= c.to_channels) return 0.0f;
+    if (c.flipped) return __ldg(c.weight + ((from * c.to_channels + to) * KS + KS - 1 - ky) * KS + KS - 1 - kx);
+    return __ldg(c.weight + ((to * c.from_channels + from) * KS + ky) * KS + kx);
+}
+
+// A thread prepares a lane's share of the weights between a slab and eight of to's channels: both of its hi, both of its lo.
+template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare_fragments(const __grid_constant__ Correlation c) {
+    const int i = int(blockIdx.x) * kStripBlock + threadIdx.x, lane = i % 32, nt = i / 32 % NT, kx = i / (32 * NT) % KS;
+    const int ky = i / (32 * NT * KS) % KS, of_slabs = i / (32 * NT * KS * KS), slab = of_slabs % c.slabs, block = of_slabs / c.slabs;
+    if (block >= c.to_blocks) return;
+    const int from = slab * 8 + lane % 4, to = (block * NT + nt) * 8 + lane / 4;
+    float4 fragment;
+    split_tf32(weight_between<KS>(c, from, to, ky, kx), fragment.x, fragment.z);
+    split_tf32(weight_between<KS>(c, from + 4, to, ky, kx), fragment.y, fragment.w);
+    c.fragments[i] = fragment;
+}
+
+template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
+    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+    for (int from = 0; from < c.from_channels; ++from) {
+        const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
+        for (int tap = 0; tap < KS * KS; ++tap) {
+            const int y = row + tap / KS - c.pad, x = column + tap % KS - c.pad;
+            const bool exists = y >= 0 && y < c.height && x >= 0 && x < c.width;
+            if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
+        }
+    }
+    return sum;
+}
+
+template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
+
+// A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
+// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Of an mma's two
+// pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
+static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
+
+template <int KS, int NT, int R>
+__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow;
+    constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
+    constexpr int KYS = kAllWeights ? KS : 1;
+    static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
+    extern __shared__ float4 shared_quads[];
+    float* const shared = reinterpret_cast<float*>(shared_quads);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    struct Tile {
+        int64_t sample;
+        int block, row, column;
+    };
+    const auto after = [&](Tile tile) {
+        if (++tile.block < c.to_blocks) return tile;
+        tile.block = 0, tile.row += R;
+        if (tile.row >= c.rows) tile.row = 0, tile.column += kStripWidth;
+        if (tile.column >= c.columns) tile.column = 0, ++tile.sample;
+        return tile;
+    };
+    const auto copy = [&](const Tile& tile, int slab, int stage) {
+        const int first_row = tile.row - c.pad, first = tile.column - c.pad;
+        const int64_t plane = int64_t(c.height) * c.width;
+        float* const to = shared + stage * kStage;
+        const float* const from = c.from + (tile.sample * c.from_channels + slab * 8) * plane + int64_t(first_row) * c.width + first;
+        const auto exists = [&](int channel, int row) {
+            return slab * 8 + channel < c.from_channels && first_row + row >= 0 && first_row + row < c.height;
+        };
+#pragma unroll
+        for (int channel = warp; channel < 8; channel += kStripWarps) {
+            copy_rows<kRows, 8 * kImageRow>(to + channel * kImageRow, from + channel * plane, c.width, first, c.width, c.pairs,
+                [&](int row) { return exists(channel, row); });
+        }
+        if (KS > 1 && threadIdx.x < kRows * 8) {
+            const int row = threadIdx.x / 8, channel = threadIdx.x % 8;
+            copy_halo(to + threadIdx.x * kImageRow, from + channel * plane + row * c.width, first, c.width, exists(channel, row), c.pairs);
+        }
+        commit_copies();
+    };
+    const int64_t begin = c.tiles * blockIdx.x / gridDim.x, end = c.tiles * (blockIdx.x + 1) / gridDim.x;
+    const int64_t rows = quotient(begin, int64_t(c.to_blocks)), strips = quotient(rows, int64_t(c.row_tiles));
+    const int64_t sample = quotient(strips, int64_t(c.column_tiles));
+    Tile tile = {sample, int(begin - rows * c.to_blocks), int(rows - strips * c.row_tiles) * R,
+        int(strips - sample * c.column_tiles) * kStripWidth};
+    int stage = 0;
+    copy(tile, 0, 0);
+    for (int64_t i = begin; i < end; ++i) {
+        const Tile next = i + 1 < end ? after(tile) : tile;
+        const int channel_first = tile.block * NT * 8 + 2 * quarter;
+        float total[R][NT][MT][4];
+#pragma unroll
+        for (int k = 0; k < NT * 2; ++k) {
+            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
+            }
+        }
+        for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
+            const bool last = slab + 1 == c.slabs;
+            copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
+            await_copies<1>();
+            __syncthreads();
+            const float* pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
+            const float4* fragments = c.fragments + int64_t(tile.block * c.slabs + slab) * (KS * KS * NT * 32) + lane;
+            float w[KYS][KS][NT][2][2];  // hi, lo
+            const auto load_weights = [&] {
+#pragma unroll
+                for (int k = 0; k < KYS * KS * NT; ++k) {
+                    const float4 f = __ldg(fragments + k * 32);
+                    float(&to)[2][2] = w[k / (KS * NT)][k / NT % KS][k % NT];
+                    to[0][0] = f.x, to[0][1] = f.y, to[1][0] = f.z, to[1][1] = f.w;
+                }
+                fragments += KYS * KS * NT * 32;
+            };
+            if (kAllWeights) load_weights();
+#pragma unroll(kAllWeights ? kRows : 1)
+            for (int row = 0; row < kRows; ++row, pixels += 8 * kImageRow) {  // of from: it is ky below row - ky of to
+                if (!kAllWeights) load_weights();
+                float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at = pixels + half * 4 * kImageRow;
+                    const float4 left = *reinterpret_cast<const float4*>(at);
+                    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
+                    split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                    if constexpr (KS > 1) {
+                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                    }
+                }
+                float sums[KYS][NT][MT][4];  // smallest products first
+#pragma unroll
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
+#pragma unroll
+                    for (int ky = 0; ky < KYS; ++ky) {
+                        if (kAllWeights && (row - ky < 0 || row - ky >= R)) continue;
+#pragma unroll
+                        for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+                            for (int mt = 0; mt < MT; ++mt) {
+                                float(&d)[4] = sums[ky][nt][mt];
+                                const float(&f)[2][2] = w[ky][kx][nt];
+                                if (product == 0) mma_tf32<true>(d, lo[mt], f[0]);
+                                else if (product / KS == 0) mma_tf32(d, lo[kx + mt], f[0]);
+                                else mma_tf32(d, hi[kx + mt], f[product / KS == 1]);
+                            }
+                        }
+                    }
+                }
+#pragma unroll
+                for (int ky = 0; ky < KYS; ++ky) {
+                    const int to_row = kAllWeights ? row - ky : 0;
+                    if (to_row < 0 || to_row >= R) continue;
+#pragma unroll
+                    for (int k = 0; k < NT * MT * 4; ++k) {
+                        total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
+                    }
+                }
+            }
+            __syncthreads();
+        }
+        const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
+        const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
+        const int64_t plane = int64_t(c.rows) * c.columns;
+        float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
+        const auto store = [&](auto pack) {
+            constexpr int V = sizeof(pack) / sizeof(float);
+#pragma unroll
+            for (int k = 0; k < NT * 2 * R; ++k) {
+                const int nt = k / (2 * R), j = k / R % 2, r = k % R;
+                if (nt * 8 + j >= channels_left || r >= rows_left) continue;
+#pragma unroll
+                for (int p = 0; p < 4; p += V) {
+                    Pack<float, V> out;
+#pragma unroll
+                    for (int q = 0; q < V; ++q) out.value[q] = total[r][nt][(p + q) % 2][(p + q) / 2 * 2 + j];
+                    if (p < columns_left) *reinterpret_cast<Pack<float, V>*>(to + (nt * 8 + j) * plane + r * c.columns + p) = out;
+                }
+            }
+        };
+        if (c.columns % 4 == 0) store(Pack<float, 4>());
+        else if (c.columns % 2 == 0) store(Pack<float, 2>());
+        else store(Pack<float, 1>());
+        float zero = 0;
+#pragma unroll
+        for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
+        if (zero != 0.0f) {  // NaN
+            for (int k = 0; k < NT * 2 * R * 4; ++k) {
+                const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
+                if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
+                to[channel * plane + r * c.columns + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+            }
+        }
+        tile = next;
+    }
+    await_copies<0>();
+}
+
+// The gradients of the weights, grad[o] times x[i] at each shift, and of the bias, both summed over all pixels.
+struct WeightGradient {
+    const float *grad, *x;  // (samples, out_channels, rows, columns), (samples, in_channels, height, width)
+    float *partials, *to, *to_bias;  // to_bias: null if it is not wanted
+    int64_t samples, units;  // a unit: a row of a strip
+    int out_channels, in_channels, in_slabs, height, width, rows, columns, column_tiles, blocks;
+    bool pairs;
+};
+constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
+template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
+
+// Block (b, channels) sums a run of units; a warp takes every fourth step of 16 pixels, twice the K of an mma, and a lane four neighbouring
+// ones. The sums of a step are made apart.
+constexpr int kSumBlocks = 3;  // an SM
+constexpr int kSumRow = kStripWidth + 16;
+static_assert(kSumRow % 32 == 16, "lanes of two channels and four fours of pixels meet different banks");
+
+template <int KS>
+__global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int MT = kGradChannels / 16, TAPS = KS * KS, kSlots = 2 * KS;  // rows of x: those in use, and as many to come
+    constexpr int kGradStage = kGradChannels * kSumRow, kXRow = 8 * kSumRow, kPart = kWeightPart<KS>;
+    extern __shared__ float4 shared_quads[];
+    float *const shared_grad = reinterpret_cast<float*>(shared_quads), *const shared_x = shared_grad + 2 * kGradStage;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    const int out_first = int(blockIdx.y) / p.in_slabs * kGradChannels, in_first = int(blockIdx.y) % p.in_slabs * 8;
+    const int64_t grad_plane = int64_t(p.rows) * p.columns, plane = int64_t(p.height) * p.width;
+    const int64_t begin = p.units * blockIdx.x / gridDim.x, end = p.units * (blockIdx.x + 1) / gridDim.x;
+    struct Unit {
+        int64_t sample;
+        int strip, row, slot;
+        bool first;  // no row of x is there from the unit before
+    };
+    const auto after = [&](Unit u) {
+        u.first = ++u.row == p.rows;
+        u.slot = (u.slot + (u.first ? KS : 1)) % kSlots;
+        if (u.first) {
+            u.row = 0;
+            if (++u.strip == p.column_tiles) u.strip = 0, ++u.sample;
+        }
+        return u;
+    };
+    const auto copy = [&](const Unit& u, int stage) {
+        const int column = u.strip * kStripWidth, out_left = p.out_channels - out_first - warp, in_left = p.in_channels - in_first;
+        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + int64_t(u.row) * p.columns + column;
+        copy_rows<kGradChannels / kStripWarps, kStripWarps * kSumRow>(shared_grad + stage * kGradStage + warp * kSumRow, grad,
+            kStripWarps * grad_plane, column, p.columns, p.pairs, [&](int i) { return i * kStripWarps < out_left; });
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + int64_t(u.row) * p.width + column;
+        for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
+            float* const to = shared_x + (u.slot + ky) % kSlots * kXRow;
+            const float* const from = x + ky * p.width;
+            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column, p.width,
+                p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
+            if (KS > 1 && threadIdx.x < 8) {
+                const int channel = threadIdx.x;
+                copy_halo(to + channel * kSumRow, from + channel * plane, column, p.width, channel < in_left, p.pairs);
+            }
+        }
+    };
+    const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
+    Unit unit = {sample, int(rows_before - sample * p.column_tiles), int(begin - rows_before * p.rows), 0, true};
+    float total[MT][TAPS][4] = {}, bias[MT][2] = {};
+    int stage = 0;
+    copy(unit, 0);
+    commit_copies();
+    for (int64_t u = begin; u < end; ++u, stage ^= 1) {
+        const Unit next = after(unit);
+        if (u + 1 < end) copy(next, stage ^ 1);
+        commit_copies();
+        await_copies<1>();
+        __syncthreads();
+        const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 16, (left + 15) / 16);
+        for (int step = warp; step < steps; step += kStripWarps) {
+            const int pixel = step * 16 + 4 * quarter;
+            float grad_hi[2][MT][4], grad_lo[2][MT][4];  // of pixels k and k + 2
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at = shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kSumRow + pixel;
+                    float v[4];
+                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
+                    bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                }
+            }
+#pragma unroll
+            for (int ky = 0; ky < KS; ++ky) {
+                const float* const at = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kSumRow + pixel;
+                float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
+                const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
+                const float4 left = *reinterpret_cast<const float4*>(at);
+                split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                if constexpr (KS > 1) {
+                    const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                    split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                }
+                float sums[MT][KS][4];  // smallest products first
+#pragma unroll
+                for (int product = 0; product < 6; ++product) {
+                    const int k = product % 2;
+#pragma unroll
+                    for (int kx = 0; kx < KS; ++kx) {
+#pragma unroll
+                        for (int mt = 0; mt < MT; ++mt) {
+                            float(&d)[4] = sums[mt][kx];
+                            if (product == 0) mma_tf32<true>(d, grad_lo[k][mt], x_hi[kx]);
+                            else if (product == 1) mma_tf32(d, grad_lo[k][mt], x_hi[k + kx]);
+                            else if (product < 4) mma_tf32(d, grad_hi[k][mt], x_lo[k + kx]);
+                            else mma_tf32(d, grad_hi[k][mt], x_hi[k + kx]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < MT * KS * 4; ++k) total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+            }
+        }
+        __syncthreads();
+        unit = next;
+    }
+    // The warps leave their sums side by side, and the block adds them up.
+    float* const own = shared_grad + warp * kPart;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int channel = mt * 16 + half * 8 + eighth;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) own[(channel * 8 + 2 * quarter + j) * TAPS + tap] = total[mt][tap][half * 2 + j];
+            }
+            float sum = bias[mt][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (quarter == 0) own[kGradChannels * 8 * TAPS + channel] = sum;
+        }
+    }
+    __syncthreads();
+    float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kPart;
+    for (int i = threadIdx.x; i < kPart; i += kStripBlock) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kStripWarps; ++w) sum += shared_grad[w * kPart + i];
+        to[i] = sum;
+    }
+}
+
+constexpr int kAddBlock = 256;
+template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N]) {
+    __shared__ double shared[kAddBlock];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        shared[threadIdx.x] = sums[k];
+        for (int half = kAddBlock / 2; half > 0; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        }
+        __syncthreads();
+        sums[k] = shared[0];
+        __syncthreads();
+    }
+}
+
+// Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
+template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
+    const int in = blockIdx.x, out = blockIdx.y;
+    const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
+    double sums[TAPS] = {}, bias[1] = {};
+    for (int64_t b = threadIdx.x; b < p.blocks; b += kAddBlock) {
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] += part[b * kPart + (out % kGradChannels * 8 + in % 8) * TAPS + tap];
+        bias[0] += part[b * kPart + kGradChannels * 8 * TAPS + out % kGradChannels];
+    }
+    add_over_block(sums);
+    bool finite = true;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) finite = finite && isfinite(sums[tap]);
+    if (!finite) {
+        float plain[TAPS] = {};
+        const int pixels = p.rows * p.columns;
+        for (int64_t s = 0; s < p.samples; ++s) {
+            const float* const grad = p.grad + (s * p.out_channels + out) * pixels;
+            const float* const x = p.x + (s * p.in_channels + in) * p.height * p.width;
+            for (int i = threadIdx.x; i < pixels; i += kAddBlock) {
+                const int row = quotient(i, p.columns);
+                const float* const at = x + row * p.width + i - row * p.columns;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+            }
+        }
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] = plain[tap];
+        add_over_block(sums);
+    }
+    if (in == 0 && p.to_bias != nullptr) add_over_block(bias);
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
+    if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
+}
+
+// sizes: samples, in_channels, height, width, out_channels, kernel size. Smaller images are ATen's: their sums are too short to hide TF32.
+static bool covers_convolution(const int64_t* sizes, const Device& device) {
+    const int64_t ks = sizes[5], rows = sizes[2] - ks + 1, columns = sizes[3] - ks + 1;
+    return device.major >= 8 && (ks == 1 || ks == 3) && sizes[0] > 0 && sizes[1] <= 64 && sizes[4] <= 128 && rows * columns >= 256 &&
+        sizes[2] <= 32768 && sizes[3] <= 32768 && sizes[0] < 1 << 20;
+}
+
+template <typename K> static cudaError_t resident_blocks(K kernel, int shared_bytes, const Device& device, int64_t* blocks) {
+    int an_sm = 0;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&an_sm, kernel, kStripBlock, shared_bytes);
+    *blocks = int64_t(an_sm) * device.sms;
+    return error;
+}
+
+template <int KS, int NT, int R>
+static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
+    constexpr int kShared = 2 * (R + KS - 1) * 8 * kImageRow * int(sizeof(float));
+    c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
+    c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
+    c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
+    c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
+    c.pairs = c.width % 2 == 0;
+    auto kernel = correlate<KS, NT, R>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t lanes = int64_t(c.to_blocks) * c.slabs * KS * KS * NT * 32;
+    prepare_fragments<KS, NT><<<unsigned(divide_up(lanes, kStripBlock)), kStripBlock, 0, stream>>>(c);
+    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, kShared, stream>>>(c);
+    return cudaGetLastError();
+}
+template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
+    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4>(c, samples, device, stream);
+    return launch_correlation<KS, 4, 1>(c, samples, device, stream);
+}
+static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
+    const auto up = [](int64_t channels) { return divide_up(channels, 32) * 32; };
+    return up(sizes[1]) * up(sizes[4]) * sizes[5] * sizes[5] * int64_t(2 * sizeof(float));
+}
+
+template <int KS>
+static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int64_t* bytes, const Device& device, cudaStream_t stream) {
+    constexpr int kUsed = (2 * kGradChannels + 2 * KS * 8) * kSumRow, kLeft = kStripWarps * kWeightPart<KS>;
+    constexpr int kShared = (kUsed > kLeft ? kUsed : kLeft) * int(sizeof(float));
+    p.rows = p.height - KS + 1, p.columns = p.width - KS + 1, p.column_tiles = int(divide_up(p.columns, kStripWidth));
+    p.in_slabs = int(divide_up(p.in_channels, 8));
+    p.units = p.samples * p.column_tiles * p.rows;
+    p.pairs = p.width % 2 == 0 && p.columns % 2 == 0;
+    auto kernel = sum_weight_gradient<KS>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t pairs = p.in_slabs * divide_up(p.out_channels, kGradChannels);
+    blocks = blocks / pairs > 1 ? blocks / pairs : 1;
+    p.blocks = int(blocks < p.units ? blocks : p.units);
+    *bytes = pairs * p.blocks * kWeightPart<KS> * int64_t(sizeof(float));
+    if (workspace == nullptr) return cudaSuccess;
+    p.partials = static_cast<float*>(workspace);
+    kernel<<<dim3(unsigned(p.blocks), unsigned(pairs)), kStripBlock, kShared, stream>>>(p);
+    add_weight_gradient<KS><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(p);
+    return cudaGetLastError();
+}
+
+// All in float32, contiguous, 16-byte aligned; sizes as above. With workspace null, only *workspace_bytes, or -1 where ATen's is to be taken.
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    *workspace_bytes = covers_convolution(sizes, device) ? fragment_bytes(sizes) : -1;
+    if (workspace == nullptr) return cudaSuccess;
+    Correlation c = {};
+    c.from = static_cast<const float*>(x), c.weight = static_cast<const float*>(weight), c.bias = static_cast<const float*>(bias);
+    c.to = static_cast<float*>(h), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[1]), c.to_channels = int(sizes[4]), c.height = int(sizes[2]), c.width = int(sizes[3]);
+    const auto launch = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return launch(c, sizes[0], device, stream);
+}
+
+// grad_x: null if it is not wanted; grad_weight too, and with it grad_bias.
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    if (error != cudaSuccess || !covers_convolution(sizes, device)) return error;
+    WeightGradient p = {};
+    p.grad = static_cast<const float*>(grad), p.x = static_cast<const float*>(x);
+    p.to = static_cast<float*>(grad_weight), p.to_bias = static_cast<float*>(grad_bias);
+    p.samples = sizes[0], p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
+    int64_t partial_bytes = 0;
+    const auto weight_gradient = sizes[5] == 3 ? launch_weight_gradient<3> : launch_weight_gradient<1>;
+    error = weight_gradient(p, grad_weight == nullptr ? nullptr : workspace, &partial_bytes, device, stream);
+    *workspace_bytes = partial_bytes > fragment_bytes(sizes) ? partial_bytes : fragment_bytes(sizes);
+    if (error != cudaSuccess || workspace == nullptr || grad_x == nullptr) return error;
+    Correlation c = {};
+    c.from = static_cast<const float*>(grad), c.weight = static_cast<const float*>(weight);
+    c.to = static_cast<float*>(grad_x), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[4]), c.to_channels = int(sizes[1]), c.pad = int(sizes[5]) - 1, c.flipped = true;
+    c.height = int(sizes[2]) - c.pad, c.width = int(sizes[3]) - c.pad;
+    const auto input_gradient = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return input_gradient(c, sizes[0], device, stream);
+}
 """
 
 CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/conv2d.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -3562,6 +4175,111 @@ static std::vector<at::Tensor> sigmoid_group_norm_backward_cuda(const at::Tensor
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", sigmoid_group_norm_backward_cuda); }
 #endif
 
+// ---- The convolution alone, for training, and its gradients.
+
+namespace {
+
+at::Tensor convolution_alone_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && x.sym_size(1) == weight.sym_size(1) && bias.dim() == 1,
+        "convolution: x (n, c, h, w), weight (o, c, k, k) and bias (o) are wanted");
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
+        x.sym_size(3) - weight.sym_size(3) + 1}, x.options());
+}
+at::Tensor convolution_alone_aten(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return at::conv2d(x, weight, bias).contiguous();
+}
+
+// What is not needed comes back without elements.
+std::vector<at::Tensor> convolution_gradients_meta(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const auto like = [](const at::Tensor& t, bool needed) {
+        return needed ? at::empty_like(t, t.options(), at::MemoryFormat::Contiguous) : at::empty({0}, t.options());
+    };
+    return {like(x, needs[0]), like(weight, needs[1]), needs[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : like(weight, false)};
+}
+std::vector<at::Tensor> convolution_gradients_aten(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const int64_t ones[] = {1, 1}, zeros[] = {0, 0}, channels[] = {weight.size(0)};
+    auto [grad_x, grad_weight, grad_bias] =
+        at::convolution_backward(grad, x, weight, at::OptionalIntArrayRef(channels), ones, zeros, ones, false, zeros, 1, needs);
+    std::vector<at::Tensor> results = {grad_x, grad_weight, grad_bias};
+    for (int i = 0; i < 3; ++i) results[i] = needs[i] ? results[i].contiguous() : at::empty({0}, x.options());
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream);
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
+
+// launch(workspace, &bytes) is called with null first. False: it is ATen's to do.
+template <typename F> bool run_with_workspace(const at::Tensor& x, const at::Tensor& weight, const F& launch) {
+    if (x.scalar_type() != at::kFloat || weight.scalar_type() != at::kFloat || weight.size(2) != weight.size(3)) return false;
+    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2)};
+    const auto run = [&](void* workspace, int64_t* bytes) {
+        const int error = launch(sizes, workspace, bytes, c10::cuda::getCurrentCUDAStream().stream());
+        TORCH_CHECK(error == 0, "convolution: ", group_norm_error(error));
+    };
+    int64_t bytes = -1;
+    run(nullptr, &bytes);
+    if (bytes < 0) return false;
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    run(workspace.data_ptr(), &bytes);
+    return true;
+}
+
+at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor input = prepared(x), taps = prepared(weight), offset = prepared(bias);
+    at::Tensor h = convolution_alone_meta(x, weight, bias);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_alone(
+            input.data_ptr(), taps.data_ptr(), offset.data_ptr(), h.data_ptr(), sizes, workspace, bytes, stream);
+    };
+    return run_with_workspace(x, weight, launch) ? h : convolution_alone_aten(x, weight, bias);
+}
+
+std::vector<at::Tensor> convolution_gradients_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor given = prepared(grad), input = prepared(x), taps = prepared(weight);
+    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
+        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), wanted(0), wanted(1), wanted(2), sizes, workspace,
+            bytes, stream);
+    };
+    const bool bias_alone = needs[2] && !needs[1];
+    if (bias_alone && !needs[0]) return convolution_gradients_aten(grad, x, weight, needs);
+    if (!run_with_workspace(x, weight, launch)) return convolution_gradients_aten(grad, x, weight, needs);
+    if (bias_alone) results[2] = convolution_gradients_aten(grad, x, weight, {false, false, true})[2];
+    return results;
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
+    m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("convolution", convolution_alone_aten);
+    m.impl("convolution_backward", convolution_gradients_aten);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("convolution", convolution_alone_meta);
+    m.impl("convolution_backward", convolution_gradients_meta);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("convolution", convolution_alone_cuda);
+    m.impl("convolution_backward", convolution_gradients_cuda);
+}
+#endif
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
     m.def(
@@ -3674,6 +4392,7 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 NAMESPACE = _load_operators("conv_sigmoid_group_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
 _convolve, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("convolve", "backward"))
+_convolution, _convolution_backward = (getattr(getattr(torch.ops, NAMESPACE), n) for n in ("convolution", "convolution_backward"))
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -3810,6 +4529,29 @@ class SigmoidGroupNorm(torch.autograd.Function):
         return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias, None, None
 
 
+class Convolution(torch.autograd.Function):
+    """h = conv2d(x, weight, bias), of stride 1 and without padding. One operator each way, ATen's for second derivatives."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return _convolution(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            form = ([weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+            found = torch.ops.aten.convolution_backward(grad, x, weight, *form, needs)
+        else:
+            found = _convolution_backward(grad, x, weight, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+
+
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -3827,6 +4569,7 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        convolved = None
         if self._is_plain_convolution(x):
             weight = self.conv.weight
             size = [x.shape[0], weight.shape[0], x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1]
@@ -3835,7 +4578,11 @@ class ModelNew(nn.Module):
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if not needs_grad and h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
                 return _convolve(*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
-        h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))
+            if needs_grad:
+                convolved = Convolution.apply(*tensors[:3])
+        if convolved is None:
+            convolved = self.conv(x)
+        h, (bias, scale) = _as_operands(convolved, (self.bias, self.scale))
         arguments = (h, bias, scale, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:5])
         return _laid_out_as(SigmoidGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
