@@ -7,8 +7,9 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
-one of float32; where TF32 is allowed one product of the first pieces does. Everything else (other dtypes and chips, small products,
-hooks on the linear layer, autocast) takes PyTorch's. All that follows the product is one kernel:
+one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
+and sm_100 a plainer loop makes the three products. Everything else (other dtypes and chips, small products, hooks on the linear layer,
+autocast) takes PyTorch's. All that follows the product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -359,7 +360,7 @@ template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) 
 
 // --- shared: product (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
-// x W^T on Hopper's fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
+// x W^T on fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
 //
 // A row of either operand is scaled by a power of two so that its largest magnitude lies in [2^14, 2^15), and each value becomes hi + lo,
 // two fp16 numbers. The product is hi hi + hi lo + lo hi, unscaled; where TF32 is allowed hi hi alone has its 11 bits. The tensor cores
@@ -394,7 +395,15 @@ struct Product {
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
 
+#ifndef PORTABLE_PRODUCT
+#define PORTABLE_PRODUCT 0  // 1: Hopper, too, takes the loop that is for the other chips
+#endif
 #if CUDART_VERSION >= 12000
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !PORTABLE_PRODUCT
+#define ON_HOPPER
+#elif __CUDA_ARCH__ >= 800
+#define ON_OTHERS
+#endif
 
 constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
 constexpr int kSplitItems = 8;    // quads a thread holds
@@ -429,6 +438,19 @@ template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row,
 
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
 
+// A kernel may begin while its predecessor in the stream is running, if that allows it; what the predecessor writes is there after the wait.
+// (Before Hopper it does not begin.)
+__device__ __forceinline__ void allow_successor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // What one operand's split reads and writes.
 struct Operand {
     const float* values;
@@ -443,7 +465,7 @@ struct Operand {
 template <int kPieces>
 __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlockLong / 32];
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
 
@@ -517,7 +539,7 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
 #endif
 }
 
-// PTX, one instruction a wrapper.
+// PTX, one instruction a wrapper. First what Hopper brought: it is compiled for no other chip.
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
@@ -546,6 +568,12 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* 
         ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
 }
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void shared_load(uint32_t from, float* v) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void shared_store(uint32_t to, const float* v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
@@ -571,44 +599,50 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 #define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F128(d) F64(d), F16(d, 64), F16(d, 80), F16(d, 96), F16(d, 112)
-#define P64                                                                                                                        \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"    \
+#define F96(d) F64(d), F16(d, 64), F16(d, 80)
+#define P64                                                                                                                         \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"     \
     "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P128                                                                                                                       \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"  \
-        "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"   \
-        "%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA(N, P, F, a, b, add)                                                                                                  \
-    __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
-                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+#define P96                                                                                                                         \
+    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep)                                                                                      \
+    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                                 \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #ikeep ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
+                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(a), "l"(b), "r"(keep));               \
     }
-WGMMA(128, P64, F64, 64, 65, 66)
-WGMMA(256, P128, F128, 128, 129, 130)
+WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66)
+WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98)
+WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98)
 
 // The main loop.
 
-constexpr int kConsumers = 2;                      // warpgroups
-constexpr int kProductThreads = (kConsumers + 1) * 128;  // the last warpgroup is the producer: one thread of it
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
+constexpr int kProductThreads = (kConsumers + 2) * 128;
+constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
 constexpr int kTileM = kConsumers * 64;
-constexpr int kBand = 2048 / kTileM;               // rows of tiles that go column by column, so that x's and W's lines meet in L2
-static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= 65536, "an SM's registers");
+constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
+constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
+static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
-// kPromote: whether the sums of some lines at a time are added to the main ones.
-template <int kTileN_, int kStages_, bool kPromote_, int kPieces_> struct Shape {
-    static constexpr int kTileN = kTileN_, kStages = kStages_, kPieces = kPieces_;
-    static constexpr bool kPromote = kPromote_;
-    static constexpr int kAccumulators = kTileN / 2;
-    static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
-    static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
-    static_assert(kSharedBytes <= 227 * 1024, "one block's shared memory on sm_90");
-    static_assert(kTileN % kBlockSide == 0 && kTileN <= 256, "the epilogue takes slabs of 64 columns; a TMA box has at most 256 rows");
-    static_assert(kAccumulators * (kPromote ? 2 : 1) <= 128, "registers: the epilogue needs the others");
+// Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
+// bandwidth, a narrower one leaves fewer SMs without a last tile. kStages: of the ring of lines; kSlots: of that of slabs that are summed up.
+template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half> struct Products {
+    using Value = Value_;
+    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
+    static constexpr int kStageBytes = kBytesA + kTileN * 128;
+    static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
 };
-using ThreeProducts = Shape<128, 6, true, 2>;
-using OneProduct = Shape<256, 4, false, 1>;
+using ThreeProducts = Products<2, 128, 5, 3>;
+using OneProduct = Products<1, 128, 5, 3>;
+
+// What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
+template <class Kind, class Epilogue> struct Margins {
+    float4 columns[Kind::kTileN / 2][Epilogue::kQuads];
+    float2 rows[kTileM];
+};
+template <class Kind, class Epilogue> constexpr int kProductBytes =
+    1024 + Kind::kStages * (Kind::kStageBytes + 16) + Kind::kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Kind, Epilogue>));
 
 // 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
 // `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
@@ -616,125 +650,175 @@ struct Slab {
     int row, column;
 };
 
-template <class Config> struct Tiles {
+template <int kTileN> struct Tiles {
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n) {
-        across = (n + Config::kTileN - 1) / Config::kTileN;
+        across = (n + kTileN - 1) / kTileN;
         down = (m + kTileM - 1) / kTileM;
         count = across * down;
     }
     __device__ __forceinline__ Slab find(int tile) const {
         const int band = tile / (kBand * across), inside = tile - band * kBand * across;
         const int height = min(kBand, down - band * kBand);
-        return {(band * kBand + inside % height) * kTileM, inside / height * Config::kTileN};
+        return {(band * kBand + inside % height) * kTileM, inside / height * kTileN};
     }
 };
 
 // The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
-template <class Config>
-__device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
-    if constexpr (Config::kPieces == 2) {
-        wgmma(d, a + 4, b, keep);
-        wgmma(d, a, b + 4, 1);
-        wgmma(d, a + 6, b + 2, 1);
-        wgmma(d, a + 2, b + 6, 1);
-        wgmma(d, a, b, 1);
-        wgmma(d, a + 2, b + 2, 1);
+template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[Kind::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    constexpr typename Kind::Value type{};
+    if constexpr (Kind::kPieces == 2) {
+        wgmma(type, d, a + 4, b, keep);
+        wgmma(type, d, a, b + 4, 1);
+        wgmma(type, d, a + 6, b + 2, 1);
+        wgmma(type, d, a + 2, b + 6, 1);
+        wgmma(type, d, a, b, 1);
+        wgmma(type, d, a + 2, b + 2, 1);
     } else {
-        wgmma(d, a, b, keep);
-        wgmma(d, a + 2, b + 2, 1);
-        wgmma(d, a + 4, b + 4, 1);
-        wgmma(d, a + 6, b + 6, 1);
+        wgmma(type, d, a, b, keep);
+        wgmma(type, d, a + 2, b + 2, 1);
+        wgmma(type, d, a + 4, b + 4, 1);
+        wgmma(type, d, a + 6, b + 6, 1);
     }
 }
 
-template <int kSlab, class Epilogue, int kCount>
-__device__ __forceinline__ void finish_slabs(const Epilogue& epilogue, const float (&sum)[kCount], Slab slab) {
-    if constexpr (kSlab * 32 < kCount) {
-        slab.column += kSlab > 0 ? kBlockSide : 0;
-        if ((slab.column & ~63) < epilogue.product.n) epilogue.template finish<kSlab * 32>(sum, slab);  // the same for the whole warp
-        finish_slabs<kSlab + 1>(epilogue, sum, slab);
+// Where a ring of kCount places is: its place, and the parity of its round.
+template <int kCount> struct Ring {
+    int place = 0, phase = 0;
+    __device__ __forceinline__ void advance(int by = 1) {
+        place += by;
+        while (place >= kCount) place -= kCount, phase ^= 1;
     }
-}
+};
 
-// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half; one thread of warpgroup 2 keeps the ring of
-// stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it.
-template <class Config, class Epilogue>
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to
+// warpgroup 2, whose threads go on with the values of their like while the next tile is multiplied. A thread of warpgroup 3 keeps the ring
+// of stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a
+// slab's values are in slot s, and have been read from it.
+template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    constexpr int kStages = Config::kStages;
+#ifdef ON_HOPPER
+    constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs, kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
+    static_assert(kProductBytes<Kind, Epilogue> <= 227 * 1024, "one block's shared memory on sm_90");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32_t ring = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
-    const uint32_t full = ring + kStages * Config::kStageBytes, empty = full + kStages * 8;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const Tiles<Config> tiles(epilogue.product.m, epilogue.product.n);
+    const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
+    const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
+    const uint32_t full = margins_at + sizeof(Margins<Kind, Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const Tiles<kTileN> tiles(epilogue.product.m, epilogue.product.n);
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) {
             mbarrier_init(full + 8 * s, 1);
             mbarrier_init(empty + 8 * s, kConsumers * 4);
         }
+        for (int s = 0; s < kSlots; ++s) {
+            mbarrier_init(ready + 8 * s, 4);
+            mbarrier_init(taken + 8 * s, 4);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    allow_successor();
+    wait_for_predecessor();
 
-    int stage = 0, phase = 0;
-    const auto advance = [&] {
-        if (++stage == kStages) stage = 0, phase ^= 1;
+    Ring<kStages> ring;
+    Ring<kSlots> slot;
+    const auto tell = [&](uint32_t bar) {  // once a warp
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(bar);
     };
-    if (warpgroup == kConsumers) {
+    if (warpgroup == kConsumers + 1) {
         registers_down<kProducerRegisters>();
-        if (threadIdx.x == kConsumers * 128) {
+        if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
-                for (int line = 0; line < lines; ++line, advance()) {
-                    const uint32_t a = ring + stage * Config::kStageBytes, bar = full + 8 * stage;
-                    mbarrier_wait(empty + 8 * stage, phase ^ 1);
-                    mbarrier_expect_bytes(bar, Config::kStageBytes);
+                for (int line = 0; line < lines; ++line, ring.advance()) {
+                    const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
+                    mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
+                    mbarrier_expect_bytes(bar, kStageBytes);
                     tensor_load(a, &map_a, line * kLine, corner.row, bar);
-                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                    tensor_load(a + kBytesA, &map_b, line * kLine, corner.column, bar);
                 }
             }
         }
         __syncwarp();
+    } else if (warpgroup == kConsumers) {
+        registers_up<kEpilogueRegisters>();
+        auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
+        float4 column[Epilogue::kQuads];
+        float2 row = {};
+        const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
+            const Slab corner = tiles.find(min(tile, tiles.count - 1));
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) column[q] = epilogue.quad(min(corner.column + thread * 2, epilogue.product.n - 2), q);
+            }
+            row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
+        };
+        look_ahead(blockIdx.x);
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+            named_barrier_sync<2, 128>();  // the last tile's margins have been read
+#pragma unroll
+            for (int q = 0; q < Epilogue::kQuads; ++q) {
+                if (thread < kTileN / 2) margins.columns[thread][q] = column[q];
+            }
+            margins.rows[thread] = row;
+            named_barrier_sync<2, 128>();
+            look_ahead(tile + gridDim.x);
+            const Slab corner = tiles.find(tile);
+#pragma unroll 1
+            for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
+                const int top = s / kSlabs * 64 + warp * 16 + lane / 4, left = s % kSlabs * kBlockSide;
+                float sum[32];
+                mbarrier_wait(ready + 8 * slot.place, slot.phase);
+                const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
+                tell(taken + 8 * slot.place);
+                if (corner.column + left >= epilogue.product.n) continue;
+                const auto quad = [&](int j, int q) { return margins.columns[left / 2 + j * 4 + lane % 4][q]; };
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 4 * 2}, quad, margins.rows[top], margins.rows[top + 8]);
+            }
+        }
     } else {
         registers_up<kConsumerRegisters>();
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const uint64_t tile_a = tile_descriptor(ring + warpgroup * 64 * 128), tile_b = tile_descriptor(ring + Config::kBytesA);
+        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
-        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+        slot.advance(warpgroup * kSlabs);
+        for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x, slot.advance((kConsumers - 1) * kSlabs)) {
             // The halves begin a tile together, the upper one first, and so find its lines in the ring together.
             if (warpgroup > 0) named_barrier_sync<1, kConsumers * 128>();
             else named_barrier_arrive<1, kConsumers * 128>();
-            constexpr int kParts = Config::kPromote ? Config::kAccumulators : 0;
-            float sum[Config::kAccumulators], part[kParts ? kParts : 1];
+            constexpr int kParts = Kind::kPieces == 2 ? Kind::kAccumulators : 0;
+            float sum[Kind::kAccumulators], part[kParts ? kParts : 1];
 #pragma unroll
-            for (int i = 0; i < Config::kAccumulators; ++i) sum[i] = 0;
+            for (int i = 0; i < Kind::kAccumulators; ++i) sum[i] = 0;
 #pragma unroll
             for (int i = 0; i < kParts; ++i) part[i] = 0;
             // The previous line's products are still running when the next line's are issued.
             const auto accumulate = [&](auto& d, int from, int to) {
                 int before = -1;
-                for (int line = from; line < to; ++line, advance()) {
-                    mbarrier_wait(full + 8 * stage, phase);
-                    const int offset = stage * Config::kStageBytes >> 4;
+                for (int line = from; line < to; ++line, ring.advance()) {
+                    mbarrier_wait(full + 8 * ring.place, ring.phase);
+                    const int offset = ring.place * kStageBytes >> 4;
                     wgmma_fence();
-                    multiply_line<Config>(d, tile_a + offset, tile_b + offset, line > from);
+                    multiply_line<Kind>(d, tile_a + offset, tile_b + offset, line > from);
                     wgmma_commit();
                     wgmma_wait<1>();
                     if (before >= 0) leave(before);
-                    before = stage;
+                    before = ring.place;
                 }
                 wgmma_wait<0>();
                 leave(before);
                 pin(d);
             };
-            if constexpr (!Config::kPromote) {
+            if constexpr (kParts == 0) {
                 accumulate(sum, 0, lines);
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
@@ -743,36 +827,130 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     for (int i = 0; i < kParts; ++i) sum[i] += part[i];
                 }
             }
-            Slab slab = tiles.find(tile);
-            slab.row += warpgroup * 64 + warp * 16 + lane / 4;
-            slab.column += lane % 4 * 2;
-            finish_slabs<0>(epilogue, sum, slab);
+#pragma unroll
+            for (int s = 0; s < kSlabs; ++s, slot.advance()) {
+                mbarrier_wait(taken + 8 * slot.place, slot.phase ^ 1);
+                const uint32_t to = slots + slot.place * kSlabBytes + thread * 16;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) shared_store(to + i * 128 * 16, sum + 32 * s + 4 * i);
+                tell(ready + 8 * slot.place);
+            }
         }
+    }
+#endif
+}
+
+// The same on other chips, by the tensor cores' instruction for a warp: m16n8k16, whose accumulator is laid out as a part of a slab is.
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {  // 16 bytes, or zeros
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kInFlight> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory"); }
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint32_t* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+constexpr int kPortableStages = 3;  // stages: what the 99 KiB of sm_86 and sm_89 hold
+constexpr int kPortableThreads = 256;                    // 4 x 2 warps, each of 32 rows and a slab's 64 columns
+constexpr int kPortableTileN = 128;
+constexpr int kPortableStageBytes = kBytesA + kPortableTileN * 128, kPortableBytes = kPortableStages * kPortableStageBytes;
+
+// A block owns a tile of C. Lines of both operands wait in shared memory, 128 bytes a row, in which the places of 16 bytes are exchanged so
+// that eight rows' equal places lie in different banks.
+template <class Epilogue>
+__global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
+    const __half* __restrict__ x, const __half* __restrict__ w, int lines, int promote, const Epilogue epilogue) {
+#ifdef ON_OTHERS
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const int thread = threadIdx.x, lane = thread % 32, warp_row = thread / 32 / 2 * 32, warp_column = thread / 32 % 2 * 64;
+    const int m = epilogue.product.m, n = epilogue.product.n;
+    const Slab corner = Tiles<kPortableTileN>(m, n).find(blockIdx.x);
+    const uint32_t stages = shared_address(shared);
+    wait_for_predecessor();
+
+    const auto bring = [&](int line) {  // a thread: one place of every 32nd row of both tiles
+        if (line < lines) {
+#pragma unroll
+            for (int i = 0; i < (kTileM + kPortableTileN) / 32; ++i) {
+                const bool of_x = i < kTileM / 32;
+                const int slot = thread / 8 + i * 32, place = thread % 8, row = (of_x ? corner.row : corner.column - kTileM) + slot;
+                const bool exists = row < (of_x ? m : n);
+                const __half* from = (of_x ? x : w) + (int64_t(exists ? row : 0) * lines + line) * kLine + place * 8;
+                copy_async(stages + line % kPortableStages * kPortableStageBytes + slot * 128 + (place ^ slot % 8) * 16, from, exists);
+            }
+        }
+        copies_commit();
+    };
+    float sum[2][32] = {}, part[2][32] = {};
+    for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
+    for (int line = 0; line < lines; ++line) {
+        copies_wait<kPortableStages - 2>();
+        __syncthreads();
+        bring(line + kPortableStages - 1);
+        const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
+        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
+            uint32_t a_hi[2][4], a_lo[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
+                load_matrices(a_hi[i], at(slot, place));
+                load_matrices(a_lo[i], at(slot, place + 4));
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
+                uint32_t b_hi[4], b_lo[4];
+                load_matrices(b_hi, at(slot, place));
+                load_matrices(b_lo, at(slot, place + 4));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
+            }
+        }
+        if ((line + 1) % promote == 0 || line + 1 == lines) {
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[i / 32][i % 32] += part[i / 32][i % 32], part[i / 32][i % 32] = 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
+        const auto quad = [&](int j, int q) { return epilogue.quad(min(slab.column + 8 * j, n - 2), q); };
+        const auto scale = [&](int row) { return epilogue.scale(min(row, m - 1)); };
+        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab, quad, scale(slab.row), scale(slab.row + 8));
     }
 #endif
 }
 
 // Epilogues. kWhole: n is a multiple of 64, else of 2.
 
-// Of a slab's columns of a vector the thread's j-th pair; beyond the last column, anything.
-template <bool kWhole, typename Pair, typename T> __device__ __forceinline__ Pair load_pair(const T* vector, const Slab& slab, int n, int j) {
-    const int offset = kWhole ? 8 * j : min(8 * j, n - 2 - slab.column);
-    return __ldg(reinterpret_cast<const Pair*>(vector + slab.column + offset));
-}
-template <bool kWhole> __device__ __forceinline__ void load_columns(const float* vector, const Slab& slab, int n, float (&v)[16]) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float2 pair = load_pair<kWhole, float2>(vector, slab, n, j);
-        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
-    }
+// The values of a vector for columns `column` and `column` + 1.
+template <typename T> __device__ __forceinline__ float2 load_pair(const T* vector, int column) {
+    const auto pair = *reinterpret_cast<const Pack<T, 2>*>(vector + column);
+    return make_float2(to_acc(pair.value[0]), to_acc(pair.value[1]));
 }
 
-// Full 32-byte sectors a quad and store, evicted first.
-template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
+// Full 32-byte sectors a quad and store.
+template <bool kWhole, bool kStreaming>
+__device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
     float* own = out + int64_t(row) * n + slab.column;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        if (kWhole || slab.column + 8 * j < n) __stcs(reinterpret_cast<float2*>(own + 8 * j), make_float2(v[2 * j], v[2 * j + 1]));
+        if (!kWhole && slab.column + 8 * j >= n) continue;
+        const float2 pair = make_float2(v[2 * j], v[2 * j + 1]);
+        if (kStreaming) __stcs(reinterpret_cast<float2*>(own + 8 * j), pair);
+        else *reinterpret_cast<float2*>(own + 8 * j) = pair;
     }
 }
 
@@ -780,42 +958,46 @@ template <bool kWhole> __device__ __forceinline__ void store_row(float* out, int
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
 // open[r]: the row exists and is not left.
-template <bool kWhole, int kOffset, int kCount>
-__device__ __forceinline__ void unscale(
-    const Product& product, const float (&sum)[kCount], const Slab& slab, float* out, float (&h)[2][16], bool (&open)[2]) {
-    float scale[2], doubt[2];
-    bool uncertain[2] = {};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float2 own = __ldg(reinterpret_cast<const float2*>(product.rows + min(slab.row + 8 * r, product.m - 1)));
-        scale[r] = own.x, doubt[r] = own.y;
-        open[r] = slab.row + 8 * r < product.m;
-    }
+// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): their biases, then the two that go to `others`.
+template <bool kWhole, class Quad>
+__device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
+                                        float2 second_row, float* out, float (&h)[2][16], float (&others)[16], bool (&open)[2]) {
+    const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
+    float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
-        const float2 bias = load_pair<kWhole, float2>(product.bias, slab, product.n, j);
+        const float4 scales = quad(j, 0), bias = quad(j, 1);
+        most = fmaxf(most, fmaxf(scales.y, scales.w));
+        others[2 * j] = bias.z, others[2 * j + 1] = bias.w;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float first = sum[kOffset + 4 * j + 2 * r], second = sum[kOffset + 4 * j + 2 * r + 1];
-            uncertain[r] = uncertain[r] || fabsf(first) < doubt[r] + scales.y || fabsf(second) < doubt[r] + scales.w;
+            const float first = sum[4 * j + 2 * r], second = sum[4 * j + 2 * r + 1];
+            least[r] = fminf(least[r], fminf(fabsf(first), fabsf(second)));
             h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
             h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
         }
     }
-    if (__any_sync(~0u, uncertain[0] || uncertain[1])) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
+    if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = slab.row + 8 * r;
-            const unsigned votes = __ballot_sync(~0u, uncertain[r]);
-            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
+            bool uncertain = false;
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
-                const float4 scales = load_pair<kWhole, float4>(product.columns, slab, product.n, j);
-                if (fabsf(sum[kOffset + 4 * j + 2 * r]) < doubt[r] + scales.y) h[r][2 * j] = __uint_as_float(kUncertain);
-                if (fabsf(sum[kOffset + 4 * j + 2 * r + 1]) < doubt[r] + scales.w) h[r][2 * j + 1] = __uint_as_float(kUncertain);
+                const float4 scales = quad(j, 0);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
+                        uncertain = true;
+                        h[r][2 * j + i] = __uint_as_float(kUncertain);
+                    }
+                }
             }
-            store_row<kWhole>(out, row, slab, product.n, h[r]);
+            const unsigned votes = __ballot_sync(~0u, uncertain);
+            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
+            store_row<kWhole, false>(out, row, slab, product.n, h[r]);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -824,16 +1006,24 @@ __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
+    static constexpr int kQuads = 2;
     Product product;
     float* out;
 
-    template <int kOffset, int kCount> __device__ __forceinline__ void finish(const float (&sum)[kCount], const Slab& slab) const {
-        float h[2][16];
+    __device__ __forceinline__ float4 quad(int column, int q) const {
+        if (q == 0) return *reinterpret_cast<const float4*>(product.columns + column);
+        const float2 bias = load_pair(product.bias, column);
+        return make_float4(bias.x, bias.y, 0, 0);
+    }
+    __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
+    template <class Quad> __device__ __forceinline__ void finish(
+        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
+        float h[2][16], none[16];
         bool open[2];
-        unscale<false, kOffset>(product, sum, slab, out, h, open);
+        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, none, open);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            if (open[r]) store_row<false>(out, slab.row + 8 * r, slab, product.n, h[r]);
+            if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -849,13 +1039,15 @@ constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
+
+    wait_for_predecessor();
 
     const auto finish_block = [&](int row0, int column0) {
         const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
@@ -1031,9 +1223,11 @@ extern "C" const char* row_norm_residual_error(int error) { return cudaGetErrorS
 
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
+// A frozen weight is pieces_w and scales_w of its own.
 struct ProductWorkspace {
-    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
-    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
+    int64_t pieces_x, scales_x, flags, pieces_w, scales_w;
+    int64_t frozen_bytes() const { return pieces_w + scales_w; }
+    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
 };
 
 #if CUDART_VERSION >= 12000
@@ -1041,10 +1235,10 @@ static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; 
 static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
     ProductWorkspace w;
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
-    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
-    w.scales_w = whole_lines(n * sizeof(RowScale));
     w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    w.pieces_w = n * padded_k(int(k)) * pieces * 2;
+    w.scales_w = whole_lines(n * sizeof(RowScale));
     return w;
 }
 
@@ -1073,82 +1267,147 @@ static EncodeTiled encode_tiled() {
     return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
 }
 
-// Of pieces (rows, halves), halves a multiple of kLine: boxes of one line of box_rows rows. Rows beyond the end read as zeros.
-static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int box_rows) {
+// Of 16-bit values (rows, halves), halves a multiple of 8: boxes of one line of box_rows rows. What is beyond an end reads as zeros.
+static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t halves, int box_rows) {
     static const EncodeTiled encode = encode_tiled();
     if (encode == nullptr) return false;
     const cuuint64_t sizes[2] = {cuuint64_t(halves), cuuint64_t(rows)}, strides[1] = {cuuint64_t(halves) * 2};
     const cuuint32_t box[2] = {kLine, cuuint32_t(box_rows)}, steps[2] = {1, 1};
-    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, const_cast<void*>(values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <class Config, class Epilogue>
-static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
-    Product& product = epilogue.product;
-    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
-    char* at = static_cast<char*>(workspace);
-    __half* const x = reinterpret_cast<__half*>(at);
-    __half* const w = reinterpret_cast<__half*>(at += sizes.pieces_x);
-    auto* const rows = reinterpret_cast<RowScale*>(at += sizes.pieces_w);
-    auto* const columns = reinterpret_cast<RowScale*>(at += sizes.scales_x);
-    product.flags = reinterpret_cast<int*>(at += sizes.scales_w);
-    product.rows = rows, product.columns = columns;
-    const int64_t halves = int64_t(padded_k(product.k)) * Config::kPieces;
-    CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
+// Launches a kernel that begins with wait_for_predecessor().
+template <class... Parameters, class... Arguments>
+static cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, const Device& device,
+                                cudaStream_t stream, const Arguments&... arguments) {
+    cudaLaunchAttribute early;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream, config.attrs = &early, config.numAttrs = device.major >= 9;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
 
-    cudaError_t error = launch_split<Config::kPieces>(
-        {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
-        sizes.flags / int64_t(sizeof(int)), stream);
-    const auto kernel = multiply<Config, Epilogue>;
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+// Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+static int lines_to_promote(const Product& product, int64_t tiles, const Device& device) {
+    return tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+}
+
+// The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
+template <class Kind, class Epilogue>
+static cudaError_t launch_multiply(
+    const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
+    CUtensorMap map_x, map_w;
+    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Kind::kTileN)) return cudaErrorInvalidValue;
+    const auto kernel = multiply<Kind, Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
-    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
-        map_x, map_w, int(halves / kLine), promote, epilogue);
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
+        map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
+}
+
+template <class Epilogue>
+static cudaError_t launch_multiply_portably(
+    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
+    const auto kernel = multiply_portably<Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
+    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
+        x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
+}
+
+// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
+// have no fp16 accumulated in float32.
+enum class Loop { kNone, kHopper, kPortable };
+static Loop loop_of_device() {
+    Device device;
+    int id, minor;
+    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
+    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
+    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
+    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
+}
+
+// frozen: the weight's pieces and scales from an earlier split, or null.
+template <class Kind, class Epilogue>
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
+    Product& product = epilogue.product;
+    const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Kind::kPieces);
+    char* const at = static_cast<char*>(workspace);
+    char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
+    const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
+    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), reinterpret_cast<RowScale*>(weight + sizes.pieces_w),
+                       frozen != nullptr ? 0 : product.n};
+    product.rows = x.scales, product.columns = w.scales;
+    product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
+    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
+    if (error != cudaSuccess) return error;
+    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Kind>(epilogue, x.pieces, w.pieces, halves, device, stream);
+    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
+    if (error != cudaSuccess) return error;
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
-    return cudaGetLastError();
+    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+}
+
+// Whether a product is for the tensor cores by the chip and its shape alone.
+static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
+    constexpr int64_t kMost = int64_t(1) << 30;
+    const Loop loop = loop_of_device();
+    return (loop == Loop::kHopper || (loop == Loop::kPortable && pieces == 2)) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
 // How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    Device device;
-    if (current_device(&device) != cudaSuccess || device.major != 9) return 0;
-    constexpr int64_t kMost = int64_t(1) << 30;
-    if (k % 4 != 0 || n % 2 != 0 || m > kMost || n > kMost || k > kLongestRow) return 0;
-    if (m < 128 || n < 128 || k < (tf32 ? 512 : 128)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
-    const double values = double(m) * n * k;
-    if (tf32 ? values * 2.0e-15 < double(m + n) * k * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
-    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes();
+    const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
     return 0;
 #endif
 }
+
+// A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
+#if CUDART_VERSION >= 12000
+    if (fits_tensor_cores(128, n, tf32 ? 1 : 2) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+#endif
+    return 0;
+}
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
+    char* const to = static_cast<char*>(frozen);
+    const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
+    return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
 // --- end shared: product launchers ---
 
-constexpr bool kTf32Alone = true;
-
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream) {
+    const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
-    }
-    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -1587,10 +1846,12 @@ static at::Tensor row_norm_residual_cuda(const at::Tensor& h, const at::Tensor& 
 
 // --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
 #ifdef WITH_CUDA
-extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
+extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen);
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream);
+    const void* frozen, cudaStream_t stream);
+extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
+extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -1609,17 +1870,32 @@ static at::Tensor aligned(const at::Tensor& tensor) {
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
+// A weight split once (`freeze`), and what it was when it was split: its version and its address.
+struct Frozen {
+    const c10::optional<at::Tensor>& split;
+    at::IntArrayRef stamp;
+
+    // The split, where it is of this weight as it is now, and of the precision; else null.
+    const void* of(const at::Tensor& weight, bool tf32) const {
+        const bool same = split && stamp.size() == 2 && !weight.is_inference() && stamp[0] == int64_t(weight._version()) &&
+            stamp[1] == int64_t(reinterpret_cast<uintptr_t>(weight.data_ptr())) && split->device() == weight.device() &&
+            split->numel() == frozen_bytes(weight.size(0), weight.size(1), tf32) && weight.is_contiguous();
+        return same ? split->data_ptr() : nullptr;
+    }
+};
+
 // x W^T + bias, on the tensor cores where they pay.
-static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const Frozen& frozen) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
-    const int64_t bytes = product_bytes(m, n, k, tf32);
+    const void* const split = frozen.of(weight, tf32);
+    const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
     if (bytes == 0) return at::linear(x, weight, bias);
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor h = at::empty({m, n}, x.options());
     const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+        tf32, workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
 }
@@ -1634,27 +1910,49 @@ static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c1
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
-static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cpu(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return at::linear(x, weight, bias);
 }
-static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_meta(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
+    m.def("freeze(Tensor weight) -> Tensor");
+}
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
 #ifdef WITH_CUDA
-static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias,
+    const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_linear(x, weight, bias);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return linear_on_cuda(x, weight, bias);
+    return linear_on_cuda(x, weight, bias, {frozen, stamp});
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+// The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
+static at::Tensor freeze_cuda(const at::Tensor& weight) {
+    check_linear(weight, weight, c10::nullopt);
+    const c10::cuda::CUDAGuard guard(weight.device());
+    const bool tf32 = tf32_is_allowed();
+    const int64_t n = weight.size(0), k = weight.size(1), bytes = weight.is_contiguous() ? frozen_bytes(n, k, tf32) : 0;
+    at::Tensor split = at::empty({bytes}, weight.options().dtype(at::kByte));
+    if (bytes == 0) return split;
+    const at::Tensor ready = aligned(weight);
+    const int error = freeze_weight(ready.data_ptr<float>(), n, k, tf32, split.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    TORCH_CHECK(error == 0, "freeze: ", cudaGetErrorString(cudaError_t(error)));
+    return split;
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("linear", linear_cuda);
+    m.impl("freeze", freeze_cuda);
+}
 #endif
 // --- end shared: product in C++ ---
 
@@ -1907,12 +2205,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_instance_norm_residual")
-_linear, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "backward"))
+_linear, _freeze, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "freeze", "forward", "backward"))
 
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
-    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all is float32 of the
+    """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
     if hasattr(torch, "get_autocast_dtype"):  # torch 2.4: the question is asked of a device
         autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -1921,24 +2219,21 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
     everywhere = nn.modules.module
-    hooks = (
-        linear._forward_hooks,
-        linear._forward_pre_hooks,
-        linear._backward_hooks,
-        linear._backward_pre_hooks,
-        everywhere._global_forward_hooks,
-        everywhere._global_forward_pre_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
-    )
-    if any(len(h) > 0 for h in hooks):
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return False
-    weight, vectors = linear.weight, (linear.bias, *vectors)
-    if any(type(t) not in (torch.Tensor, nn.Parameter) for t in (x, weight, *vectors)):
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return False
-    if any(t.dtype is not torch.float32 or t.device != x.device for t in (x, weight, *vectors)):
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
         return False
-    return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
+    weight, dtype, device = linear.weight, x.dtype, x.device
+    vectors = (linear.bias, *vectors)
+    for t in (x, weight, *vectors):
+        if type(t) not in (torch.Tensor, nn.Parameter) or t.dtype is not dtype or t.device != device:
+            return False
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return False
+    features = weight.shape[:1]
+    return all(v.shape == features for v in vectors)
 
 
 class Linear(torch.autograd.Function):
@@ -1966,12 +2261,57 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if needs_bias else None
 
 
-def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """linear(x), by our operator where it may stand for it."""
-    if not _is_fusible(linear, x):
+def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
+    """linear(x), by our operator where it may stand for it. frozen: the operator's last two arguments."""
+    if x.dtype is not torch.float32 or not _is_fusible(linear, x):
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
-    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
+    return Linear.apply(*arguments) if needs_grad else _linear(*arguments, *frozen)
+
+
+class Freezable(nn.Module):
+    """Lets the weight of a module's linear layer be split once, for inference, instead of in every call."""
+
+    _frozen: tuple = ()  # the split, and the weight's version and address
+    _frozen_weight: torch.Tensor | None = None  # keeps that address from being used again
+
+    def freeze_weight(self) -> None:
+        """Split the linear layer's weight now; calls without gradients use that for as long as the weight stays as it is.
+
+        It takes as much memory as the weight (half as much where TF32 is allowed), and serves the precision that is set now. Whatever
+        PyTorch counts as a change of the weight (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another
+        precision, and each call splits the weight again; `freeze_weight` may then be called again. Writes through `.data` are not
+        counted: call it after them. `train()`, `.to()` and its like drop the split, and copies and pickles have none. Nothing happens where
+        a weight would not be split: on the CPU, on other chips than Hopper, in other dtypes than float32.
+
+        RuntimeError: in training mode, and for a weight made under `torch.inference_mode`, whose changes nobody counts.
+        """
+        if self.training:
+            raise RuntimeError("freeze_weight: the module is in training mode; call eval() first")
+        self._thaw()
+        weight = next(m for m in self.children() if isinstance(m, nn.Linear)).weight
+        if type(weight) is not nn.Parameter or not weight.is_cuda or weight.dtype is not torch.float32:
+            return
+        stamp, split = [weight._version, weight.data_ptr()], _freeze(weight.detach())
+        if split.numel() > 0:
+            self._frozen, self._frozen_weight = (split, stamp), weight.detach()
+
+    def _thaw(self) -> None:
+        self.__dict__.pop("_frozen", None)
+        self.__dict__.pop("_frozen_weight", None)
+
+    def train(self, mode: bool = True):
+        if mode:
+            self._thaw()
+        return super().train(mode)
+
+    def _apply(self, *arguments, **options):
+        self._thaw()
+        return super()._apply(*arguments, **options)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_frozen", "_frozen_weight")}
 # --- end shared: linear layer ---
 
 
@@ -2011,11 +2351,12 @@ class RowNormResidual(torch.autograd.Function):
         return grad_h, grad_y, None
 
 
-class ModelNew(nn.Module):
+class ModelNew(Freezable):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (B, in_features), y (B, out_features) or broadcastable to it, of float64, float32, float16 or bfloat16, on the CPU or a
     CUDA device, in any memory layout; returns a contiguous (B, out_features). ValueError for another rank, and for one feature a row.
+    Beside the Model's methods: freeze_weight.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, momentum: float = 0.1):
@@ -2024,7 +2365,7 @@ class ModelNew(nn.Module):
         self.instance_norm = nn.InstanceNorm2d(out_features, eps=eps, momentum=momentum)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = _apply(self.bmm, x)
+        h = _apply(self.bmm, x, self._frozen)
         if h.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
         if h.shape[-1] == 1:
