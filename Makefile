@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test chart
+.PHONY: run test chart versions
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
@@ -12,6 +12,10 @@ run: $(VENV)/installed
 test: $(VENV)/installed
 	-$(VENV)/bin/pip install --quiet matplotlib
 	$(VENV)/bin/python -m pytest
+
+# The CPU tests with older versions of PyTorch, and gigabytes of wheels for them; see tests/versions.py.
+versions:
+	python3.11 tests/versions.py
 
 # The README's table and chart, from the committed measurements.
 chart: $(VENV)/installed

@@ -3,6 +3,8 @@
     python harness.py                      every pair of models/ and kernels/, on the best device present
     python harness.py instance_norm        one pair, or several
     python harness.py MODEL.py NEW.py      any two files in this format
+    torchrun --nproc-per-node=N harness.py instance_norm
+                                           the batch split over N GPUs (or processes on a CPU), and how that scales
 
 Progress goes to stderr, the table to stdout.
 Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build (whatever the others did).
@@ -18,9 +20,10 @@ from pathlib import Path
 
 import torch
 
-from judge import machine, record, report, timing, trial
+from judge import distributed, machine, record, report, timing, trial
 from judge.pairs import Pair, Problem, discover, last_line
 from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
+from judge.watch import in_a_child
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
@@ -31,7 +34,8 @@ class UsageError(Exception):
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if distributed.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def one_of(value: str, choices, what: str) -> str:
@@ -131,11 +135,13 @@ def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings
     if not asked and batch != problem.benchmark_batch:
         benchmark = problem.benchmark_batch
         say(f"{pair.name}: batch {batch} instead of the benchmark's {benchmark}, which takes too long or too much memory here")
-    return trial.Entry(pair, problem, batch)
+    return trial.Entry(pair, problem, distributed.agreed(batch))
 
 
 def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Namespace, argv: list[str]) -> tuple[list[trial.Run], dict]:
     load = settings.load
+    distributed.join(load.device)
+    judge_pair = distributed.judge_pair if distributed.launched() else trial.judge_pair
     say(f"device: {machine.device_name(load.device)}; measuring its copy bandwidth and matrix rate")
     clocks_before = machine.clocks(load.device)
     ceilings = Ceilings(load.device, load.dtypes)
@@ -149,11 +155,11 @@ def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Names
     for entry in entries:
         if machine.is_lost(load.device):
             entry.failure = "not judged: a kernel before it ended this process's use of the GPU"
-        runs += trial.judge_pair(entry, settings, ceilings, lambda text, name=entry.pair.name: say(f"{name}: {text}"))
+        runs += judge_pair(entry, settings, ceilings, lambda text, name=entry.pair.name: say(f"{name}: {text}"))
         for run in runs:
             trial.update_floor(run, ceilings)
         surroundings = record.environment(load.device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-        if options.json:  # after every pair: what is measured is not lost
+        if options.json and distributed.rank() == 0:  # after every pair: what is measured is not lost
             record.save(options.json, runs, surroundings)
     return runs, surroundings
 
@@ -175,9 +181,10 @@ def main(argv: list[str]) -> int:
         else:
             runs, surroundings = run_all(chosen_pairs(options.names), chosen_settings(options), options, argv)
         print(report.table(runs, options.markdown), flush=True)
-        if options.plot:
+        distributed.leave()
+        if options.plot and distributed.rank() == 0:
             report.plot(runs, surroundings, options.plot)
-    except (UsageError, report.PlotUnavailable) as error:
+    except (UsageError, distributed.CannotSplit, report.PlotUnavailable) as error:
         say(f"harness.py: {error}")
         return USAGE
     if any(run.status == trial.BUILD for run in runs):
@@ -185,5 +192,14 @@ def main(argv: list[str]) -> int:
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
 
 
+def watched(argv: list[str]) -> int:
+    """`main`, and a word where a candidate ended its process; with --json the pairs before it are on record."""
+    code = in_a_child(lambda: main(argv))
+    if code is None:
+        say("harness.py: what was judged last ended the process, without a verdict: it counts as wrong")
+        return ANY_WRONG
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(watched(sys.argv[1:]))

@@ -1,44 +1,34 @@
-"""Is a ModelNew right? Two gates and the hygiene around them.
+"""Is a ModelNew right? The two gates of `compare`, and the hygiene around them.
 
-Gate 1: allclose with the Model in the run's dtype, within TOLERANCE.
-Gate 2: against the Model run in float64, ModelNew's largest and root-mean-square error are at most ERROR_RATIO times the Model's own.
-A loose tolerance alone passes kernels that lost half the digits; an error ratio alone has no meaning in float64. Both are hard.
-
-Around them: the same seed gives the same weights; weights and inputs are drawn anew for every seed (a fresh norm has weight 1 and bias 0:
-ignoring them would go unseen); outputs have the Model's type, dtype, shape, stride and device; NaN appears where the Model has it;
-inputs and state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs.
-Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
+The same seed gives the same weights; weights and inputs are drawn anew for every seed (a fresh norm has weight 1 and bias 0: ignoring
+them would go unseen); outputs have the Model's type, dtype, shape, stride and device; NaN appears where the Model has it; inputs and
+state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs, and complete when
+the call returns; other batch sizes get theirs. Some of the answers given while the clock runs are looked at too, and which ones is drawn
+after they were given. Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import itertools
 import random
-import warnings
+import time
 from dataclasses import dataclass, field
 from typing import Callable
 
 import torch
 from torch.utils._pytree import tree_flatten
 
+from judge.compare import TOLERANCE, Errors, compare, first_changed, is_constant, same_bits, same_form
 from judge.machine import synchronize
-from judge.pairs import CandidateRaised, Problem, last_line, to_device
+from judge.observe import GRADIENT, behaviour, by_name, clone_all, named_outputs, observe, perturb, poisoned, snapshot
+from judge.pairs import RAISED, CandidateRaised, Problem, last_line, to_device
 
 SEEDS = 3
-ERROR_RATIO = 2.0
-GRADIENT = "gradient of "  # what the names of gradients begin with, beside "output"
-CHUNK = {"cuda": 1 << 22, "cpu": 1 << 15}  # elements compared at a time: few launches on a GPU, a core's own cache on a CPU
-
-# Gate 1, used as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the Model
-# rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16 Model and the exact result.
-# There gate 2 is the sharp one.
-TOLERANCE = {
-    torch.float64: {"highest": 1e-10, "high": 1e-10},
-    torch.float32: {"highest": 1e-4, "high": 5e-3},
-    torch.float16: {"highest": 4e-2, "high": 4e-2},
-    torch.bfloat16: {"highest": 3e-1, "high": 3e-1},
-}
+MOST_SEEDS = 16  # where gate 2 is not met by few seeds: the largest of a few values is luck, on both sides
+LATE = "the answer changes after the call has returned: work goes on elsewhere"
+LATE_SECONDS = 2e-3  # how long a thread gets to give itself away by finishing an answer that was already returned
+REST_SECONDS, BUSY = 0.05, 0.1  # who takes more than this part of a core while nobody calls is not at rest
 
 
 @dataclass
@@ -62,213 +52,6 @@ class Verdict:
     errors: dict[str, Errors] = field(default_factory=dict)
 
 
-@dataclass
-class Errors:
-    """Errors of one output or gradient against float64, pooled over the seeds."""
-
-    new_max: float = 0.0
-    new_squares: float = 0.0
-    eager_max: float = 0.0
-    eager_squares: float = 0.0
-    reference_max: float = 0.0
-    reference_squares: float = 0.0
-    count: int = 0
-
-    def add(self, whose: str, magnitudes: torch.Tensor) -> None:
-        setattr(self, f"{whose}_max", max(getattr(self, f"{whose}_max"), magnitudes.max().item()))
-        setattr(self, f"{whose}_squares", getattr(self, f"{whose}_squares") + torch.linalg.vector_norm(magnitudes).item() ** 2)
-
-    def rms(self, squares: float) -> float:
-        return (squares / self.count) ** 0.5 if self.count else 0.0
-
-    def as_dict(self, dtype: torch.dtype) -> dict[str, float | None]:
-        """For the record. In float64 nothing is higher: what is known is the distance to the Model, and nothing of its own error."""
-        known = dtype != torch.float64
-        return {
-            "new_max": self.new_max,
-            "new_rms": self.rms(self.new_squares),
-            "eager_max": self.eager_max if known else None,
-            "eager_rms": self.rms(self.eager_squares) if known else None,
-        }
-
-    def over_limit(self, dtype: torch.dtype) -> list[str]:
-        """Gate 2. Half an ulp at the output's scale is always allowed: where the Model is exact, rounding the result is not an error."""
-        half_ulp = torch.finfo(dtype).eps / 2
-        complaints = []
-        for kind, new, eager, scale in (
-            ("largest", self.new_max, self.eager_max, self.reference_max),
-            ("rms", self.rms(self.new_squares), self.rms(self.eager_squares), self.rms(self.reference_squares)),
-        ):
-            limit = max(ERROR_RATIO * eager, half_ulp * scale)
-            if not new <= limit:
-                complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
-        return complaints
-
-
-def perturb(model: torch.nn.Module, seed: int) -> None:
-    """New values for everything floating in the state, of the size and sign it had; what is all zero becomes small numbers."""
-    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
-    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
-    for tensor in tensors:
-        generator = generators[tensor.device]
-        factors = torch.empty_like(tensor).uniform_(0.5, 1.5, generator=generator)
-        if tensor.any():
-            tensor.mul_(factors)
-        else:
-            tensor.copy_(factors.sub_(1.0))
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equal to the last bit: NaN equals the same NaN, and 0 is not -0."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.is_floating_point():
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-        left, right = left.view(bits), right.view(bits)
-    return torch.equal(left, right)
-
-
-def clone_all(tensors: list) -> list:
-    return [x.clone() if isinstance(x, torch.Tensor) else x for x in tensors]
-
-
-def first_changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str | None:
-    return next((name for name in before if not same_bits(before[name], after[name])), None)
-
-
-def by_name(inputs: list) -> dict[str, torch.Tensor]:
-    return {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-
-
-def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
-
-
-def observe(module: Callable, inputs: list, backward: bool, seed: int) -> dict[str, object]:
-    """What one call gives, by name: the outputs and, with the backward pass, a gradient for each floating input and parameter.
-
-    The incoming gradients are random (a sum as loss would make many a wrong backward look right) and the same for the same seed.
-    """
-    if not backward:
-        with torch.no_grad():
-            return _named_outputs(module(*inputs))
-    inputs = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
-    wanted = {GRADIENT + name: x for name, x in by_name(inputs).items() if x.requires_grad}
-    wanted.update((GRADIENT + name, p) for name, p in module.named_parameters() if p.requires_grad)
-    seen = _named_outputs(module(*inputs))
-    roots = [out for out in seen.values() if isinstance(out, torch.Tensor) and out.requires_grad]
-    if wanted and not roots:
-        raise RuntimeError("no output requires a gradient")
-    if wanted:
-        gradients = torch.autograd.grad(roots, list(wanted.values()), random_like(roots, seed), allow_unused=True)
-        seen = {name: out.detach() if isinstance(out, torch.Tensor) else out for name, out in seen.items()}
-        seen.update(zip(wanted, gradients))
-    return seen
-
-
-def random_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Normal numbers that hardly round in any dtype, so that a run and its float64 reference get the same ones."""
-    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
-    drawn = (torch.randn(x.shape, generator=generators[x.device], device=x.device) for x in tensors)
-    return [values.bfloat16().to(x.dtype) for values, x in zip(drawn, tensors)]
-
-
-def _named_outputs(result) -> dict[str, object]:
-    leaves, spec = tree_flatten(result)
-    if isinstance(result, torch.Tensor):
-        return {"output": result}
-    return {"structure": spec, **{f"output {i}": leaf for i, leaf in enumerate(leaves)}}
-
-
-@contextlib.contextmanager
-def poisoned(device: str, like: list):
-    """Memory is full of NaN inside: blocks of the outputs' sizes are filled and freed, and PyTorch fills what torch.empty hands out."""
-    if device == "cuda":
-        floating = [x for x in like if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        blocks = [torch.full(x.shape, float("nan"), dtype=x.dtype, device=device) for x in floating]
-        del blocks
-    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    switches = getattr(torch.utils, "deterministic", None)  # newer than the oldest supported PyTorch
-    filling = switches.fill_uninitialized_memory if switches else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        if switches:
-            switches.fill_uninitialized_memory = True
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-            if switches:
-                switches.fill_uninitialized_memory = filling
-
-
-@dataclass
-class Difference:
-    """How far one tensor of the candidate is from the Model's."""
-
-    wrong: int = 0
-    largest: float = 0.0
-    nan_disagrees: int = 0
-
-
-def compare(
-    new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float, errors: Errors
-) -> Difference:
-    """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the sums of gate 2, in chunks.
-
-    Without a reference what is pooled is the distance to the Model.
-    """
-    found = Difference()
-    flat = [t.reshape(-1) for t in ((new, eager) if reference is None else (new, eager, reference))]
-    size = CHUNK[new.device.type]
-    for start in range(0, new.numel(), size):
-        n, e, *rest = (t[start : start + size].double() for t in flat)
-        distance = _distance(n, e)
-        largest = distance.max().item()
-        found.largest = max(found.largest, largest)
-        if largest > tolerance * scale:
-            found.wrong += int((distance > tolerance * (scale + _finite(e.abs()))).sum())
-            found.nan_disagrees += int((n.isnan() != e.isnan()).sum())
-        if rest:
-            errors.add("eager", _distance(e, rest[0]))
-            errors.add("reference", _finite(rest[0].abs()))
-            distance = _distance(n, rest[0])
-        errors.add("new", distance)
-        errors.count += n.numel()
-    return found
-
-
-def _distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
-    distance = (left - right).abs_()
-    if not distance.max().isfinite():
-        distance.masked_fill_((left == right) | (left.isnan() & right.isnan()), 0.0)
-        distance.nan_to_num_(float("inf"), float("inf"))
-    return distance
-
-
-def _finite(magnitudes: torch.Tensor) -> torch.Tensor:
-    return magnitudes if magnitudes.max().isfinite() else magnitudes.nan_to_num(0.0, 0.0)
-
-
-def same_form(name: str, new, eager) -> str | None:
-    """Type, dtype, shape, device and stride as the Model's; strides of dimensions of one element mean nothing."""
-    if type(new) is not type(eager):
-        return f"{name} is a {type(new).__name__}, the Model's is a {type(eager).__name__}"
-    if not isinstance(eager, torch.Tensor):
-        return None if new == eager else f"{name} is {new}, the Model's is {eager}"
-    for what in ("dtype", "shape", "device", "layout"):
-        mine, theirs = getattr(new, what), getattr(eager, what)
-        if mine != theirs:
-            shown = (tuple(mine), tuple(theirs)) if what == "shape" else (mine, theirs)
-            return f"{name} has {what} {shown[0]}, the Model's {shown[1]}"
-    strides = [(n, e) for n, e, size in zip(new.stride(), eager.stride(), eager.shape) if size > 1]
-    if eager.numel() and any(n != e for n, e in strides):
-        return f"{name} has stride {new.stride()}, the Model's {eager.stride()}"
-    return None
-
-
 class Examination:
     """Judges one candidate in one way. `run` before timing, `after_timing` behind it; `verdict` collects what was found."""
 
@@ -277,10 +60,12 @@ class Examination:
         self.say = say
         self.verdict = Verdict()
         self.model: torch.nn.Module | None = None
+        self._behaviour: list[tuple] = []  # of the Model, as it was made
         self.new: torch.nn.Module | None = None
         self.inputs: list = []
         self.answer: dict[str, object] = {}
-        self.answer_seed = case.seed + SEEDS - 1  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.answer_seed = case.seed  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.later_seed = case.seed + MOST_SEEDS
         self.tolerance = TOLERANCE[case.dtype][case.precision]
 
     def run(self) -> Verdict:
@@ -293,17 +78,34 @@ class Examination:
                     break
         except CandidateRaised as raised:
             self._wrong(f"raised {raised}")
+        self._same_model()
         return self.verdict
 
+    def while_timed(self, result, expected: Callable[[], object]) -> None:
+        """The answer that one timed call has just given: complete, and the Model's for the same inputs."""
+        given = tree_flatten(result)[0]
+        if self._changes_later(given):
+            self._wrong(LATE)
+        name = GRADIENT if self.case.backward else "output"
+        for mine, theirs in itertools.zip_longest(given, tree_flatten(expected())[0]):
+            alike = same_form(name, mine, theirs) is None
+            if alike and isinstance(theirs, torch.Tensor):
+                alike = self.close(name, mine, theirs) if theirs.is_floating_point() else torch.equal(mine, theirs)
+            if not alike:
+                self._wrong("gives another answer than the Model's while being timed")
+
     def after_timing(self, timed_inputs: list) -> None:
-        """The timed inputs had new values in every round: the answer to the last ones, and the old answer to the old ones."""
+        """The timed inputs had new values in every round: the answer to the last ones, the old answer to the old ones; other batches."""
         try:
             expected = observe(self.model, timed_inputs, self.case.backward, self.case.seed)
             self._judge("after timing", self._candidate(timed_inputs, self.case.seed), expected, None, {})
             del expected
             self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer after timing is not the one before it")
+            self._other_batches()
         except CandidateRaised as raised:
             self._wrong(f"raised {raised} after timing")
+        self._same_model()
+        self._at_rest()
 
     def _wrong(self, reason: str) -> None:
         if reason not in self.verdict.reasons:
@@ -317,18 +119,41 @@ class Examination:
         """What ModelNew gives. Whatever it raises is the candidate's fault and no one else's."""
         try:
             seen = observe(self.new, inputs, self.case.backward and not forward_only, seed)
-            synchronize(self.case.device)
+            if self._changes_later(list(seen.values())):
+                self._wrong(LATE)
             return seen
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(last_line(error)) from error
+
+    def _changes_later(self, given: list) -> bool:
+        """Whether anything writes into the answer after the call has returned: a copy of it as it is now, and again when all is quiet."""
+        copies = clone_all(given)  # on a GPU behind the call in its own stream, so work on another one shows
+        time.sleep(LATE_SECONDS)
+        synchronize(self.case.device)
+        return not all(same_bits(x.detach(), copied.detach()) for x, copied in zip(given, copies) if isinstance(x, torch.Tensor))
+
+    def _same_model(self) -> None:
+        """The Model that answers are held against is the one that was made: nobody gave it another forward, or a hook."""
+        if self.model is not None and behaviour(self.model) != self._behaviour:
+            self._wrong("the candidate replaces the Model's forward")
+
+    def _at_rest(self) -> None:
+        """Nothing of the candidate's runs on when its calls have returned: a busy thread slows down whoever is timed next."""
+        for _ in range(10):  # PyTorch's own threads may take a while to fall asleep
+            begin, cpu_begin = time.monotonic(), time.process_time()
+            time.sleep(REST_SECONDS)
+            if time.process_time() - cpu_begin < BUSY * (time.monotonic() - begin):
+                return
+        self._wrong("works on after its calls have returned")
 
     def _same_start(self) -> None:
         """The same seed gives both the same state, in the same order, and each loads the other's, strictly."""
         case = self.case
         self.model = case.problem.make(case.problem.model_class, case.seed)
+        self._behaviour = behaviour(self.model)
         try:
             self.new = case.problem.make(case.new_class, case.seed)
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(last_line(error)) from error
         theirs, mine = self.model.state_dict(), self.new.state_dict()
         if list(theirs) != list(mine):
@@ -349,9 +174,11 @@ class Examination:
     def _seeds(self) -> None:
         """Both gates over several seeds, with weights and inputs drawn anew and the two taking turns at going first."""
         case = self.case
-        for turn in range(SEEDS):
-            seed = case.seed + turn
-            self.say(f"checking, seed {turn + 1} of {SEEDS}")
+        for turn in range(MOST_SEEDS):
+            if turn >= SEEDS and not self._over_limit():
+                break
+            self.answer_seed = seed = case.seed + turn
+            self.say(f"checking, seed {turn + 1} of {max(SEEDS, turn + 1)}")
             perturb(self.model, seed)
             self.new.load_state_dict(self.model.state_dict(), strict=True)
             self.answer = {}
@@ -384,12 +211,18 @@ class Examination:
             self.answer = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in seen.items()}
             del seen
             self._expect_answer(self._candidate(self.inputs, seed), "a third call on the same inputs gives another answer than the second")
+            if turn == 0:
+                self._at_rest()
             if self.verdict.reasons:
                 return
-        if case.dtype != torch.float64:
-            for name, errors in self.verdict.errors.items():
-                for complaint in errors.over_limit(case.dtype):
-                    self._wrong(f"{name}: {complaint}")
+        for complaint in self._over_limit():
+            self._wrong(complaint)
+
+    def _over_limit(self) -> list[str]:
+        """Gate 2 over all seeds so far."""
+        if self.case.dtype == torch.float64:
+            return []
+        return [f"{name}: {complaint}" for name, errors in self.verdict.errors.items() for complaint in errors.over_limit(self.case.dtype)]
 
     def _reference(self, seed: int) -> dict[str, object]:
         model = copy.deepcopy(self.model).double()
@@ -423,7 +256,7 @@ class Examination:
             found = compare(new[name].detach(), expected.detach(), reference and reference[name], self.tolerance, scale, errors)
             if found.nan_disagrees:
                 self._wrong(f"{name} ({when}): {found.nan_disagrees} of {expected.numel()} elements are NaN in one and not in the other")
-            if found.wrong and _is_constant(new[name]) and not _is_constant(expected):
+            if found.wrong and is_constant(new[name]) and not is_constant(expected):
                 self._wrong(f"{name} ({when}): constant, the Model's is not")
             if found.wrong:
                 self._wrong(
@@ -457,7 +290,7 @@ class Examination:
         """An answer stays what it was when other inputs come, and those get an answer of their own."""
         self.say("checking repeated calls")
         case = self.case
-        seed = case.seed + SEEDS
+        seed = self.later_seed
         kept = self._candidate(self.inputs, self.answer_seed)
         self._expect_answer(kept, "a later call on the same inputs gives another answer")
         if self.verdict.reasons:
@@ -469,9 +302,25 @@ class Examination:
         self._judge("other inputs in between", seen, observe(self.model, others, case.backward, seed), None, {})
         self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between")
 
+    def _other_batches(self) -> None:
+        """Other numbers of samples get their answers too, unless the Model itself refuses them.
+
+        Last of all: what torch.compile made for one size it may replace by something for all, of other speed and other bits.
+        """
+        case, seed = self.case, self.later_seed
+        if case.batch is None:
+            return
+        for batch in sorted({1, case.batch - case.batch // 3} - {case.batch}):
+            inputs = case.problem.inputs(batch, case.device, case.dtype, seed)
+            try:
+                expected = observe(self.model, inputs, case.backward, seed)
+            except Exception:  # noqa: BLE001 - a Model made for one batch
+                continue
+            self._judge(f"batch {batch}", self._candidate(inputs, seed), expected, None, {})
+
     def _nan_in_nan_out(self) -> None:
         """One NaN in each input: it spreads as far as it does in the Model, and no further."""
-        seed = self.case.seed + SEEDS
+        seed = self.later_seed
         inputs = self._fresh_inputs(seed)
         position = random.Random(seed)
         for x in inputs:
@@ -487,8 +336,8 @@ class Examination:
         expected = observe(self.model, self.inputs, False, seed)
         try:
             with torch.set_grad_enabled(not case.backward):
-                result = _named_outputs(self.new(*self.inputs))
-        except Exception as error:
+                result = named_outputs(self.new(*self.inputs))
+        except RAISED as error:
             raise CandidateRaised(f"{last_line(error)} ({when})") from error
         self._judge(when, result, expected, None, {})
         differentiable = any(isinstance(out, torch.Tensor) and out.requires_grad for out in result.values())
@@ -512,15 +361,11 @@ class Examination:
                     target.copy_(source)
             try:
                 seen = observe(self.new, late, self.case.backward, self.answer_seed)
-            except Exception as error:
+            except RAISED as error:
                 raise CandidateRaised(f"{last_line(error)} (on another stream)") from error
             seen = dict(zip(seen, clone_all(list(seen.values()))))
         stream.synchronize()
         self._expect_answer(seen, "on a stream that is not the default one the answer differs: work is launched elsewhere")
-
-
-def _is_constant(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
 
 
 def _scale_of(name: str, tensor: torch.Tensor) -> float:

@@ -1,31 +1,61 @@
 """What a candidate must leave alone.
 
-A candidate that replaces the clock or the comparison is judged by its own rules. So whatever judging relies on is noted before the
-candidate's file is loaded, and afterwards must be the very same objects. The harness's own modules are watched like PyTorch's.
+A candidate that replaces the clock or the comparison is judged by its own rules; one that slows down what the Model is made of looks
+fast beside it. So whatever judging relies on is noted before the candidate's file is loaded, and afterwards must be the very same: the
+functions and what is in them, the harness's own modules and their constants, PyTorch's operators, layers, hooks, modes and switches.
+
+A candidate runs in the judge's process, and no list of this kind is ever complete: it is for accidents and for the known tricks.
 """
 
 from __future__ import annotations
 
+import builtins
+import copy
+import functools
+import gc
+import os
+import re
 import sys
 import time
+import warnings
+from types import FunctionType
 
 import torch
+from torch.nn.modules import module as nn_module
 
-# torch.manual_seed is wrapped by PyTorch itself when torch.compile is first used.
-_REPLACED_BY_PYTORCH = {"torch.manual_seed"}
+from judge.pairs import Problem
+
+# PyTorch itself wraps these when torch.compile is first used, and leaves a note of its own on the class.
+_REPLACED_BY_PYTORCH = {"torch.manual_seed", "torch.nn.Module.__init__", "torch.nn.Module.__setstate__"}
+_ADDED_BY_PYTORCH = {"___needs_generation_tag_patch"}
+_PACKAGE = __name__.partition(".")[0]
+_GLOBAL_HOOKS = [name for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
+# Of PyTorch's description of an operator: which files the kernels come from that run on the devices judged here, and in its autograd.
+_ORIGINS = re.compile(r"^(?:CPU|CUDA|Autograd\w*|Composite\w*)(?:\[alias\])?: registered at (.+?):\d+ ::", re.MULTILINE)
+_TORCH = os.path.dirname(torch.__file__)  # PyTorch overrides some operators itself, when they are first used
 
 
-def _owners() -> dict[str, object]:
+def _owners(problem: Problem | None) -> dict[str, object]:
+    """Modules and classes whose functions are watched, by the name a complaint gives them."""
     owners: dict[str, object] = {
+        "builtins": builtins,
         "time": time,
         "torch": torch,
+        "torch.autograd": torch.autograd,
         "torch.cuda": torch.cuda,
         "torch.cuda.Event": torch.cuda.Event,
+        "torch.linalg": torch.linalg,
         "torch.Tensor": torch.Tensor,
         "torch.nn.functional": torch.nn.functional,
     }
-    package = __name__.partition(".")[0]
-    owners.update((name, module) for name, module in sorted(sys.modules.items()) if name.startswith(f"{package}."))
+    owners.update((f"torch.nn.{name}", value) for name, value in vars(torch.nn).items() if isinstance(value, type))
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(f"{_PACKAGE}."):
+            owners[name] = module
+            classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+            owners.update((f"{name}.{cls.__name__}", cls) for cls in classes)
+    if problem:
+        owners.update({"the Model's file": problem.module, "Model": problem.model_class})
     return owners
 
 
@@ -33,16 +63,30 @@ def _set_deterministic(mode: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
+def _autocast() -> tuple[bool, bool]:
+    """On CUDA and on the CPU. Newer versions of PyTorch warn of the function that all versions have."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.is_autocast_enabled(), torch.is_autocast_cpu_enabled()
+
+
+def _set_autocast(modes: tuple[bool, bool]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_autocast_enabled(modes[0])
+        torch.set_autocast_cpu_enabled(modes[1])
+
+
+def _switch(owner: object, name: str) -> tuple:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
 # Process-wide settings: how each is read, and how it is put back.
 _SETTINGS = {
-    "torch.backends.cuda.matmul.allow_tf32": (
-        lambda: torch.backends.cuda.matmul.allow_tf32,
-        lambda value: setattr(torch.backends.cuda.matmul, "allow_tf32", value),
-    ),
-    "torch.backends.cudnn.allow_tf32": (
-        lambda: torch.backends.cudnn.allow_tf32,
-        lambda value: setattr(torch.backends.cudnn, "allow_tf32", value),
-    ),
+    "torch.backends.cuda.matmul.allow_tf32": _switch(torch.backends.cuda.matmul, "allow_tf32"),
+    "torch.backends.cudnn.allow_tf32": _switch(torch.backends.cudnn, "allow_tf32"),
+    "torch.backends.cudnn.enabled": _switch(torch.backends.cudnn, "enabled"),
+    "torch.backends.cudnn.benchmark": _switch(torch.backends.cudnn, "benchmark"),
     "the float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic mode": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -51,36 +95,105 @@ _SETTINGS = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "autocast": (_autocast, _set_autocast),
+    "the trace function": (sys.gettrace, sys.settrace),
+    "the profile function": (sys.getprofile, sys.setprofile),
 }
+
+# Stacks of modes that see every call of PyTorch: how high each is, and how its top is taken off.
+_MODES = {
+    "torch function mode": (torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+    "torch dispatch mode": (torch._C._len_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack),
+}
+
+
+@functools.cache
+def _operators() -> dict[str, set[str]]:
+    """Where the kernels of each of ATen's operators come from. `_changed_operators` brings it up to date."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return {name: set(_ORIGINS.findall(torch._C._dispatch_dump(name))) for name in names}
+
+
+def _changed_operators() -> list[str]:
+    """Operators that somebody else than PyTorch overrode since this was last asked. What Python overrode is put back; C++ cannot be."""
+    known = _operators()
+    new = {name: set(_ORIGINS.findall(torch._C._dispatch_dump(name))) - origins for name, origins in known.items()}
+    changed = [name for name, origins in new.items() if any(not origin.startswith(_TORCH) for origin in origins)]
+    if changed:
+        keys = {
+            f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
+        }
+        for library in [thing for thing in gc.get_objects() if type(thing) is torch.library.Library]:
+            if keys & {key.replace(".default", "") for key in library._op_impls}:
+                library._destroy()
+        known.update((name, set(_ORIGINS.findall(torch._C._dispatch_dump(name)))) for name in changed)
+    return changed
+
+
+def _inside(function: object) -> tuple | None:
+    """What can be exchanged inside a function that stays the same object."""
+    return (function.__code__, function.__defaults__, function.__kwdefaults__) if isinstance(function, FunctionType) else None
 
 
 class Guard:
     """Notes the present state; `check` says what has changed since, and puts it back, so that the next pair is judged fairly."""
 
-    def __init__(self):
-        self._attributes = [
-            (f"{label}.{name}", owner, name, value)
-            for label, owner in _owners().items()
+    def __init__(self, problem: Problem | None = None):
+        owners = _owners(problem)
+        self._functions = [
+            (f"{label}.{name}", owner, name, value, _inside(value))
+            for label, owner in owners.items()
             for name, value in vars(owner).items()
-            if callable(value) and f"{label}.{name}" not in _REPLACED_BY_PYTORCH
+            if (callable(value) or isinstance(value, (property, staticmethod, classmethod)))
+            and f"{label}.{name}" not in _REPLACED_BY_PYTORCH
         ]
-        # Both classes inherit most methods: one put on top of an inherited one is a new name.
-        self._names = {cls: set(vars(cls)) for cls in (torch.Tensor, torch.cuda.Event)}
+        # Classes inherit most methods: one put on top of an inherited one is a new name.
+        self._names = {cls: (label, set(vars(cls))) for label, cls in owners.items() if isinstance(cls, type)}
+        self._constants = [
+            (f"{label}.{name}", owner, name, value, copy.deepcopy(value))
+            for label, owner in owners.items()
+            if label.startswith(f"{_PACKAGE}.") and not isinstance(owner, type)
+            for name, value in vars(owner).items()
+            if isinstance(value, (bool, int, float, str, tuple, dict)) and not name.startswith("__")
+        ]
         self._settings = {label: read() for label, (read, _) in _SETTINGS.items()}
+        self._modes = {label: height() for label, (height, _) in _MODES.items()}
+        self._hooks = {name: dict(getattr(nn_module, name)) for name in _GLOBAL_HOOKS}
+        _operators()
 
     def check(self) -> list[str]:
-        complaints = []
-        for label, owner, name, value in self._attributes:
+        # Modes first: whatever is called below goes through them.
+        complaints = [f"leaves a {label} on" for label, (height, _) in _MODES.items() if height() > self._modes[label]]
+        for label, (height, take_off) in _MODES.items():
+            while height() > self._modes[label]:
+                take_off()
+        for label, owner, name, value, inside in self._functions:
             if vars(owner).get(name) is not value:
                 complaints.append(f"replaces {label}")
                 setattr(owner, name, value)
-        for cls, names in self._names.items():
-            for name in set(vars(cls)) - names:
-                complaints.append(f"replaces {cls.__module__}.{cls.__name__}.{name}")
+            if _inside(value) != inside:
+                complaints.append(f"replaces the code of {label}")
+                value.__code__, value.__defaults__, value.__kwdefaults__ = inside
+        for cls, (label, names) in self._names.items():
+            for name in set(vars(cls)) - names - _ADDED_BY_PYTORCH:
+                complaints.append(f"replaces {label}.{name}")
                 delattr(cls, name)
+        for label, owner, name, value, before in self._constants:
+            if vars(owner).get(name) is not value or value != before:
+                complaints.append(f"replaces {label}")
+                if isinstance(value, dict):  # others hold this very object
+                    value.clear()
+                    value.update(before)
+                setattr(owner, name, value)
         for label, (read, write) in _SETTINGS.items():
             before, now = self._settings[label], read()
             if now != before:
                 complaints.append(f"changes {label} from {before} to {now}")
                 write(before)
-        return complaints
+        for name, before in self._hooks.items():
+            hooks = getattr(nn_module, name)
+            if dict(hooks) != before:
+                complaints.append(f"leaves torch.nn's {name} changed")
+                hooks.clear()
+                hooks.update(before)
+        return complaints + [f"replaces the operator {name}" for name in _changed_operators()]

@@ -13,6 +13,13 @@ import torch
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PRECISIONS = ("highest", "high")
+_THROTTLE_REASONS = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal slowdown by software",
+    0x40: "thermal slowdown by hardware",
+    0x80: "power brake",
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -106,6 +113,32 @@ def query_gpu(*fields: str) -> dict[str, str] | None:
 
 
 def clocks(device: str) -> dict[str, str] | None:
+    """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
     if device != "cuda":
         return None
-    return query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
+    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the name since driver 535, and the one before
+        active = query_gpu(field)
+        if state and active:
+            return {**state, "throttle": throttle_reasons(active[field])}
+    return state
+
+
+def throttle_reasons(mask: str) -> str:
+    """The names of the bits of nvidia-smi's mask that slow a busy GPU down; empty for none."""
+    try:
+        bits = int(mask, 16)
+    except ValueError:  # "[N/A]", of a GPU that does not say
+        return ""
+    return ", ".join(name for bit, name in _THROTTLE_REASONS.items() if bits & bit)
+
+
+def other_gpu_processes() -> int:
+    """How many processes beside this one compute on the GPU in use. A container shows others' numbers, so they are only counted."""
+    identity = query_gpu("uuid")
+    if not identity:
+        return 0
+    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader", f"--id={identity['uuid']}"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    listed = [line for line in answer.stdout.split() if line.isdigit()] if answer.returncode == 0 else []
+    return max(0, len(listed) - 1)

@@ -24,6 +24,9 @@ import torch
 _serial = itertools.count()
 _perf_counter = time.perf_counter
 
+# What a candidate may raise: sys.exit() is no way out of being judged.
+RAISED = (Exception, SystemExit)
+
 # A message that speaks of the build, in an exception that a build raises. Anything else that goes wrong at import is a wrong candidate.
 _BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|compil\w+|building|build)(?!\w)", re.IGNORECASE)
 
@@ -76,7 +79,7 @@ class Problem:
                 raise AttributeError(f"{path.name} has no {needed}")
         self.path = path
         self.model_class = module.Model
-        self._module = module
+        self.module = module
         self.constants = constants or {}
         for name, value in self.constants.items():
             if not hasattr(module, name):
@@ -93,7 +96,7 @@ class Problem:
     def make(self, cls: type, seed: int) -> torch.nn.Module:
         """An instance of Model or ModelNew, in eval mode, from a known state of the random numbers."""
         torch.manual_seed(seed)
-        arguments = self._module.get_init_inputs()
+        arguments = self.module.get_init_inputs()
         torch.manual_seed(seed)
         return cls(*arguments).eval()
 
@@ -102,12 +105,12 @@ class Problem:
         torch.manual_seed(seed)
         with torch.device(device):
             if batch is None:
-                inputs = self._module.get_inputs()
+                inputs = self.module.get_inputs()
             elif self._batch_is_argument:
-                inputs = self._module.get_inputs(batch)
+                inputs = self.module.get_inputs(batch)
             else:
-                self._module.batch_size = batch
-                inputs = self._module.get_inputs()
+                self.module.batch_size = batch
+                inputs = self.module.get_inputs()
         return [to_device(x, device, dtype) for x in inputs]
 
 
@@ -124,7 +127,7 @@ def load_new(path: Path) -> tuple[type, float]:
         module = _load(path)
         seconds = _perf_counter() - start
         return module.ModelNew, seconds
-    except Exception as error:
+    except RAISED as error:
         if _is_build_failure(error):
             raise BuildFailed(_build_message(error)) from error
         raise CandidateRaised(last_line(error)) from error

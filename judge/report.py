@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from judge.timing import verdict
 from judge.trial import ABOVE_FLOOR, BUILD, OK, WRONG, Run
 
 RESULT = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
@@ -33,10 +34,30 @@ def table(runs: list[Run], markdown: bool = False) -> str:
         for run in runs
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
-    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes]]
+    lines += _scaling(runs, markdown)
+    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes, *_disturbed(run)]]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
+
+
+def _scaling(runs: list[Run], markdown: bool) -> list[str]:
+    """Under the table of rank 0's share: what all processes do together."""
+    header = ["model", "run", "processes", "whole batch", "ms alone", "ms together", "samples/s", "of each"]
+    header += ["x one alone", "efficiency"]
+    rows = []
+    for run in (run for run in runs if run.scaling):
+        all_of_them = run.scaling
+        figures = [_number(all_of_them[name]) for name in ("ms_whole_alone", "ms", "samples_per_second")]
+        each = ", ".join(map(_number, all_of_them["samples_per_second_each"]))
+        sizes = [str(all_of_them["processes"]), str(all_of_them["batch"])]
+        gains = [f"{all_of_them['speedup']:.2f}", f"{100 * all_of_them['efficiency']:.1f}%"]
+        rows.append([run.model, _way(run), *sizes, *figures, each, *gains])
+    return ["", *(_markdown if markdown else _aligned)(header, rows)] if rows else []
+
+
+def _disturbed(run: Run) -> list[str]:
+    return [f"timed under interference: {sign}" for sign in run.interference]
 
 
 def _in_order(names: set[str]) -> list[str]:
@@ -58,7 +79,7 @@ def _speedup(run: Run, name: str) -> str:
     if name not in run.speedup:
         return "-"
     low, high = run.speedup_ci[name]
-    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}]"
+    return f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {verdict(run.speedup_ci[name])}"
 
 
 def _percent(run: Run) -> str:

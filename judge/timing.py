@@ -2,11 +2,13 @@
 
 All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
 Before every call the cache is flushed; between rounds the inputs get new values, so that nothing remembered helps. Medians over rounds;
-a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing.
+a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing. What says that the rounds were
+disturbed (their spread, a drift) is said with the result.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 from time import perf_counter  # taken now, before any candidate could replace it
@@ -16,11 +18,15 @@ import torch
 
 Event = torch.cuda.Event
 
-MIN_ROUNDS = 7
+MIN_ROUNDS = 15
 MAX_ROUNDS = 500
+INSPECTED_ROUNDS = 3
+INSPECTED_SHARE = 1 / 8
 SECONDS_EACH = {"cuda": 2.0, "cpu": 1.5}  # a contender's share of the time budget; a tenth of it again is its warm-up
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 BOOTSTRAP_DRAWS = 2000
+WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
 class Stopwatch:
@@ -29,19 +35,23 @@ class Stopwatch:
     def __init__(self, device: str):
         self._cuda = device == "cuda"
 
-    def __call__(self, call: Callable[[], object]) -> float:
-        """Milliseconds."""
+    def __call__(self, call: Callable[[], object], look: Callable[[object], None] | None = None) -> float:
+        """Milliseconds. `look` sees the result right behind the timed window, before anybody waits for the GPU."""
         if self._cuda:
             start, end = Event(enable_timing=True), Event(enable_timing=True)
             start.record()
             result = call()
             end.record()
-            end.synchronize()
+            if look:
+                look(result)
+            torch.cuda.synchronize()  # not the event alone: what is left on other streams must not fall on whoever comes next
             elapsed = start.elapsed_time(end)
         else:
             begin = perf_counter()
             result = call()
             elapsed = 1e3 * (perf_counter() - begin)
+            if look:
+                look(result)
         del result
         return elapsed
 
@@ -75,15 +85,46 @@ class Samples:
     def speedup(self, of: str, over: str) -> float:
         return self.median(over) / self.median(of)
 
+    def interference(self) -> list[str]:
+        """What says that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+        found = []
+        for name in self.ms:
+            low, high = self.spread(name)
+            if high - low > WIDE_SPREAD * self.median(name):
+                found.append(f"the middle half of {name}'s times spans {100 * (high - low) / self.median(name):.0f}% of their median")
+        # A round counts as the mean of its times, each relative to its contender's median.
+        relative = [[ms / self.median(name) for ms in times] for name, times in self.ms.items()]
+        rounds = [sum(times) / len(times) for times in zip(*relative)]
+        third = len(rounds) // 3
+        if third:
+            drift = _quantile(rounds[-third:], 0.5) / _quantile(rounds[:third], 0.5) - 1
+            if abs(drift) > WIDE_DRIFT:
+                found.append(
+                    f"the last third of the rounds took {100 * abs(drift):.0f}% {'longer' if drift > 0 else 'less'} than the first"
+                )
+        return found
+
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
-        """95% bootstrap interval of `speedup`, rounds drawn with replacement."""
+        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next.
+
+        Its ends are the 0.5% and 99.5% quantiles. For few rounds, and for rounds that depend on each other, a bootstrap is too sure of
+        itself: with these quantiles equal contenders come out as equal in 95 of 100 runs or more, which is what the 95% promises.
+        """
         rows = torch.tensor([self.ms[of], self.ms[over]], dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
         rounds = rows.shape[1]
-        drawn = rows[:, torch.randint(rounds, (BOOTSTRAP_DRAWS, rounds), generator=generator)]
+        block = int(rounds ** (1 / 3))
+        starts = torch.randint(rounds, (BOOTSTRAP_DRAWS, -(-rounds // block), 1), generator=generator)
+        drawn = rows[:, (starts + torch.arange(block)).flatten(1)[:, :rounds] % rounds]
         medians = drawn.quantile(0.5, dim=2)
         ratios = medians[1] / medians[0]
-        return ratios.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
+
+
+def verdict(interval: list[float]) -> str:
+    """What a speed-up's interval allows to say."""
+    low, high = interval
+    return FASTER if low > 1 else SLOWER if high < 1 else AMBIGUOUS
 
 
 def _quantile(values: list[float], q: float) -> float:
@@ -100,22 +141,45 @@ def warm_up(call: Callable[[], object], seconds: float, device: str) -> None:
 
 
 def measure(
-    contenders: dict[str, Callable[[], object]], renew: Callable[[float], None], device: str, seconds_each: float, seed: int
+    contenders: dict[str, Callable[[], object]],
+    renew: Callable[[float], None],
+    device: str,
+    seconds_each: float,
+    seed: int,
+    inspect: Callable[[object], None] | None = None,
 ) -> Samples:
-    """Times all contenders in interleaved rounds. `renew(f)` gives the inputs new values, scaled by f, between rounds."""
+    """Times all contenders in interleaved rounds. `renew(f)` gives the inputs new values, scaled by f, between rounds.
+
+    `inspect` sees what `new` gave in some of the rounds, INSPECTED_ROUNDS at least. Which ones is drawn when the answer is there, so that no
+    call can know; such a round gives no samples, as what comes after an inspection is not what comes after a call.
+    """
     stopwatch, flush, order = Stopwatch(device), CacheFlush(device), random.Random(seed)
+    unforeseen = random.SystemRandom()
+    inspected: list[int] = []
     for call in contenders.values():
         warm_up(call, seconds_each / 10, device)
 
     samples = Samples({name: [] for name in contenders})
     deadline = perf_counter() + seconds_each * len(contenders)
-    for done in range(MAX_ROUNDS):
-        if done >= MIN_ROUNDS and perf_counter() > deadline:
+    for turn in itertools.count():
+        done = turn - len(inspected)
+        enough = done >= MIN_ROUNDS and (perf_counter() > deadline or done >= MAX_ROUNDS)
+        if enough and (not inspect or len(inspected) >= INSPECTED_ROUNDS):
             break
+
+        def look(result, turn=turn):
+            if inspect and unforeseen.random() < INSPECTED_SHARE:
+                inspected.append(turn)
+                inspect(result)
+
         renew(order.uniform(0.9, 1.0))
+        taken = {}
         for name in order.sample(sorted(contenders), len(contenders)):
             flush()
-            samples.ms[name].append(stopwatch(contenders[name]))
+            taken[name] = stopwatch(contenders[name], look if name == "new" else None)
+        if turn not in inspected:
+            for name, ms in taken.items():
+                samples.ms[name].append(ms)
     return samples
 
 

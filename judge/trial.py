@@ -11,9 +11,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge import machine, timing
-from judge.correctness import GRADIENT, Case, Examination, clone_all, random_like
+from judge.correctness import Case, Examination
 from judge.guard import Guard
-from judge.pairs import BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
+from judge.observe import GRADIENT, clone_all, random_like
+from judge.pairs import RAISED, BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
 from judge.roof import Ceilings, Load, count_work
 
 OK, WRONG, BUILD = "ok", "wrong", "build failed"
@@ -68,8 +69,12 @@ class Run:
     rounds: int = 0
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
+    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
+    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
+    interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
+    scaling: dict = field(default_factory=dict)  # over several processes, by judge.distributed
 
     def reject(self, reasons: list[str], status: str = WRONG) -> None:
         if reasons:
@@ -110,7 +115,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
     if entry.failure:
         return reject_all([entry.failure])
-    guard = Guard()
+    guard = Guard(entry.problem)
     say(f"importing {entry.pair.new_path.name}")
     try:
         new_class, import_seconds = load_new(entry.pair.new_path)
@@ -137,7 +142,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
 def _judge_way(run: Run, case: Case, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
     """Right? How fast? How far from the limit? A wrong answer's speed has no meaning and is not measured."""
-    guard, examination = Guard(), Examination(case, say)
+    guard, examination = Guard(case.problem), Examination(case, say)
     try:
         verdict = examination.run()
         run.shapes = [list(x.shape) for x in examination.inputs if isinstance(x, torch.Tensor)]
@@ -180,10 +185,17 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                 if x.is_floating_point():
                     x.mul_(factor)
 
+    def inspect(result) -> None:
+        examination.while_timed(result, lambda: _step(examination.model, inputs, case)(examination.model, examination.model))
+
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
-        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed)
+        clocks_before = machine.clocks(case.device)
+        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect)
+        if case.device == "cuda":
+            run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
+        run.interference = [*samples.interference(), *_foreign_load(run)]
         if case.device == "cuda":
             run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
     examination.after_timing(inputs)
@@ -196,6 +208,17 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
         if not name.startswith("new"):
             run.speedup[name] = _tidy(samples.speedup("new", over=name))
             run.speedup_ci[name] = [_tidy(q) for q in samples.speedup_interval("new", over=name, seed=settings.seed)]
+            run.verdict[name] = timing.verdict(run.speedup_ci[name])
+
+
+def _foreign_load(run: Run) -> list[str]:
+    """What the GPU itself says of others on it, and of clocks held down."""
+    if run.device != "cuda":
+        return []
+    others = machine.other_gpu_processes()
+    signs = [f"{others} other processes compute on this GPU"] if others else []
+    throttle = (run.clocks["after"] or {}).get("throttle")
+    return signs + ([f"the GPU's clocks are held down: {throttle}"] if throttle else [])
 
 
 def _contenders(
@@ -208,7 +231,7 @@ def _contenders(
     def new_call():
         try:
             return step(new, new)
-        except Exception as error:
+        except RAISED as error:
             raise CandidateRaised(f"{last_line(error)} while being timed") from error
 
     contenders: dict[str, Callable[[], object]] = {"new": new_call}

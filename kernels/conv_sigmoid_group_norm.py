@@ -20,8 +20,10 @@ Sums have a fixed order: the same input, the same bits. Bias and scale may have 
 way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
 cache.
 
-Gradients: one operator, which computes v anew, and reads h and the output's gradient twice, or once where channels have one pixel. Second
-derivatives, and a bias or scale of h's shape, in ATen operators.
+Gradients: one operator for all that follows the convolution, which computes v anew, and reads h and the output's gradient twice, or once
+where channels have one pixel. Where they are needed, the convolution and its own gradients are operators too: for plain 3x3 and 1x1 ones
+of float32, up to 64 channels to 128, implicit GEMMs on the tensor cores in TF32 halves, with float32's accuracy and range; ATen's
+elsewhere. Second derivatives, and a bias or scale of h's shape, in ATen operators.
 """
 
 import contextlib
@@ -33,6 +35,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -199,6 +202,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // --- shared: sigmoid (home: kernels/linear_swish_group_norm.py) ---
@@ -569,7 +585,7 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
     if (parts == 1) {
         m = moments_of_block(h, vectors, sizes, part);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[part.slice * parts + p]);
+        m = merge_parts(moments + part.slice * parts, parts);
     }
     const Scale<A> scale(m, A(sizes.n), eps);
     for_each_pack(h, vectors, sizes, part, [&](const Pack<A, kPack<T>>& v, int64_t at, const auto& place) {
@@ -607,8 +623,8 @@ struct ConvShape {
 };
 
 // Prepared for each slice of channels.
-struct SliceConstants {
-    float slope[kSlots], offset[kSlots];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset
+template <int SLOTS> struct SliceConstants {
+    float slope[SLOTS], offset[SLOTS];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset
     float input_scale;
 };
 
@@ -619,9 +635,9 @@ struct ConvOperands {
     const void* x;
     void* out;
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    uint32_t* fragments;        // of each slice of a sample, slab, kernel row, lane
-    SliceConstants* constants;  // of each slice of a sample
-    uint64_t* mailbox;          // of each parity of rounds, team, slot, number (hi, lo, M2), member
+    uint32_t* fragments;  // of each slice of a sample, slab, kernel row, lane
+    void* constants;      // SliceConstants of each slice of a sample
+    uint64_t* mailbox;    // of each parity of rounds, team, slot, number (hi, lo, M2), member
 };
 
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
@@ -654,43 +670,40 @@ __device__ __forceinline__ int slice_count(const ConvShape& s, int q) {
     return max(0, min(s.slice_channels, unit_end - slice_first(s, q)));
 }
 
-// Block q prepares slice q's weights and constants; all blocks together empty the mailbox.
-template <typename T, int KS>
-__global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    constexpr bool SPLIT = kSplit<T>;
-    constexpr int F = kFragment<T, KS>;
-    __shared__ float largest[kSlots], sums[kSlots], row_scale[kSlots], shared_input_scale;
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * KS * KS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int64_t i = int64_t(blockIdx.x) * kConvBlock + threadIdx.x; i < mail_words; i += int64_t(gridDim.x) * kConvBlock) p.mailbox[i] = 0;
-    float most = 0, sum = 0;
-    if (warp < count) {
+__device__ __forceinline__ void empty_mailbox(const ConvOperands& p, int64_t words) {
+    for (int64_t i = int64_t(blockIdx.x) * kConvBlock + threadIdx.x; i < words; i += int64_t(gridDim.x) * kConvBlock) p.mailbox[i] = 0;
+}
+
+// By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. row_scale, shared, is what a channel's weights are multiplied by.
+template <int SLOTS, bool SPLIT>
+__device__ __forceinline__ void prepare_constants(const ConvOperands& p, const ConvShape& s, int taps, int q, float (&row_scale)[SLOTS]) {
+    static_assert(SLOTS <= 32, "a lane for each");
+    __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
+    const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
+    for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
+        float most = 0, sum = 0;
         for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(p.weight[int64_t(first + warp) * k + i]);
+            const float w = fabsf(p.weight[int64_t(first + c) * k + i]);
             most = fmaxf(most, w), sum += w;
         }
-    }
-    for (int offset = 16; offset > 0; offset /= 2) {
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-        sum += __shfl_xor_sync(~0u, sum, offset);
-    }
-    if (lane == 0) largest[warp] = most, sums[warp] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float reach = 0;  // of a pre-activation, for inputs in [-1, 1]
-        bool plain = true;
-        for (int c = 0; c < count; ++c) {
-            const float r = fabsf(p.scale[first + c]) * sums[c];
-            plain = plain && r <= 16384.0f;  // false for NaN too
-            reach = fmaxf(reach, r);
+        for (int offset = 16; offset > 0; offset /= 2) {
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+            sum += __shfl_xor_sync(~0u, sum, offset);
         }
+        if (lane == 0) largest[c] = most, sums[c] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        float reach = lane < count ? fabsf(p.scale[first + lane]) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
+        const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
+        for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane == 0) shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
-    if (threadIdx.x < kSlots) {
+    if (threadIdx.x < SLOTS) {
         const int c = threadIdx.x;
         int exponent = 0;
         if (c < count) frexpf(largest[c], &exponent);
@@ -702,10 +715,22 @@ __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, Co
             slope = factor / (shared_input_scale * r);
             offset = factor * (p.conv_bias[first + c] + p.bias[first + c]);
         }
-        p.constants[q].slope[c] = slope, p.constants[q].offset[c] = offset;
-        if (c == 0) p.constants[q].input_scale = shared_input_scale;
+        SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
+        constants.slope[c] = slope, constants.offset[c] = offset;
+        if (c == 0) constants.input_scale = shared_input_scale;
     }
     __syncthreads();
+}
+
+// Block q prepares slice q's weights and constants; all blocks together empty the mailbox.
+template <typename T, int KS>
+__global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
+    constexpr bool SPLIT = kSplit<T>;
+    constexpr int F = kFragment<T, KS>;
+    __shared__ float row_scale[kSlots];
+    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    empty_mailbox(p, mail_words);
+    prepare_constants<kSlots, SPLIT>(p, s, KS * KS, q, row_scale);
     for (int i = threadIdx.x; i < s.slabs * KS * 32 * F; i += kConvBlock) {
         const int r = i % F, l = i / F % 32, ky = i / (F * 32) % KS, slab = i / (F * 32 * KS);
         // What register r holds of which tap. Two registers are the halves of an mma's K: of three taps the outer two as hi, then as lo; the
@@ -813,6 +838,23 @@ __device__ __forceinline__ Moments<float> merge_with_lane(const Moments<float>& 
     return (threadIdx.x & mask) == 0 ? merge(m, other) : merge(other, m);  // the same for both, to the bit
 }
 
+// Of `count` neighbouring lanes, a power of two; the same in all of them.
+__device__ __forceinline__ Moments<float> merge_across_lanes(const Moments<float>& m, int count) {
+    const auto sum = [&](float v) {
+        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
+        return v;
+    };
+    Moments<float> r;
+    const float anchor = __shfl_sync(~0u, m.hi, threadIdx.x % 32 / count * count), delta = (m.hi - anchor) + m.lo;
+    const bool any = m.count > 0.0f;
+    r.count = sum(m.count);
+    const float all = sum(any ? m.count * delta : 0.0f), mean = r.count > 0.0f ? all * reciprocal(r.count) : 0.0f;
+    r.m2 = sum(any ? fmaf(m.count * (delta - mean), delta - mean, m.m2) : 0.0f);
+    r.hi = anchor + mean;
+    r.lo = mean - (r.hi - anchor);
+    return r;
+}
+
 // One channel's band in plain float32, by one warp.
 template <typename T, int KS>
 __device__ __noinline__ Moments<float> convolve_plainly(
@@ -877,7 +919,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
         // A slot's band lies in shared memory as in the output, its packs aligned where the output's are.
         const auto held_begin = [&](int c) { return c * s.plane + int((out_begin + c * out_image) & (V - 1)); };
 
-        const SliceConstants& constants = p.constants[q];
+        const SliceConstants<kSlots>& constants = static_cast<const SliceConstants<kSlots>*>(p.constants)[q];
         const float input_scale = SPLIT ? constants.input_scale : 1.0f;
         const float slope[2] = {constants.slope[2 * t], constants.slope[2 * t + 1]};
         const float offset[2] = {constants.offset[2 * t], constants.offset[2 * t + 1]};
@@ -1096,6 +1138,581 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
+// The same on Hopper, for up to 32 channels a block. wgmma's A are the weights, in registers: of M's 64 rows a warp's first eight are eight
+// channels' hi, its last eight the same channels' lo, so that a thread finds both sums of a value in its own registers. B is x in shared
+// memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
+// taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
+//
+// Warpgroups share the work by kind, and up to `slots` units are under way in a block: the producers bring x, one or two units ahead; the
+// consumers make v in a slot of shared memory, and post its moments; a warp merges all blocks' moments of the channels that fall to it, and
+// posts the totals; the writers wait for those of their unit's channels.
+
+#if CUDART_VERSION >= 12000
+constexpr int kWideSlots = 32;   // channels of a block
+constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
+constexpr int kTileN = 64;       // pixels, of a wgmma
+static_assert(kTaskPixels == 4 * kTileN, "a task's parts are written out");
+constexpr int kConsumers = 2, kProducers = 2;  // warpgroups; the last one is three writers and the warp that merges
+constexpr int kWriters = 3;                    // warps
+constexpr int kWideBlock = 128 * (kConsumers + kProducers + 1);
+constexpr int kConsumerRegisters = 128, kOtherRegisters = 72;
+constexpr int kMostSlots = 4, kMostStages = 2;
+constexpr int kAhead = 2;        // units that x is brought into L2 ahead
+static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 1) <= 65536 / kWideBlock / 8 * 8 * (kWideBlock / 128),
+    "what an SM's registers come to, a thread of each warpgroup");
+
+struct WideShape : ConvShape {
+    int slots, stages;       // of v: units that wait for their statistics; of x
+    int band_rows, tasks;    // of a band; the last one may have fewer
+    int pixels;              // most of a stage
+    int slot_floats;
+};
+struct WideOperands : ConvOperands {
+    uint64_t* posts;   // the mailbox: of each slot, team, channel of the unit, task: hi, lo, M2, count
+    uint64_t* totals;  // twice: of each slot, team, number, channel of the unit
+};
+
+// Where a channel lies in a slot: four channels apart by 8 banks, four further ones close behind.
+__host__ __device__ __forceinline__ int channel_floats(int c, int plane) { return c * plane - c / 4 * 12; }
+
+template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
+
+// Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
+template <typename T, int KS, int PIECES>
+__global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
+    static_assert(KS == 3 || PIECES == 2, "a step of one tap is of x's hi and lo");
+    __shared__ float row_scale[kWideSlots];
+    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
+    empty_mailbox(p, mail_words);
+    if (q >= s.units_per_sample * s.slices) return;
+    prepare_constants<kWideSlots, sizeof(T) == 4>(p, s, KS * KS, q, row_scale);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < words; i += kConvBlock) {
+        // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
+        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>), c = thread / 4;
+        const bool odd_one = step == kSteps<KS> - 1;  // of the last tap alone: x's hi and lo are the halves of K, or the second half is x
+        const int tap = odd_one ? KS * KS - 1 : 2 * step + r / 2;
+        float pieces[2] = {};
+        for (int j = 0; j < 2; ++j) {
+            const int in = slab * 8 + thread % 4 * 2 + j;
+            if (c >= count || in >= s.in_channels) continue;
+            const float w = p.weight[(int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap] * row_scale[c];
+            if (PIECES == 2) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
+            else pieces[j] = r % 2 || (odd_one && r < 2) ? 0.0f : w;
+        }
+        using Half = std::conditional_t<sizeof(T) == 2, T, __half>;
+        Half a, b;
+        from_acc(pieces[0], a), from_acc(pieces[1], b);
+        p.fragments[int64_t(q) * words + i] = pair_of(a, b);
+    }
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+}
+__device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
+        ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void warp_arrives(uint32_t bar) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void peek(const uint64_t* from, uint64_t (&words)[4]) {
+    for (int i = 0; i < 4; i += 2) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i) : "memory");
+    }
+}
+// Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block; K's second half is `half` bytes further on.
+__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t shared, uint32_t half) {
+    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t((half >> 4) & 0x3fff) << 16 | uint64_t(128 >> 4) << 32;
+}
+
+// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
+template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define WGMMA(type)                                                                                                                      \
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "     \
+        "{%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
+        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
+    else WGMMA("f16");
+#undef WGMMA
+#undef D16
+#undef D4
+}
+
+// All that is under way; d's registers are the compiler's again.
+__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// One value in plain float32.
+template <typename T, int KS>
+__device__ __forceinline__ float convolve_value(
+    const ConvOperands& p, const ConvShape& s, int64_t sample, int channel, int row, int column) {
+    const float* const weight = p.weight + int64_t(channel) * s.in_channels * (KS * KS);
+    const T* const x = static_cast<const T*>(p.x) + (sample * s.in_channels * s.height + row) * s.width + column;
+    float h = 0;
+#pragma unroll 1
+    for (int k = 0; k < s.in_channels * (KS * KS); ++k) {
+        const int c = k / (KS * KS), tap = k - c * (KS * KS);
+        h = fmaf(to_acc(x[(int64_t(c) * s.height + tap / KS) * s.width + tap % KS]), weight[k], h);
+    }
+    return sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
+}
+
+// PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
+template <typename T, int KS, int PIECES, bool PAIRS>
+__global__ void __launch_bounds__(kWideBlock, 1)
+convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid_constant__ WideShape s) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int V = kPack<T>;
+    extern __shared__ __align__(128) unsigned char stages[];
+    __shared__ uint64_t bars[2 * (kMostStages + kMostSlots + 1)];
+    __shared__ float norm[2][3][kWideSlots];  // of a unit's channels: mean, factor, offset; units in turn
+    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
+                   v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < s.stages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        for (int i = 0; i < s.slots; ++i) mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(v_empty + 8 * i, kWriters);
+        mbarrier_init(norm_full, 1), mbarrier_init(norm_full + 8, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
+    const int slice = member / s.bands, band = member % s.bands;
+    const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
+    const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
+    const int tasks = tasks_of(rows);
+    const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
+    const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = PIECES * plane_bytes;
+    float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
+
+    // What each role goes through, unit by unit.
+    uint32_t round = 1;
+    int unit = team, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, sample, q;  // q: the slice, of the sample's
+    const auto locate = [&] {
+        sample = quotient(unit, s.units_per_sample);
+        q = (unit - sample * s.units_per_sample) * s.slices + slice;
+    };
+    locate();
+    const auto next_unit = [&] {
+        unit += s.teams, ++round;
+        locate();
+        if (++stage == s.stages) stage = 0, stage_phase ^= 1;
+        if (++slot == s.slots) slot = 0, slot_phase ^= 1;
+    };
+    const auto out_begin = [&](int channel) {
+        return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
+    };
+    const auto held_begin = [&](int c, int channel) {  // its packs aligned where the output's are
+        return held + slot * s.slot_floats + channel_floats(c, s.plane) + int(out_begin(channel) & (V - 1));
+    };
+    const int peers = (s.bands - 1) * s.tasks + tasks_of(s.rows - (s.bands - 1) * s.band_rows), total_stride = s.slices * kWideSlots;
+    const auto posts = [&](int c) {
+        return p.posts + ((int64_t(slot) * s.teams + team) * total_stride + slice * kWideSlots + c) * 4 * peers;
+    };
+    const auto totals = [&](int k, int c) {  // channel c of the unit's slice k
+        return p.totals + (int64_t(slot + slot_phase * s.slots) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
+    };
+
+    const auto outputs_of_task = [&](int task, int band_rows) {
+        const auto outputs = [&](int pixels) {  // of a band's first ones
+            const int n = min(pixels, band_rows * s.width), row = quotient(n, s.width);
+            return row * s.columns + min(n - row * s.width, s.columns);
+        };
+        return outputs((task + 1) * kTaskPixels) - outputs(task * kTaskPixels);
+    };
+
+    if (warpgroup < kConsumers) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+        const int g = lane / 4, t = lane % 4, c = warp * 8 + g;
+        uint4 a[kSteps<KS>];
+        float slope = 0, offset = 0;
+        int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
+        for (; unit < s.units; next_unit()) {
+            const uint4* const fragments =
+                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const auto load_fragments = [&](int slab) {
+#pragma unroll
+                for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (slab * kSteps<KS> + i) * 128);
+            };
+            if (known != q) {
+                known = q;
+                const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
+                slope = constants.slope[c], offset = constants.offset[c];
+                load_fragments(0);
+            }
+            const int channel = slice_first(s, q) + c;
+            const bool present = c < slice_count(s, q);
+            const int own_rows = present ? rows : 0;
+            float* const v = held_begin(c, channel);
+            mbarrier_wait(x_full + 8 * stage, stage_phase);
+            bool has_slot = false;
+            int task = turn;
+            for (; task < tasks; task += kConsumers) {
+                float anchor, sum, square;
+                int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
+                float* at;
+                const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
+                const auto begin = [&] {
+                    const int pixel = task * kTaskPixels + 2 * t;
+                    row = quotient(pixel, s.width), column = pixel - row * s.width;
+                    at = v + row * s.columns + column;
+                    anchor = sum = square = 0;
+                    begin_row();
+                };
+                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+                const auto set_anchor = [&](float first) {
+                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                    anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
+                };
+                // Two neighbouring values: into shared memory and into the thread's sums. `next`: where the second one goes.
+                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                    if (PAIRS) {
+                        if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
+                    } else {
+                        if (valid) to[0] = v0;
+                        if (next_valid) to[next] = v1;
+                    }
+                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
+                    sum += d0 + d1;
+                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                };
+                const auto advance = [&](int pixels) {
+                    column += pixels, at += pixels;
+                    const bool wraps = column >= s.width;
+                    column -= wraps ? s.width : 0, at -= wraps ? KS - 1 : 0, row += wraps;
+                    begin_row();
+                };
+                const auto take = [&](float v0, float v1) {
+                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
+                    const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
+                    advance(8);
+                };
+                // Of the task's pixels from part * kTileN on.
+                const auto multiply = [&](float (&d)[kTileN / 2], int part) {
+                    const uint32_t x = shared_address(stages) + stage * stage_bytes + (task * kTaskPixels + part * kTileN) * 16;
+                    const auto multiply_slab = [&](int slab) {
+                        const uint32_t hi = x + slab * slab_bytes, row_bytes = s.width * 16;
+                        const auto pairs = [&](uint32_t from, bool keep) {  // of the first eight taps
+                            wgmma<T>(d, a[0], pixel_descriptor(from, 16), keep);
+                            wgmma<T>(d, a[1], pixel_descriptor(from + 32, row_bytes - 32), true);
+                            wgmma<T>(d, a[2], pixel_descriptor(from + row_bytes + 16, 16), true);
+                            wgmma<T>(d, a[3], pixel_descriptor(from + 2 * row_bytes, 16), true);
+                        };
+                        if (s.slabs > 1) load_fragments(slab);
+                        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                        if constexpr (KS == 1) {
+                            wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
+                        } else if constexpr (PIECES == 2) {
+                            pairs(hi + plane_bytes, slab > 0);
+                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 32, plane_bytes), true);
+                            pairs(hi, true);
+                        } else {
+                            pairs(hi, slab > 0);
+                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 16, 16), true);
+                        }
+                        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    };
+#pragma unroll 1
+                    for (int slab = 0; slab < s.slabs - 1; ++slab) {
+                        multiply_slab(slab);
+                        wgmma_wait(d);  // before a's registers change
+                    }
+                    multiply_slab(s.slabs - 1);
+                };
+                const auto finish = [&](const float (&d)[kTileN / 2], bool first) {
+                    float v[kTileN / 4];
+#pragma unroll
+                    for (int i = 0; i < kTileN / 4; ++i) {
+                        const int k = i / 2 * 4 + i % 2;
+                        v[i] = sigmoid_from_exponent(fmaf(PIECES == 2 ? d[k] + d[k + 2] : d[k], slope, offset));
+                    }
+                    if (first) set_anchor(v[0]);
+                    if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) {
+                            const int k = column + 8 * j;
+                            keep(at + 8 * j, 1, k < bound, PAIRS ? k < bound : k + 1 < bound, v[2 * j], v[2 * j + 1]);
+                        }
+                        advance(kTileN);
+                    } else {
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
+                    }
+                };
+                begin();
+                // One part's products run while the one before becomes v.
+                float even[kTileN / 2], odd[kTileN / 2];
+                multiply(even, 0);
+                wgmma_wait(even);
+                multiply(odd, 1);
+                if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
+                has_slot = true;
+                finish(even, true);
+                wgmma_wait(odd);
+                multiply(even, 2);
+                finish(odd, false);
+                wgmma_wait(even);
+                multiply(odd, 3);
+                finish(even, false);
+                wgmma_wait(odd);
+                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                finish(odd, false);
+                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is not finite.
+                if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
+                    begin();
+#pragma unroll 1
+                    for (int j = 0; j < kTaskPixels / 8; ++j) {
+                        float v0 = 0, v1 = 0;
+#pragma unroll 1
+                        for (int k = 0; k < 2; ++k) {
+                            const bool wraps = column + k >= s.width;
+                            const int r = row + wraps, there = wraps ? 0 : column + k;
+                            v0 = v1, v1 = 0;
+                            if (r >= own_rows || there >= s.columns) continue;
+                            v1 = convolve_value<T, KS>(p, s, sample, channel, first_row + r, there);
+                        }
+                        if (j == 0) set_anchor(v0);
+                        take(v0, v1);
+                    }
+                }
+                for (int mask = 1; mask < 4; mask *= 2) {
+                    sum += __shfl_xor_sync(~0u, sum, mask);
+                    square += __shfl_xor_sync(~0u, square, mask);
+                }
+                const int count = outputs_of_task(task, rows);
+                if (count == 0) anchor = 0;
+                const float mean = count > 0 ? sum * reciprocal(float(count)) : 0.0f, hi = anchor + mean;
+                const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : t == 2 ? fmaf(-sum, mean, square) : float(count);
+                if (present) post(posts(c) + (band * s.tasks + task) * 4 + t, number, round);
+            }
+            if (!has_slot) {
+                warp_arrives(x_empty + 8 * stage);
+                mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
+            }
+            turn = task - tasks;
+            warp_arrives(v_full + 8 * slot);
+        }
+    } else if (warpgroup < kConsumers + kProducers) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        constexpr int kThreads = 128 * kProducers, kItems = 4;  // pixels of a thread, in registers before there is room for them
+        const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
+        const auto band_of_x = [&](int of_sample, int channel) {
+            return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
+        };
+        T raw[kItems][8];
+        const auto load = [&](int slab, int begin) {  // pixels begin + tid, and every kThreads-th after it
+            const int last = s.in_channels - slab * 8 - 1;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                // A channel that does not exist has weights of 0.
+                const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;
+#pragma unroll
+                for (int i = 0; i < kItems; ++i) {
+                    if (begin + i * kThreads + tid < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                }
+            }
+        };
+        if (unit < s.units) load(0, 0);
+        while (unit < s.units) {
+            const int later = unit + kAhead * s.teams;
+            if (tid < s.in_channels && later < s.units) {
+                const uintptr_t from = uintptr_t(band_of_x(quotient(later, s.units_per_sample), tid)), begin = from & ~uintptr_t(15);
+                prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+            }
+            const float input_scale =
+                sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
+            mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
+            for (int slab = 0, begin = 0; slab < s.slabs;) {
+                unsigned char* const to = stages + stage * stage_bytes + slab * slab_bytes + (begin + tid) * 16;
+#pragma unroll
+                for (int i = 0; i < kItems; ++i) {
+                    uint32_t hi[4], lo[4] = {};
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        if constexpr (sizeof(T) == 2) {
+                            hi[k] = pair_of(raw[i][2 * k], raw[i][2 * k + 1]);
+                        } else {
+                            const float v0 = raw[i][2 * k] * input_scale, v1 = raw[i][2 * k + 1] * input_scale;
+                            hi[k] = bits_of(__floats2half2_rn(v0, v1));
+                            const float2 f = floats_of(hi[k]);
+                            lo[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
+                        }
+                    }
+                    if (sizeof(T) == 4 && PIECES == 1) {  // fp16's infinity, alone, would not show
+                        float most = 0;
+#pragma unroll
+                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(to_acc(raw[i][c])) * input_scale);
+                        if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
+                    }
+                    if (begin + i * kThreads + tid < pixels) {
+                        uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
+                        *at = make_uint4(hi[0], hi[1], hi[2], hi[3]);
+                        if (PIECES == 2) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                    }
+                }
+                begin += kItems * kThreads;
+                if (begin >= pixels) begin = 0, ++slab;
+                if (slab < s.slabs) load(slab, begin);
+            }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
+            warp_arrives(x_full + 8 * stage);
+            next_unit();
+            if (unit < s.units) load(0, 0);
+        }
+    } else if (warp == kWriters) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        constexpr int kBatch = 4;  // of a lane's peers: their words are asked for together
+        int share = 32;            // lanes of a channel
+        while (share > 1 && 32 / share * s.bands < s.slice_channels) share /= 2;
+        for (; unit < s.units; next_unit()) {
+            const int first = slice_first(s, q), channels = slice_count(s, q);
+            // The channels that fall to this block, of all its slice's blocks.
+            const int c = band + lane / share * s.bands;
+            const uint64_t* const from = posts(min(c, kWideSlots - 1));
+            Moments<float> m;
+            for (int base = 0; base < peers; base += share * kBatch) {
+                const auto peer = [&](int i) { return base + i * share + lane % share; };
+                const auto exists = [&](int i) { return c < channels && peer(i) < peers; };
+                uint64_t words[kBatch][4];
+                bool here;
+                do {
+                    here = true;
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+                        for (int k = 0; k < 4; ++k) words[i][k] = uint64_t(round) << 32;
+                        if (exists(i)) peek(from + peer(i) * 4, words[i]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+                        for (int k = 0; k < 4; ++k) here = here && uint32_t(words[i][k] >> 32) == round;
+                    }
+                } while (!here);
+                // Within the batch around its first mean, then as a whole.
+                const auto number = [&](int i, int k) { return __uint_as_float(uint32_t(words[i][k])); };
+                Moments<float> some;
+                some.hi = number(0, 0);
+                float delta[kBatch], sum = 0;
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    delta[i] = number(i, 3) > 0.0f ? (number(i, 0) - some.hi) + number(i, 1) : 0.0f;
+                    some.count += number(i, 3), sum = fmaf(number(i, 3), delta[i], sum);
+                }
+                some.lo = some.count > 0.0f ? sum * reciprocal(some.count) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    some.m2 += fmaf(number(i, 3) * (delta[i] - some.lo), delta[i] - some.lo, number(i, 2));
+                }
+                m = merge(m, some);
+            }
+            __syncwarp();
+            m = merge_across_lanes(m, share);
+            for (int k = lane % share; k < 3 && c < channels; k += share) {
+                post(totals(slice, c) + k * total_stride, k == 0 ? m.hi : k == 1 ? m.lo : m.m2, round);
+            }
+            // The lane's channel, of all slices if they are of one group; then the group.
+            m = Moments<float>();
+            for (int k = 0; k < s.slices; ++k) {
+                const int other_slice = s.slices == 1 ? slice : k;
+                if (lane < slice_count(s, q - slice + other_slice)) {
+                    Moments<float> other;
+                    float values[3];
+                    await(totals(other_slice, lane), total_stride, round, values);
+                    other.count = float(out_image);
+                    other.hi = values[0], other.lo = values[1], other.m2 = values[2];
+                    m = merge(m, other);
+                }
+            }
+            __syncwarp();
+            if (s.slices == 1) {  // channels of one size
+                const int begin = quotient(lane, s.group_channels) * s.group_channels;
+                const auto of_channel = [&](float number, int k) { return __shfl_sync(~0u, number, (begin + k) & 31); };
+                const float anchor = of_channel(m.hi, 0), delta = (m.hi - anchor) + m.lo;
+                float sum = 0, m2 = 0;
+                for (int k = 0; k < s.group_channels; ++k) sum += of_channel(delta, k);
+                const float mean = sum * reciprocal(float(s.group_channels));
+                const float own_m2 = fmaf(m.count * (delta - mean), delta - mean, m.m2);
+                for (int k = 0; k < s.group_channels; ++k) m2 += of_channel(own_m2, k);
+                m.hi = anchor + mean;
+                m.lo = mean - (m.hi - anchor);
+                m.m2 = m2, m.count *= float(s.group_channels);
+            } else {
+                m = merge_across_lanes(m, 32);
+            }
+            const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
+            const int own = first + min(lane, channels - 1);
+            const float a = __ldg(p.gamma + own) * rstd;
+            const int even = round & 1;
+            // The writers are done with the unit before the last: where slots are two or one, its slot has been used again.
+            if (s.slots > 2 && round > 2) {
+                const int last = int(round - 3), use = quotient(last, s.slots);
+                mbarrier_wait(v_empty + 8 * (last - use * s.slots), use & 1);
+            }
+            norm[even][0][lane] = m.hi, norm[even][1][lane] = a;
+            norm[even][2][lane] = isfinite(a) ? fmaf(-m.lo, a, __ldg(p.beta + own)) : NAN;
+            warp_arrives(norm_full + 8 * even);
+        }
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        T* const gout = static_cast<T*>(p.out);
+        const int values = rows * s.columns;
+        for (; unit < s.units; next_unit()) {
+            const int channels = slice_count(s, q), even = round & 1;
+            const int64_t begin = out_begin(slice_first(s, q));
+            mbarrier_wait(v_full + 8 * slot, slot_phase);
+            mbarrier_wait(norm_full + 8 * even, (round - 1) / 2 & 1);
+            for (int c = warp; c < channels; c += kWriters) {
+                const float mean = norm[even][0][c], a = norm[even][1][c], offset = norm[even][2][c];
+                const auto normalized = [&](float w) { return fmaf(w - mean, a, offset); };
+                const int64_t at = begin + c * out_image;
+                const float* const v = held + slot * s.slot_floats + channel_floats(c, s.plane) + (int(at) & (V - 1));
+                const int head = min(-int(at) & (V - 1), values), packs = (values - head) / V, loose = head + packs * V + lane - head;
+                if (lane < head) from_acc(normalized(v[lane]), gout[at + lane]);
+                if (lane >= head && loose < values) from_acc(normalized(v[loose]), gout[at + loose]);
+                constexpr int kBatch = 4;  // packs of a lane in flight
+                T* to = gout + at + head + lane * V;
+                const float* from = v + head + lane * V;
+                for (int left = packs - lane; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
+                    Pack<float, 4> four[kBatch][V / 4];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                        for (int j = 0; j < V / 4; ++j) {
+                            if (left > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
+                        }
+                    }
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+                        Pack<T, V> pack;
+#pragma unroll
+                        for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
+                        if (left > 32 * b) store_streaming(to + 32 * b * V, pack);
+                    }
+                }
+            }
+            warp_arrives(v_empty + 8 * slot);
+        }
+    }
+#endif
+}
+#endif  // CUDART_VERSION >= 12000
+
+// ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
 
 // --- shared: launching (home: kernels/instance_norm.py) ---
@@ -1187,33 +1804,40 @@ struct ConvPlan {
     ConvShape shape;
     int slices, blocks, shared_bytes;  // slices: of a sample
     int64_t fragment_words, mail_words;
-    int64_t workspace() const { return fragment_words * 4 + int64_t(slices) * sizeof(SliceConstants) + mail_words * 8; }
+    int64_t workspace() const { return fragment_words * 4 + int64_t(slices) * sizeof(SliceConstants<kSlots>) + mail_words * 8; }
 };
 
 // Floats of a held channel; 4 more than a multiple of 16, so that lanes of different channels meet different banks.
 static int64_t held_plane(int64_t values) { return divide_up(values + 4, 16) * 16 + 4; }
 
-// False where the convolution does not fit, or the image is so small that others do it as well. sizes: samples, in_channels, height, width,
-// out_channels, kernel size, groups.
-static bool plan_convolution(ConvPlan* plan, const int64_t* sizes, int fragment, int resident, int shared_most) {
+// The convolution's sizes, and its units for blocks of `slots` channels. False where it is not for us. sizes: samples, in_channels, height,
+// width, out_channels, kernel size, groups.
+static bool describe_convolution(ConvShape& s, const int64_t* sizes, int slots) {
     const int64_t samples = sizes[0], in_channels = sizes[1], height = sizes[2], width = sizes[3], out_channels = sizes[4], ks = sizes[5];
-    ConvShape& s = plan->shape;
     const int64_t rows = height - ks + 1, columns = width - ks + 1, d = out_channels / sizes[6];
     if (in_channels < 1 || out_channels > 128 || rows * columns < 256 || height > 32768 || width > 32768) return false;
     s.in_channels = int(in_channels), s.slabs = int(divide_up(in_channels, 8)), s.height = int(height), s.width = int(width);
     s.out_channels = int(out_channels), s.rows = int(rows), s.columns = int(columns), s.group_channels = int(d);
-    if (d <= kSlots) {  // as many groups as fill a block's slots
-        const int groups = int(sizes[6]), most = kSlots / int(d);
+    if (d <= slots) {  // as many groups as fill a block's slots
+        const int groups = int(sizes[6]), most = slots / int(d);
         s.unit_channels = int(divide_up(groups, divide_up(groups, most)) * d);
         s.units_per_sample = int(divide_up(out_channels, s.unit_channels));
         s.slices = 1, s.slice_channels = s.unit_channels;
     } else {
         s.units_per_sample = int(sizes[6]), s.unit_channels = int(d);
-        s.slices = int(divide_up(d, kSlots));
+        s.slices = int(divide_up(d, slots));
         s.slice_channels = int(divide_up(d, s.slices));
     }
     if (samples * s.units_per_sample >= 1 << 30) return false;
     s.units = int(samples * s.units_per_sample);
+    return true;
+}
+
+// False where it does not fit, or the image is so small that others do it as well.
+static bool plan_convolution(ConvPlan* plan, const int64_t* sizes, int fragment, int resident, int shared_most) {
+    ConvShape& s = plan->shape;
+    if (!describe_convolution(s, sizes, kSlots)) return false;
+    const int64_t rows = s.rows, columns = s.columns, ks = sizes[5];
     const int tiles = int(divide_up(columns, kTilePixels));
     int64_t best = 0;
     for (int own = 1; own <= rows; ++own) {  // rows of a block
@@ -1235,6 +1859,18 @@ static bool plan_convolution(ConvPlan* plan, const int64_t* sizes, int fragment,
     plan->fragment_words = int64_t(plan->slices) * s.slabs * ks * 32 * fragment;
     plan->mail_words = int64_t(2) * plan->blocks * kSlots * 3;
     return best > 0;
+}
+
+// Cooperative: all blocks of the teams run at once, or none.
+template <typename Operands, typename Shape>
+static cudaError_t launch_together(
+    void (*kernel)(Operands, Shape), int blocks, int threads, int shared_bytes, cudaStream_t stream, const Operands& operands,
+    const Shape& shape) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    const cudaLaunchConfig_t config = {dim3(blocks), dim3(threads), size_t(shared_bytes), stream, &attribute, 1};
+    return cudaLaunchKernelEx(&config, kernel, operands, shape);
 }
 
 // With x null, only the plan: *workspace_bytes, or -1 where ATen's convolution is to be taken.
@@ -1264,15 +1900,102 @@ static cudaError_t launch_convolution(
     plan.shape.eps = float(eps);
     operands.mailbox = static_cast<uint64_t*>(workspace);
     operands.fragments = reinterpret_cast<uint32_t*>(operands.mailbox + plan.mail_words);
-    operands.constants = reinterpret_cast<SliceConstants*>(operands.fragments + plan.fragment_words);
+    operands.constants = operands.fragments + plan.fragment_words;
     prepare_weights<T, KS><<<plan.slices, 256, 0, stream>>>(operands, plan.shape, plan.mail_words);
-    // Cooperative: all blocks of the teams run at once, or none.
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-    const cudaLaunchConfig_t config = {dim3(plan.blocks), dim3(kConvBlock), size_t(plan.shared_bytes), stream, &attribute, 1};
-    return cudaLaunchKernelEx(&config, kernel, operands, plan.shape);
+    return launch_together(kernel, plan.blocks, kConvBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
+
+#if CUDART_VERSION >= 12000
+struct WidePlan {
+    WideShape shape;
+    int slices, blocks, shared_bytes;
+    int64_t fragment_words, post_words, total_words;  // of 4 bytes, of 8, of 8; whole 16 bytes
+    int64_t workspace() const {
+        return fragment_words * 4 + (post_words + total_words) * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>);
+    }
+};
+
+// False where another way is better.
+static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int pieces, int value_bytes, int sms, int shared_most) {
+    WideShape& s = plan->shape;
+    if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes;
+    double best = 0;
+    for (int own = 1; own <= s.rows; ++own) {  // rows of a block
+        const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
+        const int members = bands * s.slices;
+        const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
+        const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
+        const bool aligned = s.rows % bands == 0 && values % pack == 0;
+        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) + 12 - 8, 32) * 32 + 8;
+        const int64_t slot_floats = channel_floats(s.slice_channels, int(plane));
+        if (slot_floats * 4 + stage_bytes > shared_most) break;
+        if (members > sms) continue;
+        const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
+        const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
+        for (int slots = 1; slots <= 3; ++slots) {
+            for (int stages = 1; stages <= 2; ++stages) {
+                if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
+                // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
+                const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
+                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                const double life = make + (members == 1 ? 2500 : 5000) + write;
+                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
+                const double cost = rounds * period + life;
+                if (best == 0 || cost < best) {
+                    best = cost;
+                    s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
+                    s.plane = int(plane), s.slot_floats = int(slot_floats), s.pixels = int(pixels);
+                    plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
+                }
+            }
+        }
+    }
+    if (best == 0) return false;
+    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped.
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2) * 16;
+    if (plan->shared_bytes < end) plan->shared_bytes = end;
+    plan->slices = s.units_per_sample * s.slices;
+    plan->blocks = s.teams * s.bands * s.slices;
+    plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
+    const int64_t channels = int64_t(s.slots) * s.teams * s.slices * kWideSlots;
+    plan->post_words = channels * 4 * s.bands * s.tasks;
+    plan->total_words = 2 * channels * 3;
+    return true;
+}
+
+template <typename T, int KS, int PIECES, bool PAIRS>
+static cudaError_t launch_wide_convolution(
+    const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    auto kernel = convolve_and_normalize_wide<T, KS, PIECES, PAIRS>;
+    Device device;
+    cudaFuncAttributes attributes;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    if (error != cudaSuccess || device.major != 9) return error;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    const int shared_most = device.shared_bytes - int(attributes.sharedSizeBytes);
+    int resident = 0;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_most);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
+    if (error != cudaSuccess) return error;
+    WidePlan plan = {};
+    if (resident < 1 || !plan_wide_convolution(&plan, sizes, PIECES, sizeof(T), device.sms, shared_most)) return cudaSuccess;
+    *workspace_bytes = plan.workspace();
+    if (given.x == nullptr) return cudaSuccess;
+    plan.shape.eps = float(eps);
+    WideOperands operands = {};
+    static_cast<ConvOperands&>(operands) = given;
+    operands.mailbox = operands.posts = static_cast<uint64_t*>(workspace);
+    operands.totals = operands.posts + plan.post_words;
+    operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
+    operands.constants = operands.fragments + plan.fragment_words;
+    const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
+    prepare_wide_weights<T, KS, PIECES><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
+    return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+}
+#endif  // CUDART_VERSION >= 12000
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
 // h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and
@@ -1300,7 +2023,7 @@ extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(c
 // The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
 // 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
@@ -1309,15 +2032,27 @@ extern "C" int convolution_forward(
         for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(vectors[i]);
     }
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
-    const bool one_slab = sizes[1] <= 8, three = sizes[5] == 3, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
+    // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
+    const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
+    *workspace_bytes = -1;
+    if (sizes[1] > 64) return cudaSuccess;
+#if CUDART_VERSION >= 12000
+    cudaError_t error = cudaSuccess;
+    if (dtype == 0 && three && tf32 && pairs) error = run(launch_wide_convolution<float, 3, 1, true>);
+    else if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, 2, true>);
+    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, 2, false>);
+    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, 2, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, 1, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, 1, true>);
+    if (error != cudaSuccess || *workspace_bytes >= 0) return error;
+#endif
+    const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
     if (dtype == 0 && three && one_slab && quads) return run(launch_convolution<float, 3, true, false>);
     if (dtype == 0 && three && one_slab) return run(launch_convolution<float, 3, false, false>);
-    // Tensor cores round their sums towards zero: three slabs' are still as accurate as float32.
-    if (dtype == 0 && three && quads && sizes[1] <= 24) return run(launch_convolution<float, 3, true, true>);
-    if (dtype == 0 && !three && quads && sizes[1] <= 64) return run(launch_convolution<float, 1, true, true>);
+    if (dtype == 0 && three && quads && few) return run(launch_convolution<float, 3, true, true>);
+    if (dtype == 0 && !three && quads) return run(launch_convolution<float, 1, true, true>);
     if (dtype == 2 && three && quads && one_slab) return run(launch_convolution<__half, 3, true, false>);
     if (dtype == 3 && three && quads && one_slab) return run(launch_convolution<__nv_bfloat16, 3, true, false>);
-    *workspace_bytes = -1;
     return cudaSuccess;
 }
 
@@ -1880,12 +2615,623 @@ extern "C" int group_norm_backward(
 }
 // --- end shared: group norm gradients ---
 
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The convolution alone, for training, and its gradients: implicit GEMMs on the tensor cores in TF32, each value as hi + lo in three
+// products, hi * hi, hi * lo and lo * hi: float32's range, and its accuracy as long as sums are short, since tensor cores round towards
+// zero; longer ones are made of short ones. Infinities make a NaN of such a product: what is not finite is computed again in float32.
+// All work on strips of 128 columns, which warps share out, and copy the next rows into shared memory while they use these.
+
+constexpr int kStripWidth = 128, kStripWarps = 4, kStripBlock = 32 * kStripWarps;
+
+// d += a * b: 16 rows by 8 of K by 8 columns. FIRST: d = a * b.
+template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+    const float c[4] = {FIRST ? 0.0f : d[0], FIRST ? 0.0f : d[1], FIRST ? 0.0f : d[2], FIRST ? 0.0f : d[3]};
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])), "r"(__float_as_uint(a[3])),
+          "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+#endif
+}
+// v = hi + lo; the tensor cores read the upper 19 bits of lo.
+__device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
+    uint32_t bits;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+#else
+    bits = (__float_as_uint(v) + 0x1000) & 0xffffe000;
+#endif
+    hi = __uint_as_float(bits);
+    lo = v - hi;
+}
+
+// Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
+__device__ __forceinline__ float2 load_pair(const float* from) {
+    float2 v;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(uint32_t(__cvta_generic_to_shared(from))) : "memory");
+    return v;
+}
+
+// BYTES of them; zeros beyond the first `exist`, which are all or none.
+template <int BYTES> __device__ __forceinline__ void copy_or_zero(float* to, const float* from, int exist) {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from), "n"(BYTES), "r"(exist) : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but the latest LEFT groups
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#endif
+}
+// A warp copies ROWS rows of a strip, from column `first` on: rows `kTo` floats apart to shared memory, from rows `stride` apart; zeros where
+// exists(row) is false, and beyond the image. pairs: its rows start at whole 8 bytes.
+template <int ROWS, int kTo, typename F>
+__device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t stride, int first, int width, bool pairs, const F& exists) {
+    const int lane = threadIdx.x % 32;
+    if (pairs) {
+        const auto bytes = [&](int column) { return column >= 0 && column < width ? 8 : 0; };
+        const int left = bytes(first + 2 * lane), right = bytes(first + 64 + 2 * lane);
+        to += 2 * lane, from += 2 * lane;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            const bool there = exists(i);
+            copy_or_zero<8>(to + i * kTo, from, there ? left : 0);
+            copy_or_zero<8>(to + i * kTo + 64, from + 64, there ? right : 0);
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < ROWS; ++i, from += stride) {
+            for (int j = lane; j < kStripWidth; j += 32) {
+                const int column = first + j;
+                copy_or_zero<4>(to + i * kTo + j, from + j, exists(i) && column >= 0 && column < width ? 4 : 0);
+            }
+        }
+    }
+}
+// One thread copies the two columns beyond a strip.
+__device__ __forceinline__ void copy_halo(float* to, const float* from, int first, int width, bool exists, bool pairs) {
+    const int column = first + kStripWidth, there = exists && column >= 0 ? width - column : 0;
+    if (pairs) {
+        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, there > 0 ? 8 : 0);
+    } else {
+        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, there > 0 ? 4 : 0);
+        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, there > 1 ? 4 : 0);
+    }
+}
+
+// to[o] = bias[o] + the sum over i of from[i], `pad` zeros around it, correlated with the weights of i and o. That is the convolution, and,
+// with the weights flipped and transposed, the gradient of its input.
+struct Correlation {
+    const float *from, *weight, *bias;  // bias: null, or one value for each of to's channels
+    float* to;
+    float4* fragments;
+    int64_t tiles;
+    int from_channels, to_channels, slabs, to_blocks;  // slabs of eight channels; blocks of 8 * NT
+    int height, width, pad, rows, columns, row_tiles, column_tiles;
+    bool flipped, pairs;
+};
+
+template <int KS> __device__ __forceinline__ float weight_between(const Correlation& c, int from, int to, int ky, int kx) {
+    if (from >= c.from_channels || to >= c.to_channels) return 0.0f;
+    if (c.flipped) return __ldg(c.weight + ((from * c.to_channels + to) * KS + KS - 1 - ky) * KS + KS - 1 - kx);
+    return __ldg(c.weight + ((to * c.from_channels + from) * KS + ky) * KS + kx);
+}
+
+// A thread prepares a lane's share of the weights between a slab and eight of to's channels: both of its hi, both of its lo.
+template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare_fragments(const __grid_constant__ Correlation c) {
+    const int i = int(blockIdx.x) * kStripBlock + threadIdx.x, lane = i % 32, nt = i / 32 % NT, kx = i / (32 * NT) % KS;
+    const int ky = i / (32 * NT * KS) % KS, of_slabs = i / (32 * NT * KS * KS), slab = of_slabs % c.slabs, block = of_slabs / c.slabs;
+    if (block >= c.to_blocks) return;
+    const int from = slab * 8 + lane % 4, to = (block * NT + nt) * 8 + lane / 4;
+    float4 fragment;
+    split_tf32(weight_between<KS>(c, from, to, ky, kx), fragment.x, fragment.z);
+    split_tf32(weight_between<KS>(c, from + 4, to, ky, kx), fragment.y, fragment.w);
+    c.fragments[i] = fragment;
+}
+
+template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
+    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+    for (int from = 0; from < c.from_channels; ++from) {
+        const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
+        for (int tap = 0; tap < KS * KS; ++tap) {
+            const int y = row + tap / KS - c.pad, x = column + tap % KS - c.pad;
+            const bool exists = y >= 0 && y < c.height && x >= 0 && x < c.width;
+            if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
+        }
+    }
+    return sum;
+}
+
+template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
+
+// A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
+// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Of an mma's two
+// pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
+static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
+
+template <int KS, int NT, int R>
+__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow;
+    constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
+    constexpr int KYS = kAllWeights ? KS : 1;
+    static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
+    extern __shared__ float4 shared_quads[];
+    float* const shared = reinterpret_cast<float*>(shared_quads);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    struct Tile {
+        int64_t sample;
+        int block, row, column;
+    };
+    const auto after = [&](Tile tile) {
+        if (++tile.block < c.to_blocks) return tile;
+        tile.block = 0, tile.row += R;
+        if (tile.row >= c.rows) tile.row = 0, tile.column += kStripWidth;
+        if (tile.column >= c.columns) tile.column = 0, ++tile.sample;
+        return tile;
+    };
+    const auto copy = [&](const Tile& tile, int slab, int stage) {
+        const int first_row = tile.row - c.pad, first = tile.column - c.pad;
+        const int64_t plane = int64_t(c.height) * c.width;
+        float* const to = shared + stage * kStage;
+        const float* const from = c.from + (tile.sample * c.from_channels + slab * 8) * plane + int64_t(first_row) * c.width + first;
+        const auto exists = [&](int channel, int row) {
+            return slab * 8 + channel < c.from_channels && first_row + row >= 0 && first_row + row < c.height;
+        };
+#pragma unroll
+        for (int channel = warp; channel < 8; channel += kStripWarps) {
+            copy_rows<kRows, 8 * kImageRow>(to + channel * kImageRow, from + channel * plane, c.width, first, c.width, c.pairs,
+                [&](int row) { return exists(channel, row); });
+        }
+        if (KS > 1 && threadIdx.x < kRows * 8) {
+            const int row = threadIdx.x / 8, channel = threadIdx.x % 8;
+            copy_halo(to + threadIdx.x * kImageRow, from + channel * plane + row * c.width, first, c.width, exists(channel, row), c.pairs);
+        }
+        commit_copies();
+    };
+    const int64_t begin = c.tiles * blockIdx.x / gridDim.x, end = c.tiles * (blockIdx.x + 1) / gridDim.x;
+    const int64_t rows = quotient(begin, int64_t(c.to_blocks)), strips = quotient(rows, int64_t(c.row_tiles));
+    const int64_t sample = quotient(strips, int64_t(c.column_tiles));
+    Tile tile = {sample, int(begin - rows * c.to_blocks), int(rows - strips * c.row_tiles) * R,
+        int(strips - sample * c.column_tiles) * kStripWidth};
+    int stage = 0;
+    copy(tile, 0, 0);
+    for (int64_t i = begin; i < end; ++i) {
+        const Tile next = i + 1 < end ? after(tile) : tile;
+        const int channel_first = tile.block * NT * 8 + 2 * quarter;
+        float total[R][NT][MT][4];
+#pragma unroll
+        for (int k = 0; k < NT * 2; ++k) {
+            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+            for (int r = 0; r < R; ++r) {
+#pragma unroll
+                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
+            }
+        }
+        for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
+            const bool last = slab + 1 == c.slabs;
+            copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
+            await_copies<1>();
+            __syncthreads();
+            const float* pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
+            const float4* fragments = c.fragments + int64_t(tile.block * c.slabs + slab) * (KS * KS * NT * 32) + lane;
+            float w[KYS][KS][NT][2][2];  // hi, lo
+            const auto load_weights = [&] {
+#pragma unroll
+                for (int k = 0; k < KYS * KS * NT; ++k) {
+                    const float4 f = __ldg(fragments + k * 32);
+                    float(&to)[2][2] = w[k / (KS * NT)][k / NT % KS][k % NT];
+                    to[0][0] = f.x, to[0][1] = f.y, to[1][0] = f.z, to[1][1] = f.w;
+                }
+                fragments += KYS * KS * NT * 32;
+            };
+            if (kAllWeights) load_weights();
+#pragma unroll(kAllWeights ? kRows : 1)
+            for (int row = 0; row < kRows; ++row, pixels += 8 * kImageRow) {  // of from: it is ky below row - ky of to
+                if (!kAllWeights) load_weights();
+                float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at = pixels + half * 4 * kImageRow;
+                    const float4 left = *reinterpret_cast<const float4*>(at);
+                    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
+                    split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                    if constexpr (KS > 1) {
+                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                    }
+                }
+                float sums[KYS][NT][MT][4];  // smallest products first
+#pragma unroll
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
+#pragma unroll
+                    for (int ky = 0; ky < KYS; ++ky) {
+                        if (kAllWeights && (row - ky < 0 || row - ky >= R)) continue;
+#pragma unroll
+                        for (int nt = 0; nt < NT; ++nt) {
+#pragma unroll
+                            for (int mt = 0; mt < MT; ++mt) {
+                                float(&d)[4] = sums[ky][nt][mt];
+                                const float(&f)[2][2] = w[ky][kx][nt];
+                                if (product == 0) mma_tf32<true>(d, lo[mt], f[0]);
+                                else if (product / KS == 0) mma_tf32(d, lo[kx + mt], f[0]);
+                                else mma_tf32(d, hi[kx + mt], f[product / KS == 1]);
+                            }
+                        }
+                    }
+                }
+#pragma unroll
+                for (int ky = 0; ky < KYS; ++ky) {
+                    const int to_row = kAllWeights ? row - ky : 0;
+                    if (to_row < 0 || to_row >= R) continue;
+#pragma unroll
+                    for (int k = 0; k < NT * MT * 4; ++k) {
+                        total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
+                    }
+                }
+            }
+            __syncthreads();
+        }
+        const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
+        const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
+        const int64_t plane = int64_t(c.rows) * c.columns;
+        float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
+        const auto store = [&](auto pack) {
+            constexpr int V = sizeof(pack) / sizeof(float);
+#pragma unroll
+            for (int k = 0; k < NT * 2 * R; ++k) {
+                const int nt = k / (2 * R), j = k / R % 2, r = k % R;
+                if (nt * 8 + j >= channels_left || r >= rows_left) continue;
+#pragma unroll
+                for (int p = 0; p < 4; p += V) {
+                    Pack<float, V> out;
+#pragma unroll
+                    for (int q = 0; q < V; ++q) out.value[q] = total[r][nt][(p + q) % 2][(p + q) / 2 * 2 + j];
+                    if (p < columns_left) *reinterpret_cast<Pack<float, V>*>(to + (nt * 8 + j) * plane + r * c.columns + p) = out;
+                }
+            }
+        };
+        if (c.columns % 4 == 0) store(Pack<float, 4>());
+        else if (c.columns % 2 == 0) store(Pack<float, 2>());
+        else store(Pack<float, 1>());
+        float zero = 0;
+#pragma unroll
+        for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
+        if (zero != 0.0f) {  // NaN
+            for (int k = 0; k < NT * 2 * R * 4; ++k) {
+                const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
+                if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
+                to[channel * plane + r * c.columns + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+            }
+        }
+        tile = next;
+    }
+    await_copies<0>();
+}
+
+// The gradients of the weights, grad[o] times x[i] at each shift, and of the bias, both summed over all pixels.
+struct WeightGradient {
+    const float *grad, *x;  // (samples, out_channels, rows, columns), (samples, in_channels, height, width)
+    float *partials, *to, *to_bias;  // to_bias: null if it is not wanted
+    int64_t samples, units;  // a unit: a row of a strip
+    int out_channels, in_channels, in_slabs, height, width, rows, columns, column_tiles, blocks;
+    bool pairs;
+};
+constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
+template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
+
+// Block (b, channels) sums a run of units; a warp takes every fourth step of 16 pixels, twice the K of an mma, and a lane four neighbouring
+// ones. The sums of a step are made apart.
+constexpr int kSumBlocks = 3;  // an SM
+constexpr int kSumRow = kStripWidth + 16;
+static_assert(kSumRow % 32 == 16, "lanes of two channels and four fours of pixels meet different banks");
+
+template <int KS>
+__global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int MT = kGradChannels / 16, TAPS = KS * KS, kSlots = 2 * KS;  // rows of x: those in use, and as many to come
+    constexpr int kGradStage = kGradChannels * kSumRow, kXRow = 8 * kSumRow, kPart = kWeightPart<KS>;
+    extern __shared__ float4 shared_quads[];
+    float *const shared_grad = reinterpret_cast<float*>(shared_quads), *const shared_x = shared_grad + 2 * kGradStage;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    const int out_first = int(blockIdx.y) / p.in_slabs * kGradChannels, in_first = int(blockIdx.y) % p.in_slabs * 8;
+    const int64_t grad_plane = int64_t(p.rows) * p.columns, plane = int64_t(p.height) * p.width;
+    const int64_t begin = p.units * blockIdx.x / gridDim.x, end = p.units * (blockIdx.x + 1) / gridDim.x;
+    struct Unit {
+        int64_t sample;
+        int strip, row, slot;
+        bool first;  // no row of x is there from the unit before
+    };
+    const auto after = [&](Unit u) {
+        u.first = ++u.row == p.rows;
+        u.slot = (u.slot + (u.first ? KS : 1)) % kSlots;
+        if (u.first) {
+            u.row = 0;
+            if (++u.strip == p.column_tiles) u.strip = 0, ++u.sample;
+        }
+        return u;
+    };
+    const auto copy = [&](const Unit& u, int stage) {
+        const int column = u.strip * kStripWidth, out_left = p.out_channels - out_first - warp, in_left = p.in_channels - in_first;
+        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + int64_t(u.row) * p.columns + column;
+        copy_rows<kGradChannels / kStripWarps, kStripWarps * kSumRow>(shared_grad + stage * kGradStage + warp * kSumRow, grad,
+            kStripWarps * grad_plane, column, p.columns, p.pairs, [&](int i) { return i * kStripWarps < out_left; });
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + int64_t(u.row) * p.width + column;
+        for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
+            float* const to = shared_x + (u.slot + ky) % kSlots * kXRow;
+            const float* const from = x + ky * p.width;
+            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column, p.width,
+                p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
+            if (KS > 1 && threadIdx.x < 8) {
+                const int channel = threadIdx.x;
+                copy_halo(to + channel * kSumRow, from + channel * plane, column, p.width, channel < in_left, p.pairs);
+            }
+        }
+    };
+    const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
+    Unit unit = {sample, int(rows_before - sample * p.column_tiles), int(begin - rows_before * p.rows), 0, true};
+    float total[MT][TAPS][4] = {}, bias[MT][2] = {};
+    int stage = 0;
+    copy(unit, 0);
+    commit_copies();
+    for (int64_t u = begin; u < end; ++u, stage ^= 1) {
+        const Unit next = after(unit);
+        if (u + 1 < end) copy(next, stage ^ 1);
+        commit_copies();
+        await_copies<1>();
+        __syncthreads();
+        const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 16, (left + 15) / 16);
+        for (int step = warp; step < steps; step += kStripWarps) {
+            const int pixel = step * 16 + 4 * quarter;
+            float grad_hi[2][MT][4], grad_lo[2][MT][4];  // of pixels k and k + 2
+#pragma unroll
+            for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float* const at = shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kSumRow + pixel;
+                    float v[4];
+                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
+                    bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                }
+            }
+#pragma unroll
+            for (int ky = 0; ky < KS; ++ky) {
+                const float* const at = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kSumRow + pixel;
+                float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
+                const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
+                const float4 left = *reinterpret_cast<const float4*>(at);
+                split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                if constexpr (KS > 1) {
+                    const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                    split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                }
+                float sums[MT][KS][4];  // smallest products first
+#pragma unroll
+                for (int product = 0; product < 6; ++product) {
+                    const int k = product % 2;
+#pragma unroll
+                    for (int kx = 0; kx < KS; ++kx) {
+#pragma unroll
+                        for (int mt = 0; mt < MT; ++mt) {
+                            float(&d)[4] = sums[mt][kx];
+                            if (product == 0) mma_tf32<true>(d, grad_lo[k][mt], x_hi[kx]);
+                            else if (product == 1) mma_tf32(d, grad_lo[k][mt], x_hi[k + kx]);
+                            else if (product < 4) mma_tf32(d, grad_hi[k][mt], x_lo[k + kx]);
+                            else mma_tf32(d, grad_hi[k][mt], x_hi[k + kx]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < MT * KS * 4; ++k) total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+            }
+        }
+        __syncthreads();
+        unit = next;
+    }
+    // The warps leave their sums side by side, and the block adds them up.
+    float* const own = shared_grad + warp * kPart;
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int channel = mt * 16 + half * 8 + eighth;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; ++tap) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) own[(channel * 8 + 2 * quarter + j) * TAPS + tap] = total[mt][tap][half * 2 + j];
+            }
+            float sum = bias[mt][half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (quarter == 0) own[kGradChannels * 8 * TAPS + channel] = sum;
+        }
+    }
+    __syncthreads();
+    float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kPart;
+    for (int i = threadIdx.x; i < kPart; i += kStripBlock) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kStripWarps; ++w) sum += shared_grad[w * kPart + i];
+        to[i] = sum;
+    }
+}
+
+constexpr int kAddBlock = 256;
+template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N]) {
+    __shared__ double shared[kAddBlock];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        shared[threadIdx.x] = sums[k];
+        for (int half = kAddBlock / 2; half > 0; half /= 2) {
+            __syncthreads();
+            if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        }
+        __syncthreads();
+        sums[k] = shared[0];
+        __syncthreads();
+    }
+}
+
+// Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
+template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p) {
+    constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
+    const int in = blockIdx.x, out = blockIdx.y;
+    const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
+    double sums[TAPS] = {}, bias[1] = {};
+    for (int64_t b = threadIdx.x; b < p.blocks; b += kAddBlock) {
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] += part[b * kPart + (out % kGradChannels * 8 + in % 8) * TAPS + tap];
+        bias[0] += part[b * kPart + kGradChannels * 8 * TAPS + out % kGradChannels];
+    }
+    add_over_block(sums);
+    bool finite = true;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) finite = finite && isfinite(sums[tap]);
+    if (!finite) {
+        float plain[TAPS] = {};
+        const int pixels = p.rows * p.columns;
+        for (int64_t s = 0; s < p.samples; ++s) {
+            const float* const grad = p.grad + (s * p.out_channels + out) * pixels;
+            const float* const x = p.x + (s * p.in_channels + in) * p.height * p.width;
+            for (int i = threadIdx.x; i < pixels; i += kAddBlock) {
+                const int row = quotient(i, p.columns);
+                const float* const at = x + row * p.width + i - row * p.columns;
+#pragma unroll
+                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+            }
+        }
+#pragma unroll
+        for (int tap = 0; tap < TAPS; ++tap) sums[tap] = plain[tap];
+        add_over_block(sums);
+    }
+    if (in == 0 && p.to_bias != nullptr) add_over_block(bias);
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
+    if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
+}
+
+// sizes: samples, in_channels, height, width, out_channels, kernel size. Smaller images are ATen's: their sums are too short to hide TF32.
+static bool covers_convolution(const int64_t* sizes, const Device& device) {
+    const int64_t ks = sizes[5], rows = sizes[2] - ks + 1, columns = sizes[3] - ks + 1;
+    return device.major >= 8 && (ks == 1 || ks == 3) && sizes[0] > 0 && sizes[1] <= 64 && sizes[4] <= 128 && rows * columns >= 256 &&
+        sizes[2] <= 32768 && sizes[3] <= 32768 && sizes[0] < 1 << 20;
+}
+
+template <typename K> static cudaError_t resident_blocks(K kernel, int shared_bytes, const Device& device, int64_t* blocks) {
+    int an_sm = 0;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&an_sm, kernel, kStripBlock, shared_bytes);
+    *blocks = int64_t(an_sm) * device.sms;
+    return error;
+}
+
+template <int KS, int NT, int R>
+static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
+    constexpr int kShared = 2 * (R + KS - 1) * 8 * kImageRow * int(sizeof(float));
+    c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
+    c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
+    c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
+    c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
+    c.pairs = c.width % 2 == 0;
+    auto kernel = correlate<KS, NT, R>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t lanes = int64_t(c.to_blocks) * c.slabs * KS * KS * NT * 32;
+    prepare_fragments<KS, NT><<<unsigned(divide_up(lanes, kStripBlock)), kStripBlock, 0, stream>>>(c);
+    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, kShared, stream>>>(c);
+    return cudaGetLastError();
+}
+template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
+    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4>(c, samples, device, stream);
+    return launch_correlation<KS, 4, 1>(c, samples, device, stream);
+}
+static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
+    const auto up = [](int64_t channels) { return divide_up(channels, 32) * 32; };
+    return up(sizes[1]) * up(sizes[4]) * sizes[5] * sizes[5] * int64_t(2 * sizeof(float));
+}
+
+template <int KS>
+static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int64_t* bytes, const Device& device, cudaStream_t stream) {
+    constexpr int kUsed = (2 * kGradChannels + 2 * KS * 8) * kSumRow, kLeft = kStripWarps * kWeightPart<KS>;
+    constexpr int kShared = (kUsed > kLeft ? kUsed : kLeft) * int(sizeof(float));
+    p.rows = p.height - KS + 1, p.columns = p.width - KS + 1, p.column_tiles = int(divide_up(p.columns, kStripWidth));
+    p.in_slabs = int(divide_up(p.in_channels, 8));
+    p.units = p.samples * p.column_tiles * p.rows;
+    p.pairs = p.width % 2 == 0 && p.columns % 2 == 0;
+    auto kernel = sum_weight_gradient<KS>;
+    int64_t blocks;
+    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    if (error != cudaSuccess) return error;
+    const int64_t pairs = p.in_slabs * divide_up(p.out_channels, kGradChannels);
+    blocks = blocks / pairs > 1 ? blocks / pairs : 1;
+    p.blocks = int(blocks < p.units ? blocks : p.units);
+    *bytes = pairs * p.blocks * kWeightPart<KS> * int64_t(sizeof(float));
+    if (workspace == nullptr) return cudaSuccess;
+    p.partials = static_cast<float*>(workspace);
+    kernel<<<dim3(unsigned(p.blocks), unsigned(pairs)), kStripBlock, kShared, stream>>>(p);
+    add_weight_gradient<KS><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(p);
+    return cudaGetLastError();
+}
+
+// All in float32, contiguous, 16-byte aligned; sizes as above. With workspace null, only *workspace_bytes, or -1 where ATen's is to be taken.
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    *workspace_bytes = covers_convolution(sizes, device) ? fragment_bytes(sizes) : -1;
+    if (workspace == nullptr) return cudaSuccess;
+    Correlation c = {};
+    c.from = static_cast<const float*>(x), c.weight = static_cast<const float*>(weight), c.bias = static_cast<const float*>(bias);
+    c.to = static_cast<float*>(h), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[1]), c.to_channels = int(sizes[4]), c.height = int(sizes[2]), c.width = int(sizes[3]);
+    const auto launch = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return launch(c, sizes[0], device, stream);
+}
+
+// grad_x: null if it is not wanted; grad_weight too, and with it grad_bias.
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    if (error != cudaSuccess || !covers_convolution(sizes, device)) return error;
+    WeightGradient p = {};
+    p.grad = static_cast<const float*>(grad), p.x = static_cast<const float*>(x);
+    p.to = static_cast<float*>(grad_weight), p.to_bias = static_cast<float*>(grad_bias);
+    p.samples = sizes[0], p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
+    int64_t partial_bytes = 0;
+    const auto weight_gradient = sizes[5] == 3 ? launch_weight_gradient<3> : launch_weight_gradient<1>;
+    error = weight_gradient(p, grad_weight == nullptr ? nullptr : workspace, &partial_bytes, device, stream);
+    *workspace_bytes = partial_bytes > fragment_bytes(sizes) ? partial_bytes : fragment_bytes(sizes);
+    if (error != cudaSuccess || workspace == nullptr || grad_x == nullptr) return error;
+    Correlation c = {};
+    c.from = static_cast<const float*>(grad), c.weight = static_cast<const float*>(weight);
+    c.to = static_cast<float*>(grad_x), c.fragments = static_cast<float4*>(workspace);
+    c.from_channels = int(sizes[4]), c.to_channels = int(sizes[1]), c.pad = int(sizes[5]) - 1, c.flipped = true;
+    c.height = int(sizes[2]) - c.pad, c.width = int(sizes[3]) - c.pad;
+    const auto input_gradient = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
+    return input_gradient(c, sizes[0], device, stream);
+}
 """
 
 CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/conv2d.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -2229,7 +3575,8 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     const auto check_vector = [&](const at::Tensor& vector) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
-        const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
+        const at::ScalarType type = h.scalar_type();
+        const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
             "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
             bias.scalar_type());
@@ -2380,21 +3727,36 @@ static at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_we
 }
 #ifdef WITH_CUDA
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
+
+// Whether the user allows TF32 in convolutions, and in products too: PyTorch allows the former unasked.
+static bool tf32_is_allowed() {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+    const auto allows = [](at::Float32Op op) {
+        return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
+    };
+    return allows(at::Float32Op::CONV) && allows(at::Float32Op::MATMUL);
+#elif TORCH_VERSION_MINOR == 9
+    return at::globalContext().float32Precision("cuda", "conv") == "tf32" && at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+#else
+    return at::globalContext().allowTF32CuDNN() && at::globalContext().allowTF32CuBLAS();
+#endif
+}
 
 static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     const auto type = x.scalar_type();
     const int64_t size = conv_weight.size(2);
+    const bool tf32 = tf32_is_allowed();
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
         const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
         const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 2 : 3;
         const int error = convolution_forward(
-            dtype, input, out, vectors, sizes, eps, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
+            dtype, input, out, vectors, sizes, eps, tf32, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "convolve: ", group_norm_error(error));
     };
     int64_t workspace_bytes = -1;
@@ -2813,6 +4175,111 @@ static std::vector<at::Tensor> sigmoid_group_norm_backward_cuda(const at::Tensor
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", sigmoid_group_norm_backward_cuda); }
 #endif
 
+// ---- The convolution alone, for training, and its gradients.
+
+namespace {
+
+at::Tensor convolution_alone_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && x.sym_size(1) == weight.sym_size(1) && bias.dim() == 1,
+        "convolution: x (n, c, h, w), weight (o, c, k, k) and bias (o) are wanted");
+    return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
+        x.sym_size(3) - weight.sym_size(3) + 1}, x.options());
+}
+at::Tensor convolution_alone_aten(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    return at::conv2d(x, weight, bias).contiguous();
+}
+
+// What is not needed comes back without elements.
+std::vector<at::Tensor> convolution_gradients_meta(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const auto like = [](const at::Tensor& t, bool needed) {
+        return needed ? at::empty_like(t, t.options(), at::MemoryFormat::Contiguous) : at::empty({0}, t.options());
+    };
+    return {like(x, needs[0]), like(weight, needs[1]), needs[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : like(weight, false)};
+}
+std::vector<at::Tensor> convolution_gradients_aten(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const int64_t ones[] = {1, 1}, zeros[] = {0, 0}, channels[] = {weight.size(0)};
+    auto [grad_x, grad_weight, grad_bias] =
+        at::convolution_backward(grad, x, weight, at::OptionalIntArrayRef(channels), ones, zeros, ones, false, zeros, 1, needs);
+    std::vector<at::Tensor> results = {grad_x, grad_weight, grad_bias};
+    for (int i = 0; i < 3; ++i) results[i] = needs[i] ? results[i].contiguous() : at::empty({0}, x.options());
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
+    int64_t* workspace_bytes, cudaStream_t stream);
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+    const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
+
+// launch(workspace, &bytes) is called with null first. False: it is ATen's to do.
+template <typename F> bool run_with_workspace(const at::Tensor& x, const at::Tensor& weight, const F& launch) {
+    if (x.scalar_type() != at::kFloat || weight.scalar_type() != at::kFloat || weight.size(2) != weight.size(3)) return false;
+    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2)};
+    const auto run = [&](void* workspace, int64_t* bytes) {
+        const int error = launch(sizes, workspace, bytes, c10::cuda::getCurrentCUDAStream().stream());
+        TORCH_CHECK(error == 0, "convolution: ", group_norm_error(error));
+    };
+    int64_t bytes = -1;
+    run(nullptr, &bytes);
+    if (bytes < 0) return false;
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    run(workspace.data_ptr(), &bytes);
+    return true;
+}
+
+at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor input = prepared(x), taps = prepared(weight), offset = prepared(bias);
+    at::Tensor h = convolution_alone_meta(x, weight, bias);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_alone(
+            input.data_ptr(), taps.data_ptr(), offset.data_ptr(), h.data_ptr(), sizes, workspace, bytes, stream);
+    };
+    return run_with_workspace(x, weight, launch) ? h : convolution_alone_aten(x, weight, bias);
+}
+
+std::vector<at::Tensor> convolution_gradients_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor given = prepared(grad), input = prepared(x), taps = prepared(weight);
+    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
+        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), wanted(0), wanted(1), wanted(2), sizes, workspace,
+            bytes, stream);
+    };
+    const bool bias_alone = needs[2] && !needs[1];
+    if (bias_alone && !needs[0]) return convolution_gradients_aten(grad, x, weight, needs);
+    if (!run_with_workspace(x, weight, launch)) return convolution_gradients_aten(grad, x, weight, needs);
+    if (bias_alone) results[2] = convolution_gradients_aten(grad, x, weight, {false, false, true})[2];
+    return results;
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
+    m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("convolution", convolution_alone_aten);
+    m.impl("convolution_backward", convolution_gradients_aten);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("convolution", convolution_alone_meta);
+    m.impl("convolution_backward", convolution_gradients_meta);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback()); }
+#ifdef WITH_CUDA
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("convolution", convolution_alone_cuda);
+    m.impl("convolution_backward", convolution_gradients_cuda);
+}
+#endif
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
     m.def(
@@ -2848,7 +4315,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -2903,12 +4370,15 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
                     f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
                     f"{torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
+            nvcc = os.path.join(home, "bin", "nvcc")
+            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
+                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,
@@ -2922,6 +4392,7 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 NAMESPACE = _load_operators("conv_sigmoid_group_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
 _convolve, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("convolve", "backward"))
+_convolution, _convolution_backward = (getattr(getattr(torch.ops, NAMESPACE), n) for n in ("convolution", "convolution_backward"))
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -3020,6 +4491,8 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 class SigmoidGroupNorm(torch.autograd.Function):
     """out = GroupNorm(sigmoid((h + bias) * scale)). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(h, bias, scale, weight, group_bias, groups, eps):
         return _forward(h, bias, scale, weight, group_bias, groups, eps)
@@ -3056,6 +4529,29 @@ class SigmoidGroupNorm(torch.autograd.Function):
         return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias, None, None
 
 
+class Convolution(torch.autograd.Function):
+    """h = conv2d(x, weight, bias), of stride 1 and without padding. One operator each way, ATen's for second derivatives."""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return _convolution(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            form = ([weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+            found = torch.ops.aten.convolution_backward(grad, x, weight, *form, needs)
+        else:
+            found = _convolution_backward(grad, x, weight, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+
+
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -3073,6 +4569,7 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        convolved = None
         if self._is_plain_convolution(x):
             weight = self.conv.weight
             size = [x.shape[0], weight.shape[0], x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1]
@@ -3081,7 +4578,11 @@ class ModelNew(nn.Module):
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             if not needs_grad and h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
                 return _convolve(*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
-        h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))
+            if needs_grad:
+                convolved = Convolution.apply(*tensors[:3])
+        if convolved is None:
+            convolved = self.conv(x)
+        h, (bias, scale) = _as_operands(convolved, (self.bias, self.scale))
         arguments = (h, bias, scale, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:5])
         return _laid_out_as(SigmoidGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
@@ -3089,10 +4590,10 @@ class ModelNew(nn.Module):
     def _is_plain_convolution(self, x: torch.Tensor) -> bool:
         """Whether self.conv(x) is the convolution of `_convolve` and nothing more: no hook, no padding, no autocast, no error."""
         conv = self.conv
-        if type(conv) is not nn.Conv2d or "forward" in vars(conv) or conv.bias is None:
+        if type(conv) is not nn.Conv2d or "forward" in conv.__dict__ or conv.bias is None:
             return False
-        hooks = (conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks)
-        if any(hooks) or nn.modules.module._has_any_global_hook():
+        everyones = (getattr(nn.modules.module, f"_global_{when}_hooks") for when in ("forward", "forward_pre", "backward", "backward_pre"))
+        if any((conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks, *everyones)):
             return False
         if (conv.stride, conv.padding, conv.dilation, conv.groups) != ((1, 1), (0, 0), (1, 1), 1):
             return False
@@ -3103,6 +4604,6 @@ class ModelNew(nn.Module):
         if autocast:
             return False
         same = all((t.device, t.dtype) == (x.device, x.dtype) for t in (conv.weight, conv.bias))
-        if not same or x.dim() != 4 or not x.is_contiguous() or not conv.weight.is_contiguous():
+        if not same or x.dim() != 4 or conv.weight.dim() != 4 or not x.is_contiguous() or not conv.weight.is_contiguous():
             return False
         return x.shape[1] == conv.weight.shape[1] and x.shape[2] >= conv.weight.shape[2] and x.shape[3] >= conv.weight.shape[3]

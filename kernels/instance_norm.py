@@ -37,6 +37,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -202,6 +203,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -268,13 +282,6 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_warp(Join
     return m;  // complete in lane 0
 }
 
-template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
-    m.count = __shfl_sync(~0u, m.count, 0);
-    m.hi = __shfl_sync(~0u, m.hi, 0);
-    m.lo = __shfl_sync(~0u, m.lo, 0);
-    m.m2 = __shfl_sync(~0u, m.m2, 0);
-    return m;
-}
 template <typename A> __device__ __forceinline__ Joint<A> in_all_lanes(Joint<A> m) {
     m.x = in_all_lanes(m.x);
     m.g = __shfl_sync(~0u, m.g, 0);
@@ -813,7 +820,8 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes every so-many-th slice, and each of its blocks a contiguous part of the slice, in chunks of 14 KiB.
+// Clusters are persistent: each takes a slice when it has room for one, and each of its blocks a contiguous part of the slice, in chunks of
+// 14 KiB. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
 // The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in turn,
 // so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at once,
 // and leaves the others where they are until the slice's statistics are complete. Blocks tell each other their parts' moments by st.async,
@@ -826,6 +834,7 @@ constexpr int kRingStages = 16;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, as far as clusters reach: the other team's fit beside them, and some to come
 constexpr int kMaxCluster = 16;
+constexpr int kQueue = 16;         // slices a cluster has been told of and not all of its threads have heard of, at most
 constexpr int kRingSharedBytes = kRingStages * kChunkBytes;
 constexpr int kClusterSharedBytes = kRingSharedBytes + 3072;
 static_assert(kClusterSharedBytes <= 227 * 1024, "the ring, its barriers and inboxes are one block's shared memory on sm_90");
@@ -833,11 +842,14 @@ static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, st
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
 static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
+// The producer is at most kRingStages chunks ahead of the team that gathers, which is at most two slices ahead of the last one that every
+// block has gathered, and so has heard of.
+static_assert(kMaxGroup * kRegisterItems * 16 > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
 
 // --- shared: cluster (home: kernels/instance_norm.py) ---
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
 }
@@ -884,7 +896,11 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 // --- end shared: cluster ---
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void send_slice(int slice, int* queue, uint64_t* bar, int rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+        ::"r"(peer_address(queue, rank)), "r"(slice), "r"(peer_address(bar, rank)) : "memory");
+}
 // Backward's message: x's moments as forward, and 8 bytes more.
 __device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
     if (blocks == 1) {
@@ -917,17 +933,18 @@ template <typename T, int OPERANDS> struct Part {
 
 template <typename T, int OPERANDS>
 __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int part_packs, float eps) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int part_packs, float eps, int* taken) {
+#if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     using S = Statistics<T, OPERANDS>;
     constexpr int V = kPack<T>, kPlaces = kHeldPacks / OPERANDS;  // of a chunk, a thread
     extern __shared__ __align__(128) unsigned char ring[];
-    __shared__ __align__(8) uint64_t full[kRingStages], empty[kRingStages], gathered[2], exchanged[2][2];
+    __shared__ __align__(8) uint64_t full[kRingStages], empty[kRingStages], gathered[2], exchanged[2][2], queued[kQueue];
     __shared__ S inbox[2][2][kMaxCluster], warp_statistics[2][kTeam / 32];
+    __shared__ int queue[kQueue];
 
     const int rank = cluster_rank(), blocks = cluster_blocks();
     const int team = threadIdx.x / kTeam, tid = threadIdx.x % kTeam;  // team 2 is the producer warp
-    const int first = blockIdx.x / blocks, step = gridDim.x / blocks;
+    const int first = blockIdx.x / blocks, clusters = gridDim.x / blocks;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kRingStages; ++s) {
@@ -939,6 +956,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             mbarrier_init(&exchanged[t][0], 1);
             mbarrier_init(&exchanged[t][1], 1);
         }
+        for (int q = 0; q < kQueue; ++q) mbarrier_init(&queued[q], 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -948,9 +966,16 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
     const auto advance = [](int& s, int& p) {
         if (++s == kRingStages) s = 0, p ^= 1;
     };
+    const auto slice_after = [&](int round) {  // the cluster's next one, or one that does not exist
+        mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
+        return queue[round % kQueue];
+    };
     if (team == 2) {
         if (tid == 0) {  // one thread keeps the ring full
-            for (int slice = first; slice < slices; slice += step) {
+            int round = 0;
+            for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
+                // The first block asks for the next slice while it loads this one, then tells all.
+                const int next = rank > 0 || taken == nullptr ? slices : clusters + atomicAdd(taken, 1);
                 const Part<T, OPERANDS> part(slice, n, rank, part_packs);
                 for (int c = 0; c < part.chunks; ++c, advance(stage, phase)) {
                     const int bytes = part.chunk_packs(c) * 16;
@@ -959,6 +984,13 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                     mbarrier_expect_bytes(&full[stage], OPERANDS * bytes);
                     bulk_load(to, x + part.chunk_value(c), bytes, &full[stage]);
                     if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.chunk_value(c), bytes, &full[stage]);
+                }
+                const int q = round % kQueue;
+                if (blocks == 1) {
+                    queue[q] = next, mbarrier_arrive(&queued[q]);
+                } else {
+                    mbarrier_expect_bytes(&queued[q], sizeof(int));
+                    for (int r = 0; rank == 0 && r < blocks; ++r) send_slice(next, &queue[q], &queued[q], r);
                 }
             }
         }
@@ -969,7 +1001,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             if (tid % 32 == 0) mbarrier_arrive(&empty[s]);
         };
         int round = 0;
-        for (int slice = first; slice < slices; slice += step, ++round) {
+        for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
             const Part<T, OPERANDS> part(slice, n, rank, part_packs);
             if ((round & 1) != team) {  // the other team's
                 for (int c = 0; c < part.chunks; ++c) advance(stage, phase);
@@ -1144,7 +1176,7 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
     if (parts == 1) {
         m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, statistics[part.slice * parts + p]);
+        m = merge_parts(statistics + part.slice * parts, parts);
     }
     const Result<T, OPERANDS> result(m, Acc<T>(n), eps);
     if (part.loose >= 0) y[part.loose] = result(load_values<OPERANDS>(x, g, part.loose));
@@ -1258,7 +1290,7 @@ static int cluster_size(int64_t bytes, bool leave_room) {
 
 // Blocks of the cluster for a slice of `bytes` an operand, or 0.
 template <typename T, int OPERANDS> static int cluster_blocks_for(int64_t bytes, const Device& device) {
-    if (sizeof(T) == 8 || device.major < 9 || device.shared_bytes < kClusterSharedBytes) return 0;
+    if (CUDART_VERSION < 12000 || sizeof(T) == 8 || device.major < 9 || device.shared_bytes < kClusterSharedBytes) return 0;  // PTX 8.0
     return cluster_size(OPERANDS * bytes, OPERANDS == 1);
 }
 
@@ -1284,9 +1316,12 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     *launched = error == cudaSuccess && clusters > 0;
     if (!*launched) return error;
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
+    int* taken = task.slices > clusters ? static_cast<int*>(task.workspace) : nullptr;  // counts the slices beyond each cluster's first
+    if (taken != nullptr) error = cudaMemsetAsync(taken, 0, sizeof(int), task.stream);
+    if (error != cudaSuccess) return error;
     const int part_packs = int(divide_up(divide_up(task.n / kPack<T>, blocks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
-        int(task.slices), int(task.n), part_packs, float(task.eps));
+        int(task.slices), int(task.n), part_packs, float(task.eps), taken);
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
@@ -1303,7 +1338,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Ta
     return cudaGetLastError();
 }
 
-template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
+template <typename T, int OPERANDS> static cudaError_t launch(Task task) {
     if (!aligned_16(task.x, task.y) || !aligned_16(task.g, task.y)) return cudaErrorMisalignedAddress;
     const int64_t bytes = task.n * sizeof(T);
     if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
@@ -1318,14 +1353,16 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
         bool launched = false;
         const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
         if (launched || error != cudaSuccess) return error;
+        if (blocks > 0) task.workspace = nullptr;  // was for a cluster: the parts are whole slices then
     }
     return launch_two_reads<T, OPERANDS>(task);
 }
 
-// Only slices that are cut into parts need memory for their statistics. (Should a cluster then fail to fit, parts are whole slices.)
+// Clusters count the slices they have taken, and slices that are cut into parts leave their statistics.
 template <typename T, int OPERANDS> static int64_t workspace(int64_t slices, int64_t n, const Device& device) {
     const int64_t bytes = n * sizeof(T);
-    if (bytes <= kMaxGroup * kRegisterItems * 16 || cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return 0;
+    if (bytes <= kMaxGroup * kRegisterItems * 16) return 0;
+    if (cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return sizeof(int);
     const int parts = stream_parts(slices, bytes, device.sms);
     return parts > 1 ? slices * parts * int64_t(sizeof(Statistics<T, OPERANDS>)) : 0;
 }
@@ -1762,7 +1799,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -1817,12 +1854,15 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
                     f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
                     f"{torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
+            nvcc = os.path.join(home, "bin", "nvcc")
+            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
+                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,

@@ -30,6 +30,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -196,6 +197,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // (h - mean) * rstd, then (that + y) * y
@@ -335,7 +349,7 @@ template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) 
     if (parts == 1) {
         m = moments_of_block<T, V>(h + at, n);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[row * parts + p]);
+        m = merge_parts(moments + row * parts, parts);
     }
     const Finish<A> finish(m, A(n), eps);
 #pragma unroll 4
@@ -2173,7 +2187,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -2228,12 +2242,15 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
                     f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
                     f"{torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
+            nvcc = os.path.join(home, "bin", "nvcc")
+            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
+                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,
@@ -2252,9 +2269,13 @@ _linear, _freeze, _forward, _backward = (getattr(getattr(torch.ops, NAMESPACE), 
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
-    everywhere = nn.modules.module
-    if type(linear) is not nn.Linear or torch.is_autocast_enabled():
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4: the question is asked of a device
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    else:
+        autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
+    everywhere = nn.modules.module
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return False
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
@@ -2274,6 +2295,8 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
 
 class Linear(torch.autograd.Function):
     """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, weight, bias):
@@ -2351,6 +2374,8 @@ class Freezable(nn.Module):
 
 class RowNormResidual(torch.autograd.Function):
     """out = (norm(h) + y) * y over the last dimension. Saves h and y; one operator backward, ATen's for second derivatives."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(h, y, eps):

@@ -39,6 +39,7 @@ import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -205,6 +206,19 @@ template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Mo
     return m;  // complete in lane 0
 }
 
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: moments ---
 
 // --- shared: sigmoid (home: kernels/linear_swish_group_norm.py) ---
@@ -573,7 +587,7 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
     if (parts == 1) {
         m = moments_of_block(h, vectors, sizes, part);
     } else {
-        for (int p = 0; p < parts; ++p) m = merge(m, moments[part.slice * parts + p]);
+        m = merge_parts(moments + part.slice * parts, parts);
     }
     const Scale<A> scale(m, A(sizes.n), eps);
     for_each_pack(h, vectors, sizes, part, [&](const Pack<A, kPack<T>>& v, int64_t at, const auto& place) {
@@ -2775,7 +2789,8 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     const auto check_vector = [&](const at::Tensor& vector) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
-        const bool mixed = !h.is_cuda() && at::isReducedFloatingType(h.scalar_type()) && vector.scalar_type() == at::kFloat;
+        const at::ScalarType type = h.scalar_type();
+        const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && vector.scalar_type() == at::kFloat;
         TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
             "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
             bias.scalar_type());
@@ -3524,7 +3539,7 @@ def _load_operators(name: str) -> str:
     """
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
+    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
     cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
@@ -3579,12 +3594,15 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
                     f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
                     f"{torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
+            nvcc = os.path.join(home, "bin", "nvcc")
+            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
+                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
         cpp_extension.load_inline(
             name=namespace,
-            cpp_sources=[CPP_SOURCE],
+            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
             cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
-            extra_cflags=[*cpp_flags, f"-DOPERATOR_NAMESPACE={namespace}"],
+            extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
             extra_ldflags=["-fopenmp"],
             build_directory=build,
@@ -3698,9 +3716,13 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
     plain shapes, nothing is hung on the module or put in its place, and there is no autocast."""
-    everywhere = nn.modules.module
-    if type(linear) is not nn.Linear or torch.is_autocast_enabled():
+    if hasattr(torch, "get_autocast_dtype"):  # torch 2.4: the question is asked of a device
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    else:
+        autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
+    everywhere = nn.modules.module
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return False
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
@@ -3720,6 +3742,8 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
 
 class Linear(torch.autograd.Function):
     """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(x, weight, bias):
@@ -3798,6 +3822,8 @@ class Freezable(nn.Module):
 class SwishGroupNorm(torch.autograd.Function):
     """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(h, bias, weight, group_bias, groups, eps):
         return _forward(h, bias, weight, group_bias, groups, eps)
@@ -3845,10 +3871,11 @@ class ModelNew(Freezable):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm = self.matmul, self.group_norm
         vectors = (self.bias, norm.weight, norm.bias)
-        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, linear.weight, linear.bias, *vectors))
         fusible = x.dtype in (torch.float32, torch.float16, torch.bfloat16) and _is_fusible(linear, x, *vectors)
-        if not recorded and fusible and norm.num_groups < linear.weight.shape[0]:
-            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps, *self._frozen)
+        if fusible and norm.num_groups < linear.weight.shape[0]:
+            tensors = (x, linear.weight, linear.bias, *vectors)
+            if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+                return _fused(*tensors, norm.num_groups, norm.eps, *self._frozen)
         h, (bias,) = _as_operands(_apply(linear, x, self._frozen), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])

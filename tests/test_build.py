@@ -37,8 +37,8 @@ def kernel_file(stem: str) -> Path:
     return SOLUTIONS / f"{stem}.py"
 
 
-def saved_case(stem: str, folder: Path) -> Path:
-    return save_case(next(case for case in FIRST if case.stem == stem), folder / "case.pt")
+def saved_case(stem: str, folder: Path, device="cpu") -> Path:
+    return save_case(next(case for case in FIRST if case.stem == stem), folder / "case.pt", device)
 
 
 # ---- the CUDA strings
@@ -128,15 +128,23 @@ def test_what_is_missing_is_named_in_one_line(stem, missing, tmp_path):
     assert re.search("ninja" if missing == "ninja" else r"C\+\+ compiler", last_line), err
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+# A machine with one GPU, as far as the build asks.
+WITH_A_GPU = """
+torch.version.cuda = "13.0"
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+"""
+
+
 @builders
-def test_a_wrong_cuda_home_is_named(stem, tmp_path):
-    nowhere = tmp_path / "nowhere"
+@pytest.mark.parametrize("missing", ["nvcc", "what CUDA_HOME names"])
+def test_without_nvcc_the_toolkit_is_asked_for(stem, missing, tmp_path):
+    nowhere = None if missing == "nvcc" else tmp_path / "nowhere"
     environment = {"CUDA_HOME": nowhere, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    code, _, err = finish(start_python(IMPORT, kernel_file(stem), cwd=tmp_path, **environment), timeout=30)
+    as_found = f"import torch.utils.cpp_extension as extension\nextension.CUDA_HOME = {nowhere and str(nowhere)!r}\n"
+    code, _, err = finish(start_python(WITH_A_GPU + as_found + IMPORT, kernel_file(stem), cwd=tmp_path, **environment), timeout=30)
     last_line = err.strip().splitlines()[-1]
-    assert code != 0 and "nvcc" in last_line and str(nowhere) in last_line, err
+    assert code != 0 and all(word in last_line for word in ("nvcc", f"CUDA_HOME ({nowhere})", "install the CUDA toolkit 13.0")), err
 
 
 @builders
@@ -177,13 +185,32 @@ def test_an_unwritable_cache_folder_is_done_without(stem, tmp_path):
 
 @builders
 def test_odd_paths_and_settings(stem, tmp_path):
-    """Spaces and letters of other alphabets, and architectures that nobody has, in a list that only PyTorch's own extensions heed."""
-    folder = tmp_path / "ein Ordner mit Leerzeichen und Ümläuten"
+    """Spaces and letters of other alphabets, and architectures that nobody has, in a list that only PyTorch's own extensions heed.
+
+    Among the letters `arch`, in paths: a flag with them in it keeps PyTorch from naming an architecture to nvcc.
+    """
+    folder = tmp_path / "research, ein Ordner mit Leerzeichen und Ümläuten"
     folder.mkdir()
     shutil.copy(kernel_file(stem), folder / "eine Kopie.py")
-    saved = saved_case(stem, tmp_path)
+    saved = saved_case(stem, tmp_path, "cuda" if torch.cuda.is_available() else "cpu")
     environment = {"TORCH_EXTENSIONS_DIR": folder / "gebaut für später", "TORCH_CUDA_ARCH_LIST": "nonsense;3.0;99.9+PTX"}
+    environment |= {name: folder for name in ("CPLUS_INCLUDE_PATH", "CPATH")}  # as -I, to the host compiler and to nvcc's
     run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, cwd=folder, **environment)
+
+
+@builders
+def test_two_versions_of_pytorch_share_a_cache(stem, tmp_path):
+    """The other finds this one's library, builds for itself, and leaves it alone; then each finds its own."""
+    saved, built = saved_case(stem, tmp_path), tmp_path / "built"
+    built.mkdir()
+    name = f"{solution(stem).NAMESPACE}.so"
+    shutil.copy(next(path for path in torch.ops.loaded_libraries if Path(path).name == name and Path(path).exists()), built)
+    libraries = []
+    for version in ("", 'torch.__version__ = "9.9.9"\n', 'torch.__version__ = "9.9.9"\n', ""):
+        run_python(version + IMPORT_AND_CHECK, kernel_file(stem), saved, cwd=tmp_path, TORCH_EXTENSIONS_DIR=built)
+        libraries.append({path.name: path.stat().st_mtime_ns for path in built.glob("*.so")})
+    assert [len(found) for found in libraries] == [1, 2, 2, 2]
+    assert libraries[0].items() <= libraries[1].items() and libraries[1] == libraries[2] == libraries[3]
 
 
 @builders

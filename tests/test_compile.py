@@ -6,7 +6,8 @@ import logging
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import CASES, FIRST, LAYOUTS, STEMS, build, converted, in_dtypes, in_layouts, operators, solution
+from cases import CASES, FIRST, LAYOUTS, SOLUTIONS, STEMS, build, converted, in_dtype, in_dtypes, in_layouts, operators, solution
+from processes import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,36 @@ def test_another_batch_size_needs_no_second_compilation(case, training, device):
 
 
 @first_cases
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "forward and backward"])
+def test_batch_sizes_in_a_row_take_two_compilations(case, training, device):
+    """With nothing marked: the first for its own size, the second for all others."""
+    _, new, _ = build(case, device)
+    counter = CompileCounterWithBackend("aot_eager")
+    module = torch.compile(new, fullgraph=True, backend=counter)
+    for batch in (6, 7, 9, 12, 5):
+        inputs = [t.requires_grad_(training) for t in converted(case.inputs(batch), device)]
+        with torch.set_grad_enabled(training):
+            out = module(*inputs)
+        close(out.detach(), new(*inputs).detach())
+        if training:
+            out.sum().backward()
+    assert counter.frame_count <= 2
+
+
+@first_cases
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=in_dtype)
+def test_autocast_in_one_graph(case, low, device):
+    _, new, inputs = build(case, device)
+    results = []
+    for module in (compiled(new), new):
+        with torch.autocast(device.type, dtype=low):
+            results.append(train_step(module, inputs))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype is theirs.dtype
+        close(ours, theirs, 1e-2)
+
+
+@first_cases
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 def test_export(case, strict, device):
     _, new, inputs = build(case, device)
@@ -117,6 +148,28 @@ def test_exported_program_survives_a_file(case, device, tmp_path):
     with torch.no_grad():
         torch.export.save(torch.export.export(new, tuple(inputs)), tmp_path / "program.pt2")
         close(torch.export.load(tmp_path / "program.pt2").module()(*inputs), new(*inputs))
+
+
+AOT_SCRIPT = """
+load(sys.argv[1], "copied")  # registers the operators that the package calls
+run = torch._inductor.aoti_load_package(sys.argv[2])
+for inputs, expected in torch.load(sys.argv[3], weights_only=False):
+    torch.testing.assert_close(run(*inputs), expected, rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.parametrize("case", FIRST[1:2], ids=str)  # one: the wrapper's build takes seconds
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
+def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_path):
+    _, new, inputs = build(case, device)
+    batch = torch.export.Dim("batch", min=2, max=1024)
+    shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
+    with torch.no_grad():
+        exported = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "package.pt2"))
+        checks = [(inputs, new(*inputs)) for inputs in (converted(case.inputs(size), device) for size in (2, 5))]
+    torch.save(checks, tmp_path / "checks.pt")
+    run_python(AOT_SCRIPT, SOLUTIONS / f"{case.stem}.py", package, tmp_path / "checks.pt", cwd=tmp_path)
 
 
 @in_layouts(CASES, ["contiguous", "transposed", "channels_last"])

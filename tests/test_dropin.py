@@ -9,6 +9,9 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form
 from cases import CASES, DTYPES, FIRST, STEMS, WITH_PARAMETERS, Case, build, converted, in_dtype, problem, solution
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils._pytree import tree_map_only
 
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
@@ -232,6 +235,127 @@ def test_keyword_arguments(case, device):
     _, new, inputs = build(case, device)
     names = [*inspect.signature(new.forward).parameters]
     assert torch.equal(new(**dict(zip(names, inputs, strict=True))), new(*inputs))
+
+
+# ---- another layer where the Model has its Linear or Conv2d
+
+
+class WithAdapter(nn.Module):
+    """As LoRA does it: the layer, frozen, and a small one beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.adapter = layer.requires_grad_(False), copy.deepcopy(layer)
+        with torch.no_grad():
+            self.adapter.weight.mul_(0.1)
+
+    def forward(self, x):
+        return self.layer(x) + self.adapter(x)
+
+
+def with_a_forward_of_its_own(layer):
+    original = layer.forward
+    layer.forward = lambda x: 2 * original(x)
+    return layer
+
+
+def without_a_bias(layer):
+    layer.register_parameter("bias", None)
+    return layer
+
+
+LAYERS = {
+    "in a Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
+    "with an adapter": WithAdapter,
+    "with a forward of its own": with_a_forward_of_its_own,
+    "without a bias": without_a_bias,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "quantized": lambda layer: torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0],
+}
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in WITH_PARAMETERS], ids=str)
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("way", LAYERS)
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
+    if way == "quantized" and device.type != "cpu":
+        pytest.skip("PyTorch's quantized layers are for the CPU")
+    model, new, inputs = build(case, device)
+    for module in (model, new):
+        name = next(name for name, child in module.named_children() if isinstance(child, (nn.Linear, nn.Conv2d)))
+        setattr(module, name, LAYERS[way](getattr(module, name)))
+    with torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+# ---- tensors of other kinds: the Model's result, or an error in words
+
+
+class Named(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class Boxed(torch.Tensor):
+    """A tensor around another one, which every operator is carried out on."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return cls._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda boxed: boxed.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, function(*args, **kwargs))
+
+
+def values(t: torch.Tensor) -> torch.Tensor:
+    return t.inner if isinstance(t, Boxed) else t.detach().as_subclass(torch.Tensor)
+
+
+@first_cases
+@pytest.mark.parametrize("kind", [lambda t: t.detach().as_subclass(Named), Boxed], ids=["a plain subclass", "a wrapper"])
+def test_subclasses_of_tensor(case, kind, device):
+    """In the inputs: the output is of the Model's class, with the right values and gradients."""
+    model, new, inputs = build(case, device)
+    results = []
+    for module in (model, new):
+        leaves = [kind(t).requires_grad_() for t in inputs]
+        with torch.no_grad():
+            unrecorded = module(*leaves)
+        out = module(*leaves)
+        results.append([unrecorded, out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for theirs, ours in zip(*results, strict=True):
+        assert type(ours) is type(theirs)
+        torch.testing.assert_close(values(ours), values(theirs), rtol=1e-4, atol=1e-4)
+
+
+KINDS = {
+    "sparse": lambda t: t.to_sparse(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+    "nested and strided": lambda t: torch.nested.nested_tensor(list(t)),
+    "masked": lambda t: torch.masked.masked_tensor(t, t > 0),
+    "of MKLDNN": lambda t: t.to_mkldnn(),
+}
+
+
+@first_cases
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of:UserWarning", "ignore:.* is not implemented in __torch_dispatch__:UserWarning")
+def test_tensors_of_other_layouts_are_refused(case, kind, recorded, device):
+    """None of them is read as if its numbers lay in rows."""
+    if kind == "of MKLDNN" and device.type != "cpu":
+        pytest.skip("for the CPU")
+    _, new, inputs = build(case, device)
+    inputs = [KINDS[kind](t) for t in inputs]
+    with torch.set_grad_enabled(recorded), pytest.raises((RuntimeError, NotImplementedError, TypeError, ValueError)) as refusal:
+        new(*inputs)
+    assert len(str(refusal.value)) > 20
 
 
 # ---- errors: the Model's type, and words that name what is wrong

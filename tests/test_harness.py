@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -13,198 +14,32 @@ import pytest
 import torch
 
 import harness
-from judge import machine, report, roof, timing, trial
-from judge.correctness import CHUNK, Case, Errors, Examination, compare, first_changed, perturb, poisoned, random_like, same_bits
+from attack import CANDIDATES, expected_reason, fake_ceilings, judge_candidate, judge_pair, named, needs_gpu, text_of
+from judge import correctness, machine, report, roof, timing, trial
+from judge.compare import CHUNK, Errors, compare, first_changed, same_bits
+from judge.correctness import Case, Examination
+from judge.guard import Guard
+from judge.observe import perturb, poisoned, random_like
 from judge.pairs import Pair, Problem, discover
 from judge.roof import Ceilings, Load
 
 ROOT = Path(harness.__file__).resolve().parent
 
-MODEL = """
-import torch
-from torch import nn
-
-batch_size = 32
-
-class Model(nn.Module):
-    def __init__(self, in_features, out_features, num_groups):
-        super().__init__()
-        self.matmul = nn.Linear(in_features, out_features)
-        self.bias = nn.Parameter(torch.randn(out_features))
-        self.group_norm = nn.GroupNorm(num_groups, out_features)
-
-    def forward(self, x):
-        h = self.matmul(x)
-        h = torch.sigmoid(h) * h
-        h = h + self.bias
-        return self.group_norm(h)
-
-def get_inputs(batch_size=batch_size):
-    return [torch.rand(batch_size, 96)]
-
-def get_init_inputs():
-    return [96, 64, 8]
-"""
-
-# An honest candidate, and the right answer that dishonest ones start from.
-NEW = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-{at_import}
-
-class ModelNew(nn.Module):
-    def __init__(self, in_features, out_features, num_groups):
-        super().__init__()
-        self.matmul = nn.Linear(in_features, out_features)
-        self.bias = nn.Parameter(torch.randn(out_features))
-        self.group_norm = nn.GroupNorm(num_groups, out_features)
-        self.calls = 0
-        self.kept = None
-        {at_init}
-
-    def right(self, x):
-        return self.group_norm(F.silu(self.matmul(x)) + self.bias)
-
-    def forward(self, x):
-        self.calls += 1
-        {forward}
-"""
+MODEL = (CANDIDATES / "model.py").read_text()
+NEW = text_of("honest/plain")  # the right answer that others start from
 
 
 def candidate(forward="return self.right(x)", at_import="", at_init=""):
-    body = "\n        ".join(forward.strip().splitlines())
-    return NEW.format(forward=body, at_import=at_import, at_init=at_init)
-
-
-def rounded_to(bits):
-    """Operands of the product keep `bits` bits of mantissa: 10 are TF32's."""
-    return f"""
-def rounded(t):
-    mantissa, exponent = torch.frexp(t)
-    return torch.ldexp(torch.round(mantissa * 2.0**{bits + 1}) / 2.0**{bits + 1}, exponent)
-"""
-
-
-LOW_PRECISION = """h = F.linear(rounded(x), rounded(self.matmul.weight), self.matmul.bias)
-return self.group_norm(F.silu(h) + self.bias)"""
-
-# name: the candidate, and words of the reason it must be rejected for
-WRONG = {
-    "returns zeros": (candidate("return torch.zeros_like(self.right(x))"), "constant, the Model's is not"),
-    "reuses one static buffer": (
-        candidate("if self.kept is None: self.kept = self.right(x).clone()\nreturn self.kept.copy_(self.right(x))"),
-        "the output's memory is reused",
-    ),
-    "returns the previous call's output": (
-        candidate("stale, self.kept = self.kept, self.right(x)\nreturn self.kept if stale is None else stale"),
-        "not close to the Model's",
-    ),
-    "adds the bias before Swish": (candidate("return self.group_norm(F.silu(self.matmul(x) + self.bias))"), "not close to the Model's"),
-    "multiplies with TF32's 10 bits": (candidate(LOW_PRECISION, at_import=rounded_to(10)), "output"),
-    "multiplies with 15 bits, close but imprecise": (candidate(LOW_PRECISION, at_import=rounded_to(15)), "error against float64"),
-    "writes its input": (candidate("out = self.right(x)\nx.add_(1.0)\nreturn out"), "writes input 0"),
-    "writes its parameter": (candidate("out = self.right(x)\nself.bias.data.add_(1.0)\nreturn out"), "writes bias"),
-    "is right on the first call only": (
-        candidate("return self.right(x) + (1.0 if self.calls > 1 else 0.0)"),
-        "output (a second call on the same inputs, seed 0): 2048 of 2048",
-    ),
-    "is never twice the same": (
-        candidate("return self.right(x) * (1 + 1e-7 * self.calls)"),
-        "a third call on the same inputs gives another answer",
-    ),
-    "returns float64": (candidate("return self.right(x).double()"), "has dtype torch.float64"),
-    "returns another shape": (candidate("return self.right(x)[None]"), "has shape (1, 32, 64)"),
-    "returns other strides": (candidate("return self.right(x).t().contiguous().t()"), "has stride (1, 32)"),
-    "returns a list": (candidate("return [self.right(x)]"), "gives 2 outputs, the Model 1"),
-    "leaves a tail unwritten": (
-        candidate("out = torch.empty(32, 64, device=x.device)\nout[:-1] = self.right(x)[:-1]\nreturn out"),
-        "NaN in one and not in the other",
-    ),
-    "ignores the affine parameters": (
-        candidate("return F.group_norm(F.silu(self.matmul(x)) + self.bias, self.group_norm.num_groups)"),
-        "not close to the Model's",
-    ),
-    "hides NaN": (candidate("return self.right(x.nan_to_num())"), "one NaN in each input"),
-    "replaces the clock at import": (
-        candidate(at_import="import time\ntime.perf_counter = lambda: 0.0"),
-        "the candidate replaces time.perf_counter",
-    ),
-    "replaces the comparison in a call": (
-        candidate("torch.allclose = lambda *a, **k: True\nreturn self.right(x)"),
-        "the candidate replaces torch.allclose",
-    ),
-    "replaces a method of the event": (
-        candidate(at_import="torch.cuda.Event.elapsed_time = lambda *a: 0.0"),
-        "the candidate replaces torch.cuda.Event.elapsed_time",
-    ),
-    "replaces a method every tensor inherits": (
-        candidate("torch.Tensor.isnan = lambda t: torch.zeros_like(t, dtype=torch.bool)\nreturn self.right(x)"),
-        "the candidate replaces torch.Tensor.isnan",
-    ),
-    "slows the Model down": (
-        candidate(at_import="slow = F.group_norm\nF.group_norm = lambda *a: (slow(*a), slow(*a))[1]"),
-        "the candidate replaces torch.nn.functional.group_norm",
-    ),
-    "replaces the harness itself": (
-        candidate(at_import="import judge.correctness\njudge.correctness.compare = lambda *a: judge.correctness.Difference()"),
-        "the candidate replaces judge.correctness.compare",
-    ),
-    "allows TF32 for everyone": (
-        candidate(at_import="torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32"),
-        "the candidate changes torch.backends.cudnn.allow_tf32",
-    ),
-    "raises in a call": (candidate("raise RuntimeError('no kernel for this')"), "raised RuntimeError: no kernel for this"),
-    "raises at import": (candidate(at_import="undefined_name"), "raised NameError: name 'undefined_name' is not defined at import"),
-    "has no ModelNew": ("x = 1", "has no attribute 'ModelNew' at import"),
-    "has one more parameter": (candidate(at_init="self.gamma = nn.Parameter(torch.ones(3))"), "state_dict: keys are"),
-    "draws its weights differently": (candidate(at_init="nn.init.zeros_(self.bias)"), "the same seed does not give the Model's bias"),
-    "remembers answers by address": (
-        candidate(
-            "if x.data_ptr() not in answers: answers[x.data_ptr()] = (x, self.right(x))\nreturn answers[x.data_ptr()][1]", "answers = {}"
-        ),
-        "after timing",
-    ),
-}
-
-WRONG_BACKWARD = {
-    "cuts a parameter off": (
-        candidate("return self.group_norm(F.silu(self.matmul(x)) + self.bias.detach())"),
-        "gradient of bias is a NoneType",
-    ),
-    "takes a sum for granted": (
-        candidate(
-            "return AsIfSummed.apply(self.right(x))",
-            at_import="""
-class AsIfSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, g):
-        return torch.ones_like(g)
-""",
-        ),
-        "gradient of input 0",
-    ),
-    "has an imprecise gradient": (
-        candidate(
-            "return Rounded.apply(self.right(x))",
-            at_import="""
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-    @staticmethod
-    def backward(ctx, g):
-        return g * (1 + 1e-5 * torch.cos(1e3 * g))
-""",
-        ),
-        "error against float64",
-    ),
-    "gives no gradient": (candidate("return self.right(x).detach()"), "no output requires a gradient"),
-}
+    """The plain candidate with lines of its own."""
+    text = NEW
+    for line, lines in (
+        ("        return self.right(x)", textwrap.indent(forward.strip(), " " * 8)),
+        ("class ModelNew(nn.Module):", f"{at_import}\n\nclass ModelNew(nn.Module):"),
+        ("\n    def right(", textwrap.indent(at_init, " " * 8) + "\n\n    def right("),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, lines)
+    return text
 
 
 @pytest.fixture(autouse=True)
@@ -220,12 +55,12 @@ def same_process_afterwards():
     assert torch.get_float32_matmul_precision() == precision
 
 
-def fake_ceilings(device="cpu", dtype=torch.float32):
-    """Far above any machine, so that no floor is crossed and nothing is measured."""
-    ceilings = Ceilings(device, [dtype])
-    ceilings.copy_bandwidth = 1e15
-    ceilings.matrix_rate = {name: 1e18 for name in machine.DTYPES}
-    return ceilings
+@pytest.fixture(scope="module", autouse=True)
+def everything_back_in_place():
+    """The guard undoes what candidates did, so that the next is judged fairly."""
+    guard = Guard()
+    yield
+    assert guard.check() == []
 
 
 def write_pair(folder, new, model=MODEL):
@@ -235,13 +70,8 @@ def write_pair(folder, new, model=MODEL):
     return Pair("model", model_path, new_path)
 
 
-def judge(folder, new, device="cpu", model=MODEL, dtype="float32", backward=False, baselines=("eager",), precision="highest"):
-    load = Load(device, [machine.DTYPES[dtype]], [precision], backward)
-    pair = write_pair(folder, new, model)
-    problem = Problem(pair.model_path)
-    entry = trial.Entry(pair, problem, problem.benchmark_batch)
-    settings = trial.Settings(load, list(baselines), 0, 0.02)
-    return trial.judge_pair(entry, settings, fake_ceilings(device, machine.DTYPES[dtype]), lambda text: None)
+def judge(folder, new, device="cpu", model=MODEL, **options):
+    return judge_pair(write_pair(folder, new, model), device, **options)
 
 
 def tree(folder, **kernels):
@@ -282,29 +112,43 @@ def suite(tmp_path, monkeypatch):
 # Candidates
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_rejects_one_that(name, tmp_path, device):
-    if name == "leaves a tail unwritten" and not hasattr(torch.utils, "deterministic") and device.type == "cpu":
+WRONG, WRONG_GRADIENT, ENDING, HONEST = map(named, ("wrong", "wrong_gradient", "ends_the_process", "honest"))
+
+
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_GRADIENT, *ENDING])
+def test_rejects(name, device):
+    if needs_gpu(name) and device.type == "cpu":
+        pytest.skip("this one cheats on a GPU")
+    if name == "wrong/unwritten_tail" and not hasattr(torch.utils, "deterministic") and device.type == "cpu":
         pytest.skip("this PyTorch cannot fill what torch.empty hands out")
-    source, reason = WRONG[name]
-    (run,) = judge(tmp_path, source, device.type)
-    assert not run.ok
+    assert expected_reason(name)
+    as_expected, said = judge_candidate(name, device.type)
+    assert as_expected, said
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_accepts(name, device):
+    as_expected, said = judge_candidate(name, device.type)
+    assert as_expected, said
+
+
+def test_what_is_wrong_is_not_timed(tmp_path):
+    (run,) = judge(tmp_path, text_of("wrong/swapped_operations"))
     assert run.status == trial.WRONG
-    assert any(reason in each for each in run.reasons), run.reasons
-    assert not run.ms or reason == "after timing"
+    assert not run.ok
+    assert not run.ms
+    assert not run.roof
 
 
-@pytest.mark.parametrize("name", WRONG_BACKWARD)
-def test_rejects_a_backward_that(name, tmp_path, device):
-    source, reason = WRONG_BACKWARD[name]
-    forward, forward_backward = judge(tmp_path, source, device.type, backward=True)
-    assert forward.ok, forward.reasons
-    assert forward_backward.direction == "forward_backward"
-    assert any(reason in each for each in forward_backward.reasons), forward_backward.reasons
+def test_sees_that_an_answer_is_finished_after_it_was_given(monkeypatch, device):
+    """The thread sleeps for 50 ms. Where the judge looks at once it sees zeros; where it looks again, that they have changed."""
+    monkeypatch.setattr(correctness, "LATE_SECONDS", 0.5)
+    (run,) = judge_pair(Pair("late", CANDIDATES / "model.py", CANDIDATES / "wrong/sleeping_thread.py"), device.type)
+    assert correctness.LATE in run.reasons
 
 
 def test_says_that_a_forward_carries_no_gradient(tmp_path):
-    (run,) = judge(tmp_path, WRONG_BACKWARD["gives no gradient"][0])
+    (run,) = judge(tmp_path, text_of("wrong_gradient/no_gradient"))
     assert run.notes == ["outputs carry no gradient, the Model's do"]
 
 
@@ -398,16 +242,8 @@ def test_a_candidate_need_repeat_its_bits_only_where_the_model_does(tmp_path):
     assert any("a third call" in reason for reason in exact.reasons), exact.reasons
     (unrepeatable,) = judge(tmp_path, candidate(forward), model=UNREPEATABLE_MODEL, dtype="float64")
     assert unrepeatable.ok, unrepeatable.reasons
-    (stale,) = judge(tmp_path, WRONG["reuses one static buffer"][0], model=UNREPEATABLE_MODEL, dtype="float64")
+    (stale,) = judge(tmp_path, text_of("wrong/one_static_buffer"), model=UNREPEATABLE_MODEL, dtype="float64")
     assert any("the output's memory is reused" in reason for reason in stale.reasons), stale.reasons
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_rejects_work_on_the_default_stream(tmp_path):
-    forward = "with torch.cuda.stream(torch.cuda.default_stream()):\n    return self.right(x)"
-    (run,) = judge(tmp_path, candidate(forward), "cuda")
-    assert any("work is launched elsewhere" in reason for reason in run.reasons), run.reasons
 
 
 # The two gates and their helpers
@@ -562,6 +398,81 @@ def test_statistics_of_known_samples():
     assert samples.speedup_interval("new", over="eager", seed=0) == pytest.approx([10.0, 10.0])
 
 
+@pytest.mark.parametrize("disturbance", ["none", "spikes", "shared by a round and the next ones", "a coarse clock"])
+@pytest.mark.parametrize("rounds", [timing.MIN_ROUNDS, 40])
+def test_equal_contenders_are_not_told_apart(rounds, disturbance):
+    """The interval of A against A holds 1.0 in 95 of 100 runs at least."""
+    noise = torch.Generator().manual_seed(1)
+
+    def times():
+        ms = (0.02 * torch.randn(2, rounds, generator=noise, dtype=torch.float64)).exp()
+        if disturbance == "spikes":
+            ms *= 1 + 3 * (torch.rand(2, rounds, generator=noise) < 0.1) * torch.rand(2, rounds, generator=noise)
+        elif disturbance.startswith("shared"):
+            ms *= (0.02 * torch.randn(rounds, generator=noise).cumsum(0)).exp()
+        elif disturbance == "a coarse clock":
+            ms = (50 * ms).round() / 50
+        return dict(zip(("new", "eager"), ms.tolist()))
+
+    intervals = [timing.Samples(times()).speedup_interval("new", over="eager", seed=run) for run in range(100)]
+    assert sum(low <= 1 <= high for low, high in intervals) >= 95
+
+
+def test_what_is_faster_by_more_than_the_noise_is_called_faster():
+    noise = random.Random(0)
+    samples = timing.Samples({name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))})
+    assert timing.verdict(samples.speedup_interval("new", over="slow", seed=0)) == timing.FASTER
+    assert timing.verdict(samples.speedup_interval("slow", over="new", seed=0)) == timing.SLOWER
+    assert timing.verdict([0.99, 1.01]) == timing.verdict([1.0, 1.01]) == timing.AMBIGUOUS
+
+
+def test_disturbed_rounds_are_said():
+    noise = random.Random(0)
+    quiet = [noise.gauss(1.0, 0.01) for _ in range(60)]
+    assert timing.Samples({"new": quiet, "eager": [2 * ms for ms in quiet]}).interference() == []
+    drifting = [ms * (1 + 0.1 * i / 60) for i, ms in enumerate(quiet)]
+    (said,) = timing.Samples({"new": drifting, "eager": quiet[::-1]}).interference() or timing.Samples({"new": drifting}).interference()
+    assert "the last third of the rounds took" in said
+    wide = [noise.choice((1.0, 1.4)) for _ in range(60)]
+    assert "the middle half of eager's times spans" in timing.Samples({"new": quiet, "eager": wide}).interference()[0]
+
+
+def test_what_a_gpu_says_of_its_clocks(monkeypatch):
+    assert machine.clocks("cpu") is None
+    assert machine.throttle_reasons("0x0000000000000001") == ""  # idle
+    assert machine.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown by software"
+    assert machine.throttle_reasons("[N/A]") == ""
+    old_driver = {"clocks.sm": "1980", "clocks_throttle_reasons.active": "0x4"}
+    monkeypatch.setattr(
+        machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None
+    )
+    state = machine.clocks("cuda")
+    assert (state["clocks.sm"], state["throttle"]) == ("1980", "power cap")
+    run = trial.Run("m", "", "cuda", "float32", "highest", "forward", 0, 1, clocks={"before": state, "after": state})
+    monkeypatch.setattr(machine, "other_gpu_processes", lambda: 2)
+    run.interference = trial._foreign_load(run)
+    assert "m (cuda float32 highest fwd b1): timed under interference: 2 other processes compute on this GPU" in report.table([run])
+    assert run.interference == ["2 other processes compute on this GPU", "the GPU's clocks are held down: power cap"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_medians_agree_with_triton_and_with_a_replayed_graph():
+    """Within 3%, for a kernel long enough that the launch does not count."""
+    testing = pytest.importorskip("triton.testing")
+    x = torch.rand(1 << 28, device="cuda")
+    out = torch.empty_like(x)
+
+    def call():
+        torch.mul(x, 2.0, out=out)
+
+    replay, _ = timing.in_cuda_graph(call)
+    samples = timing.measure({"new": call, "graph": replay}, lambda factor: None, "cuda", 0.5, seed=0)
+    reference = testing.do_bench(call, warmup=100, rep=500, return_mode="median")
+    assert samples.median("new") == pytest.approx(reference, rel=0.03)
+    assert samples.median("new") == pytest.approx(samples.median("graph"), rel=0.03)
+
+
 # The floor
 
 
@@ -713,7 +624,9 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
         assert (run["device"], run["dtype"], run["precision"]) == ("cpu", "float32", "highest")
         assert (run["batch"], run["shapes"], run["seed"]) == (32, [[32, 96]], 0)
         assert set(run["ms"]) == set(run["spread"]) == {"new", "eager"}
-        assert set(run["speedup"]) == set(run["speedup_ci"]) == {"eager"}
+        assert set(run["speedup"]) == set(run["speedup_ci"]) == set(run["verdict"]) == {"eager"}
+        assert run["verdict"]["eager"] in (timing.FASTER, timing.SLOWER, timing.AMBIGUOUS)
+        assert run["clocks"] == {}
         assert set(run["roof"]) == {"bytes", "flops", "floor_ms", "percent"}
         assert set(run["error"]) == {"new_max", "new_rms", "eager_max", "eager_rms"}
         assert run["import_seconds"] >= 0
@@ -723,7 +636,7 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
 
 def test_from_prints_and_judges_what_was_recorded(suite, tmp_path, capsys):
     suite.add("good", candidate())
-    suite.add("wrong", WRONG["returns zeros"][0])
+    suite.add("wrong", text_of("wrong/zeros"))
     path = tmp_path / "out.json"
     assert suite("--json", str(path)) == 1
     table = capsys.readouterr().out
@@ -734,7 +647,7 @@ def test_from_prints_and_judges_what_was_recorded(suite, tmp_path, capsys):
     assert markdown[0].startswith("| model | run | result | new ms | eager ms | x eager [95%] |")
     assert set(markdown[1]) <= set("|- ")
     assert markdown[2].startswith("| good | cpu float32 highest fwd b32 | ok |")
-    assert len(markdown) == 3
+    assert not any(line.startswith("|") for line in markdown[3:])
     assert suite("--from", str(path), "godd") == 2
     assert "did you mean good?" in capsys.readouterr().err
 
@@ -808,7 +721,7 @@ BUILD_FAILURES = {
 def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     suite.add("good", candidate())
     assert suite() == 0
-    suite.add("raising", WRONG["raises in a call"][0])
+    suite.add("raising", text_of("wrong/raises_in_a_call"))
     assert suite() == 1
     out = capsys.readouterr().out
     assert "raised RuntimeError: no kernel for this" in out
@@ -896,7 +809,7 @@ def test_two_files_from_another_folder(tmp_path):
 
 
 def test_a_wrong_pair_exits_with_one(tmp_path):
-    pair = write_pair(tmp_path, WRONG["adds the bias before Swish"][0])
+    pair = write_pair(tmp_path, text_of("wrong/swapped_operations"))
     done = run_harness(ROOT, str(pair.model_path), str(pair.new_path), "--device", "cpu", "--baselines", "eager")
     assert done.returncode == 1, done.stderr
     assert "not close to the Model's" in done.stdout

@@ -29,6 +29,11 @@ SHAPES = [
     case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
     case("groups of 20 channels", 2, 8, 100, 100, 3, 2, 20),
     case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
+    case("nine of the benchmark's images", 9, 8, 256, 256, 3, 8, 4),
+    case("images too large for 32 channels at once", 1, 8, 520, 516, 3, 8, 4),
+    case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
+    case("a group of 35 channels and an odd size", 2, 3, 51, 53, 3, 2, 35),
+    case("narrow images of an odd width", 5, 8, 300, 9, 3, 4, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
     case("33 channels to 128 in one group", 2, 33, 30, 31, 3, 1, 128),
     case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
@@ -150,12 +155,23 @@ class TestOnTheGPU:
         assert torch.equal(new(*inputs), strict)
 
 
+    @torch.no_grad()
+    def test_tf32_inputs_beyond_half_precision(self, monkeypatch):
+        model, new, inputs = build(SHAPES[0], "cuda")
+        x = inputs[0].clone()
+        x[0, 3, 17, 11], x[1, 0, 0, 0], x[1, -1, -1, -1] = 1e6, -7e5, 1e9
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        right = in_float64(model)(x.double())
+        assert (new(x).double() - right).abs().max().item() <= 2 * (model(x).double() - right).abs().max().item()
+
+
 def test_inference_takes_the_fused_convolution_and_training_does_not(device):
     _, new, inputs = build(SHAPES[0], device)
     assert calls(new, *inputs) == ["convolve"]
     with Calls() as seen:
         new(*inputs).sum().backward()
-    assert seen.names == ["forward", "backward"] and new.conv.weight.grad is not None
+    assert seen.names == ["convolution", "forward", "backward", "convolution_backward"] and new.conv.weight.grad is not None
 
 
 def with_hook(conv):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from accuracy import assert_same_form
-from cases import FIRST, ROOT, build
+from cases import FIRST, ROOT, build, runs
 from processes import finish, start_python
 
 
@@ -82,6 +82,8 @@ def judge_all(device: str) -> None:
         for name, (how, spoil), grad in itertools.product(right, SPOILERS.items(), (False, True)):
             if how == "on the meta device" and not name.startswith("input"):
                 continue  # PyTorch's own linear and convolution then read whatever stands in memory
+            if how == "in float16" and not runs(torch.float16, device):
+                continue
             print(f"{case.stem}, {name} {how}, gradients {'on' if grad else 'off'}", flush=True)
 
             def call(module):

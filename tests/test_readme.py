@@ -1,12 +1,16 @@
 """The README says what the committed records say."""
 
+import ast
 import hashlib
 import json
 import re
+import shutil
 
 import harness
 import pytest
-from cases import ROOT
+import torch
+from cases import ROOT, problem
+from processes import run_python
 
 README = (ROOT / "README.md").read_text()
 RECORDS = sorted((ROOT / "results").glob("*.json"))
@@ -35,3 +39,18 @@ def test_files_it_names_exist():
 def test_its_commands_are_the_makefiles():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(re.findall(r"make ([a-z]+)", README)) - {"is"} <= set(targets)
+
+
+def test_its_training_loop_learns(tmp_path):
+    """As a new user has it: the code of the README in one file, the copied ModelNew beside it."""
+    (loop,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "loop.py").write_text(loop)
+    (stem,) = re.findall(r"from (\w+) import ModelNew", loop)
+    shutil.copy(ROOT / "kernels" / f"{stem}.py", tmp_path)
+    printed = run_python("sys.path.insert(0, '')\nimport loop", cwd=tmp_path, OMP_NUM_THREADS=2)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed)]
+    assert len(losses) == 4 and losses[-1] < 0.05, printed
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    arguments = ast.literal_eval(re.search(r"ModelNew(\(.*\)),", loop)[1])
+    model = problem(stem).Model(*arguments)  # what was trained there can go on here
+    model.load_state_dict({name.removeprefix("0."): value for name, value in weights.items() if name.startswith("0.")}, strict=True)

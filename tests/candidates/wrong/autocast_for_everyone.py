@@ -1,0 +1,24 @@
+"""Turns autocast on and leaves it on.
+
+Rejected: the candidate changes autocast
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+
+    def right(self, x):
+        return self.group_norm(F.silu(self.matmul(x)) + self.bias)
+
+    def forward(self, x):
+        out = self.right(x)
+        torch.set_autocast_enabled(True)
+        return out

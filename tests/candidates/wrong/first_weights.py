@@ -1,0 +1,22 @@
+"""Remembers the weights as they were at the first call.
+
+Rejected: not close to the Model's
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+        self.weight = None
+
+    def forward(self, x):
+        if self.weight is None:
+            self.weight = self.matmul.weight.detach().clone()
+        return self.group_norm(F.silu(F.linear(x, self.weight, self.matmul.bias)) + self.bias)

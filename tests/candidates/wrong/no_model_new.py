@@ -1,0 +1,4 @@
+"""Has no ModelNew.
+
+Rejected: has no attribute 'ModelNew' at import
+"""

@@ -1,0 +1,20 @@
+"""Has one more parameter.
+
+Rejected: state_dict: keys are
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+        self.gamma = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.group_norm(F.silu(self.matmul(x)) + self.bias)

@@ -1,0 +1,25 @@
+"""Every answer is written into the same memory.
+
+Rejected: the output's memory is reused
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+        self.kept = None
+
+    def right(self, x):
+        return self.group_norm(F.silu(self.matmul(x)) + self.bias)
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = self.right(x).clone()
+        return self.kept.copy_(self.right(x))

@@ -1,0 +1,23 @@
+"""Replaces the clock at import.
+
+Rejected: the candidate replaces time.perf_counter
+"""
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+time.perf_counter = lambda: 0.0
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+
+    def forward(self, x):
+        return self.group_norm(F.silu(self.matmul(x)) + self.bias)

@@ -1,0 +1,18 @@
+"""Raises in a call.
+
+Rejected: raised RuntimeError: no kernel for this
+"""
+
+import torch
+from torch import nn
+
+
+class ModelNew(nn.Module):
+    def __init__(self, in_features, out_features, num_groups):
+        super().__init__()
+        self.matmul = nn.Linear(in_features, out_features)
+        self.bias = nn.Parameter(torch.randn(out_features))
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+
+    def forward(self, x):
+        raise RuntimeError("no kernel for this")

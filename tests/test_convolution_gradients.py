@@ -1,0 +1,190 @@
+"""The convolution for training, conv_sigmoid_group_norm's operators `convolution` and `convolution_backward`, against PyTorch's own."""
+
+import itertools
+
+import pytest
+import torch
+from accuracy import allowed_error, largest, same_kinds, worst_error
+from cases import solution
+from torch.nn.functional import conv2d
+
+NAMES = ("output", "input", "weight", "bias")
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
+
+# samples, in_channels, out_channels, height, width, kernel size
+SHAPES = {
+    "the benchmark's images": (2, 8, 32, 256, 256, 3),
+    "images a strip wide": (3, 8, 32, 20, 130, 3),
+    "an odd size": (2, 8, 32, 35, 37, 3),
+    "a column beyond a strip": (1, 8, 32, 17, 131, 3),
+    "narrow images": (2, 8, 32, 300, 4, 3),
+    "low images": (2, 8, 32, 3, 400, 3),
+    "three channels to seven": (2, 3, 7, 63, 67, 3),
+    "one channel to one": (3, 1, 1, 40, 41, 3),
+    "nine channels to nine": (2, 9, 9, 31, 34, 3),
+    "20 channels to 33": (1, 20, 33, 29, 150, 3),
+    "64 channels to 128": (2, 64, 128, 30, 31, 3),
+    "1x1 kernels": (2, 8, 24, 64, 64, 1),
+    "1x1 kernels of 33 channels, an odd size": (2, 33, 65, 29, 131, 1),
+    "many small images": (300, 4, 8, 20, 20, 3),
+    "images too small for the kernels": (2, 8, 32, 10, 10, 3),
+    "more channels than the kernels take": (2, 65, 130, 20, 20, 3),
+    "5x5 kernels": (2, 8, 32, 24, 24, 5),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+BENCHMARK, ODD = SHAPES["the benchmark's images"], SHAPES["an odd size"]
+
+
+def operators():
+    namespace = getattr(torch.ops, solution("conv_sigmoid_group_norm").NAMESPACE)
+    return namespace.convolution, namespace.convolution_backward
+
+
+def problem(shape: tuple, device, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """x, weight, bias, and the output's gradient."""
+    samples, inside, outside, height, width, size = shape
+    generator = torch.Generator().manual_seed(seed)
+    reach = (inside * size * size) ** -0.5
+    x = torch.rand((samples, inside, height, width), generator=generator)
+    weight, bias = (reach * (2 * torch.rand(s, generator=generator) - 1) for s in ((outside, inside, size, size), (outside,)))
+    grad = torch.randn((samples, outside, height - size + 1, width - size + 1), generator=generator)
+    return [t.to(device, dtype) for t in (x, weight, bias, grad)]
+
+
+def ours(x, weight, bias, grad, needs=(True, True, True)) -> dict[str, torch.Tensor]:
+    forward, backward = operators()
+    return dict(zip(NAMES, (forward(x, weight, bias), *backward(grad, x, weight, needs)), strict=True))
+
+
+def eager(*tensors) -> dict[str, torch.Tensor]:
+    x, weight, bias, grad = tensors
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+    out = conv2d(*leaves)
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
+
+
+def assert_right(*tensors) -> None:
+    """NaN and the infinities as eager's or float64's, errors as `allowed_error` has it."""
+    got, expected, right = ours(*tensors), eager(*tensors), eager(*[t.double() for t in tensors])
+    found = []
+    for name, out in got.items():
+        assert (out.shape, out.dtype) == (expected[name].shape, expected[name].dtype)
+        assert out.is_contiguous()
+        assert same_kinds(out, expected[name], right[name]), f"{name}: NaN or Inf where neither eager nor float64 has it"
+        finite = right[name].masked_fill(~(expected[name].isfinite() & (2 * right[name]).to(out.dtype).isfinite()), torch.nan)
+        error, eagers = worst_error(out, finite), worst_error(expected[name], finite)
+        if not error <= allowed_error(eagers, largest(finite), out.dtype):
+            found.append(f"{name}: error {error:.3g}, eager's {eagers:.3g}, of {largest(finite):.3g}")
+    assert not found, found
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_agree_with_pytorchs_on_the_cpu(shape, dtype):
+    if shape is BENCHMARK:
+        pytest.skip("the CPU's is PyTorch's at any size")
+    tensors = problem(shape, "cpu", dtype)
+    for name, out in ours(*tensors).items():
+        torch.testing.assert_close(out, eager(*tensors)[name])
+
+
+@pytest.mark.parametrize("needs", itertools.product([False, True], repeat=3), ids=str)
+def test_what_is_not_needed_has_no_elements(needs, device):
+    tensors = problem(ODD, device)
+    everything = ours(*tensors)
+    got = ours(*tensors, needs)
+    for name, needed in zip(NAMES[1:], needs):
+        torch.testing.assert_close(got[name], everything[name] if needed else everything[name].new_empty(0), rtol=1e-5, atol=1e-5)
+
+
+def test_opcheck(device):
+    """Shapes that the kernels take: those of the other tests of operators are small."""
+    x, weight, bias, grad = problem(ODD, device)
+    forward, backward = operators()
+    torch.library.opcheck(forward, (x, weight, bias))
+    for needs in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(backward, (grad, x, weight, needs))
+
+
+def test_second_derivatives_are_pytorchs(device):
+    tensors = problem(ODD, device, torch.float64)
+    function = solution("conv_sigmoid_group_norm").Convolution.apply
+
+    def second(convolution) -> list[torch.Tensor]:
+        x, weight, bias, grad = (t.detach().requires_grad_() for t in tensors)
+        first = torch.autograd.grad(convolution(x, weight, bias), (x, weight), grad, create_graph=True)
+        return torch.autograd.grad([f.square().sum() for f in first], (x, weight, grad))
+
+    for ours, theirs in zip(second(function), second(conv2d), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class TestOnTheGPU:
+    pytestmark = gpu
+
+    @shapes
+    def test_as_accurate_as_eager(self, shape):
+        assert_right(*problem(shape, "cuda"))
+
+    @pytest.mark.parametrize("shape", [BENCHMARK, ODD, SHAPES["20 channels to 33"], SHAPES["1x1 kernels"]], ids=str)
+    def test_repeated_calls_give_the_same_bits(self, shape):
+        tensors = problem(shape, "cuda")
+        first = ours(*tensors)
+        for _ in range(5):
+            again = ours(*tensors)
+            assert all(torch.equal(again[name], first[name]) for name in NAMES)
+
+    @pytest.mark.parametrize("what", range(4), ids=["input", "weight", "bias", "gradient"])
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e-3, 1e4, 1e9, 1e30])
+    def test_any_magnitude(self, what, magnitude):
+        tensors = problem(ODD, "cuda")
+        tensors[what] = tensors[what] * magnitude
+        assert_right(*tensors)
+
+    @pytest.mark.parametrize("magnitude", [1e-6, 1e-3])
+    def test_deviations_from_a_large_mean(self, magnitude):
+        """Long sums of one sign: an accumulator that rounds towards zero would drift."""
+        x, weight, bias, grad = problem(BENCHMARK, "cuda")
+        assert_right(1 + magnitude * x, weight.abs(), bias, 1 + magnitude * grad)
+
+    @pytest.mark.parametrize("shape", [ODD, SHAPES["20 channels to 33"], SHAPES["1x1 kernels"]], ids=str)
+    @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 3.4e38], ids=str)
+    @pytest.mark.parametrize("what", [0, 1, 2, 3], ids=["input", "weight", "bias", "gradient"])
+    def test_what_is_not_finite(self, what, value, shape):
+        """Infinities stay infinities, though a difference of two is in every product of halves."""
+        tensors = problem(shape, "cuda")
+        tensors[what].view(-1)[tensors[what].numel() // 3] = value
+        tensors[what].view(-1)[-1] = value
+        assert_right(*tensors)
+
+    @pytest.mark.parametrize("layout", ["expanded", "transposed", "offset by one"])
+    def test_gradients_in_any_layout(self, layout):
+        x, weight, bias, grad = problem(ODD, "cuda")
+        if layout == "expanded":
+            grad = grad[:1, :1, :1, :1].expand(grad.shape)
+        elif layout == "transposed":
+            grad = grad.mT.contiguous().mT
+        else:
+            grad = torch.cat([grad.new_zeros(1), grad.flatten()])[1:].view(grad.shape)
+        assert_right(x, weight, bias, grad)
+
+    def test_in_a_graph(self):
+        tensors = problem(ODD, "cuda")
+        expected = ours(*tensors)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = ours(*tensors)
+        for _ in range(3):
+            graph.replay()
+        assert all(torch.equal(out[name], expected[name]) for name in NAMES)
+
+    def test_on_a_stream_of_its_own(self):
+        tensors = problem(BENCHMARK, "cuda")
+        expected, stream = ours(*tensors), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            out = ours(*tensors)
+        stream.synchronize()
+        assert all(torch.equal(out[name], expected[name]) for name in NAMES)
