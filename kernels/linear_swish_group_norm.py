@@ -617,6 +617,7 @@ struct Product {
     const RowScale *rows, *columns;
     int* flags;  // of each block of kBlockSide^2 outputs, row by row
     int m, n, k;
+    bool turned_x, turned_w;  // stored as (k, m), (k, n)
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
@@ -772,6 +773,11 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* 
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
 }
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 template <int kRegisters> __device__ __forceinline__ void registers_up() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -789,9 +795,12 @@ template <int kCount> __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-// Descriptor of a K-major tile whose rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom. Along K it moves inside the line.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
-    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// Descriptor of a tile. K-major: its rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom; along K it moves inside the line.
+// Turned: strips of 32 rows, 4096 bytes apart; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+template <bool kTurned> __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
+    const uint64_t address = (shared & 0x3ffff) >> 4;
+    return kTurned ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
+                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
 // d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
@@ -806,13 +815,15 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"  \
         "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"   \
         "%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WGMMA(N, P, F, a, b, add)                                                                                                  \
+#define WGMMA(N, P, F, a, b, add, turn_a, turn_b)                                                                                  \
+    template <bool kTurnedA, bool kTurnedB>                                                                                        \
     __device__ __forceinline__ void wgmma(float (&d)[N / 2], uint64_t da, uint64_t db, int keep) {                                 \
         asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                  \
-                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(da), "l"(db), "r"(keep));      \
+                     "k16.f32.f16.f16 {" P "}, %" #a ", %" #b ", keep, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                       \
+                     : F(d) : "l"(da), "l"(db), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                \
     }
-WGMMA(128, P64, F64, 64, 65, 66)
-WGMMA(256, P128, F128, 128, 129, 130)
+WGMMA(128, P64, F64, 64, 65, 66, 67, 68)
+WGMMA(256, P128, F128, 128, 129, 130, 131, 132)
 
 // The main loop.
 
@@ -823,10 +834,11 @@ constexpr int kTileM = kConsumers * 64;
 constexpr int kBand = 2048 / kTileM;               // rows of tiles that go column by column, so that x's and W's lines meet in L2
 static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= 65536, "an SM's registers");
 
-// kPromote: whether the sums of some lines at a time are added to the main ones.
-template <int kTileN_, int kStages_, bool kPromote_, int kPieces_> struct Shape {
+// kPromote: whether the sums of some lines at a time are added to the main ones. kTurned: an operand is stored as (k, rows).
+template <int kTileN_, int kStages_, bool kPromote_, int kPieces_, bool kTurnedA_ = false, bool kTurnedB_ = false> struct Shape {
     static constexpr int kTileN = kTileN_, kStages = kStages_, kPieces = kPieces_;
-    static constexpr bool kPromote = kPromote_;
+    static constexpr bool kPromote = kPromote_, kTurnedA = kTurnedA_, kTurnedB = kTurnedB_;
+    template <bool kTurnedA, bool kTurnedB> using Turned = Shape<kTileN, kStages, kPromote, kPieces, kTurnedA, kTurnedB>;
     static constexpr int kAccumulators = kTileN / 2;
     static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128, kStageBytes = kBytesA + kBytesB;
     static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
@@ -857,22 +869,32 @@ template <class Config> struct Tiles {
     }
 };
 
-// The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
+// The products of a line, in steps of 16 of K. Two pieces: hi, hi, lo, lo; one: four of hi. In the descriptors' units of 16 bytes a step is
+// 32 bytes, or 16 lines of 64, and the low pieces are 64 bytes on, or half a strip.
 template <class Config>
 __device__ __forceinline__ void multiply_line(float (&d)[Config::kAccumulators], uint64_t a, uint64_t b, int keep) {
+    constexpr bool kA = Config::kTurnedA, kB = Config::kTurnedB;
+    constexpr int kStepA = kA ? 64 : 2, kStepB = kB ? 64 : 2, kLoA = kA ? 128 : 4, kLoB = kB ? 128 : 4;
     if constexpr (Config::kPieces == 2) {
-        wgmma(d, a + 4, b, keep);
-        wgmma(d, a, b + 4, 1);
-        wgmma(d, a + 6, b + 2, 1);
-        wgmma(d, a + 2, b + 6, 1);
-        wgmma(d, a, b, 1);
-        wgmma(d, a + 2, b + 2, 1);
+        wgmma<kA, kB>(d, a + kLoA, b, keep);
+        wgmma<kA, kB>(d, a, b + kLoB, 1);
+        wgmma<kA, kB>(d, a + kLoA + kStepA, b + kStepB, 1);
+        wgmma<kA, kB>(d, a + kStepA, b + kLoB + kStepB, 1);
+        wgmma<kA, kB>(d, a, b, 1);
+        wgmma<kA, kB>(d, a + kStepA, b + kStepB, 1);
     } else {
-        wgmma(d, a, b, keep);
-        wgmma(d, a + 2, b + 2, 1);
-        wgmma(d, a + 4, b + 4, 1);
-        wgmma(d, a + 6, b + 6, 1);
+        wgmma<kA, kB>(d, a, b, keep);
+        wgmma<kA, kB>(d, a + kStepA, b + kStepB, 1);
+        wgmma<kA, kB>(d, a + 2 * kStepA, b + 2 * kStepB, 1);
+        wgmma<kA, kB>(d, a + 3 * kStepA, b + 3 * kStepB, 1);
     }
+}
+
+// The copy engine brings `row`'s tile of a line.
+template <bool kTurned, int kPieces>
+__device__ __forceinline__ void load_tile(uint32_t shared, const CUtensorMap* map, int line, int row, uint32_t bar) {
+    if constexpr (kTurned) tensor_load(shared, map, 0, line * (kLine / kPieces), row / 32 * kPieces, bar);
+    else tensor_load(shared, map, line * kLine, row, bar);
 }
 
 template <int kSlab, class Epilogue, int kCount>
@@ -921,8 +943,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     const uint32_t a = ring + stage * Config::kStageBytes, bar = full + 8 * stage;
                     mbarrier_wait(empty + 8 * stage, phase ^ 1);
                     mbarrier_expect_bytes(bar, Config::kStageBytes);
-                    tensor_load(a, &map_a, line * kLine, corner.row, bar);
-                    tensor_load(a + Config::kBytesA, &map_b, line * kLine, corner.column, bar);
+                    load_tile<Config::kTurnedA, Config::kPieces>(a, &map_a, line, corner.row, bar);
+                    load_tile<Config::kTurnedB, Config::kPieces>(a + Config::kBytesA, &map_b, line, corner.column, bar);
                 }
             }
         }
@@ -930,7 +952,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     } else {
         registers_up<kConsumerRegisters>();
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        const uint64_t tile_a = tile_descriptor(ring + warpgroup * 64 * 128), tile_b = tile_descriptor(ring + Config::kBytesA);
+        const uint64_t tile_a = tile_descriptor<Config::kTurnedA>(ring + warpgroup * 64 * 128);
+        const uint64_t tile_b = tile_descriptor<Config::kTurnedB>(ring + Config::kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
@@ -1075,6 +1098,13 @@ constexpr int kRecomputeBlock = 256;
 constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
+// Values k to k + 3 of a row of an operand; beyond the end, zeros.
+__device__ __forceinline__ float4 load_quad(const float* operand, bool turned, int rows, int row, int k, int last) {
+    if (!turned) return k < last ? *reinterpret_cast<const float4*>(operand + int64_t(row) * last + k) : make_float4(0, 0, 0, 0);
+    const auto value = [&](int at) { return at < last ? operand[int64_t(at) * rows + row] : 0.0f; };
+    return make_float4(value(k), value(k + 1), value(k + 2), value(k + 3));
+}
+
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     __shared__ float h[kBlockSide][kBlockSide + 2];
@@ -1103,11 +1133,10 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             __syncthreads();
             for (int f = warp; f < few_count; f += kRecomputeBlock / 32) {
                 const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
-                const float4* x = reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k);
-                const float4* w = reinterpret_cast<const float4*>(product.weight + int64_t(column0 + c) * product.k);
                 float4 sum = make_float4(0, 0, 0, 0);
-                for (int q = lane; q < product.k / 4; q += 32) {
-                    const float4 a = x[q], b = w[q];
+                for (int k = lane * 4; k < product.k; k += 128) {
+                    const float4 a = load_quad(product.x, product.turned_x, product.m, row0 + r, k, product.k);
+                    const float4 b = load_quad(product.weight, product.turned_w, product.n, column0 + c, k, product.k);
                     sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
                     sum.z = fmaf(a.z, b.z, sum.z), sum.w = fmaf(a.w, b.w, sum.w);
                 }
@@ -1121,8 +1150,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
             for (int k = 0; k < product.k; k += kSlice) {
                 float4 x = make_float4(0, 0, 0, 0), w = x;
-                if (k + q < product.k && r < rows) x = *reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k + k + q);
-                if (k + q < product.k && r < columns) w = *reinterpret_cast<const float4*>(product.weight + int64_t(column0 + r) * product.k + k + q);
+                if (r < rows) x = load_quad(product.x, product.turned_x, product.m, row0 + r, k + q, product.k);
+                if (r < columns) w = load_quad(product.weight, product.turned_w, product.n, column0 + r, k + q, product.k);
                 __syncthreads();
                 slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
                 slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
@@ -1404,6 +1433,24 @@ static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t hal
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// The product of split operands.
+template <class Config, class Epilogue>
+static cudaError_t launch_multiply(
+    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, const Device& device, cudaStream_t stream) {
+    const Product& product = epilogue.product;
+    const auto kernel = multiply<Config, Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
+    if (error != cudaSuccess) return error;
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
+    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
+    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4, lines = padded_k(product.k) * Config::kPieces / kLine;
+    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
+        map_x, map_w, lines, promote, epilogue);
+    const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
+    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
+    return cudaGetLastError();
+}
+
 template <class Config, class Epilogue>
 static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
@@ -1419,20 +1466,10 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Devi
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Config::kTileN)) return cudaErrorInvalidValue;
 
-    cudaError_t error = launch_split<Config::kPieces>(
+    const cudaError_t error = launch_split<Config::kPieces>(
         {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
         sizes.flags / int64_t(sizeof(int)), stream);
-    const auto kernel = multiply<Config, Epilogue>;
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
-    // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
-    kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
-        map_x, map_w, int(halves / kLine), promote, epilogue);
-    const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    recompute<<<unsigned(blocks < 4 * device.sms ? blocks : 4 * device.sms), kRecomputeBlock, 0, stream>>>(epilogue);
-    return cudaGetLastError();
+    return error != cudaSuccess ? error : launch_multiply<Config>(epilogue, map_x, map_w, device, stream);
 }
 #endif
 
@@ -1454,9 +1491,6 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
 }
 // --- end shared: product launchers ---
 
-// Where the product is only a part, TF32's is left to cuBLAS: one kernel less to build.
-constexpr bool kTf32Alone = false;
-
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
 // h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
 extern "C" int product_forward(
@@ -1466,16 +1500,405 @@ extern "C" int product_forward(
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    if constexpr (kTf32Alone) {
-        if (tf32) return launch_product<OneProduct>(epilogue, workspace, device, stream);
-    }
-    return launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, h};
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
 }
 // --- end shared: product entry point ---
+
+// --- shared: product gradients (home: kernels/linear_swish_group_norm.py) ---
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The gradients of C = x W^T + bias from C's, `grad` (m, n): grad W (m, k), grad^T x (n, k), and grad's column sums.
+//
+// grad is split once, each row with a scale of its own, 2^a. Along its rows it is the first product's operand as it is; along its columns it
+// is the second's, turned, where x's rows take 2^-a over (as 2^(least a - a), at most 1). W and x are turned operands too, with a scale a
+// column. So nothing is transposed in memory.
+
+#if CUDART_VERSION >= 12000
+constexpr int kGradientQuads = 4;       // a thread's, of a row
+constexpr int kGradientBlock = 512;     // threads at most
+constexpr int kColumnBlock = 256;       // threads, a quad of columns each
+constexpr int kColumnRows = 4;          // rows of a thread in flight
+constexpr int kGradientSums = 3;        // of a column: magnitudes and squares of the scaled values, the values
+
+__device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
+__device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
+    const auto bits = [](float v) { return is_finite(v) ? magnitude_bits(v) : 0; };
+    return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
+}
+// The exponent of the scale that brings the largest magnitude to [2^14, 2^15), at most 126.
+__device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
+template <int kPieces> __device__ __forceinline__ bool loses(float v) {
+    return fabsf(v) < (kPieces == 2 ? 0x1p-2f : 0x1p-14f) && v != 0;
+}
+template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;  // for each such value
+
+// What is known of the columns of an operand, beside their pieces.
+struct Columns {
+    unsigned *largest;  // bits of a magnitude: of each column; for grad one, of its rows' `unscale`
+    float *lost, *partials;  // lost: doubt, in whole numbers, so that the order in which it is added does not show
+    RowScale* scales;
+};
+
+// A block owns every so-many-th row, and a thread kGradientQuads quads of its columns. pieces may be null: then it is for the sums alone.
+template <int kPieces>
+__global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
+    const float* __restrict__ grad, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows, int columns) {
+    __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
+    __shared__ float warp_sums[2][3][kGradientBlock / 32];
+    const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
+    const auto column = [&](int i) { return (tid + i * threads) * 4; };
+    float4 held[kGradientQuads], next[kGradientQuads];
+    float sums[kGradientSums][kGradientQuads][4] = {};
+    const auto load = [&](int64_t row) {
+#pragma unroll
+        for (int i = 0; i < kGradientQuads; ++i) {
+            next[i] = make_float4(0, 0, 0, 0);
+            if (row < rows && column(i) < columns) next[i] = __ldcs(reinterpret_cast<const float4*>(grad + row * columns + column(i)));
+        }
+    };
+    uint32_t largest = 0, widest = 0;
+    const auto leave_scale = [&](int64_t row, int parity) {  // of the row whose sums are in warp_sums[parity]
+        float total[3] = {};
+        for (int w = 0; w < warps; ++w) {
+            for (int k = 0; k < 3; ++k) total[k] += warp_sums[parity][k][w];
+        }
+        RowScale result;
+        result.unscale = power_of_two(-scale_exponent(largest));
+        result.doubt = kDoubt<kPieces> * total[2];
+        if (result.unscale > kLargestScale || (kPieces == 2 && total[0] * total[0] < kFewProducts * total[1])) result.doubt = INFINITY;
+        if (largest == 0 && total[0] == 0) result.doubt = -INFINITY;
+        scales[row] = result;
+        widest = max(widest, __float_as_uint(result.unscale));
+    };
+
+    load(blockIdx.x);
+    int parity = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+        uint32_t own = 0;
+#pragma unroll
+        for (int i = 0; i < kGradientQuads; ++i) {
+            held[i] = next[i];
+            own = max(own, finite_bits(held[i]));
+        }
+        load(row + gridDim.x);
+        own = __reduce_max_sync(~0u, own);
+        if (tid % 32 == 0) warp_largest[parity][tid / 32] = own;
+        __syncthreads();
+        if (tid == 0 && row != blockIdx.x && scales != nullptr) leave_scale(row - gridDim.x, parity ^ 1);
+        largest = 0;
+        for (int w = 0; w < warps; ++w) largest = max(largest, warp_largest[parity][w]);
+        const float scale = power_of_two(scale_exponent(largest));
+        float total[3] = {};  // magnitudes, squares, lost
+#pragma unroll
+        for (int i = 0; i < kGradientQuads; ++i) {
+            if (column(i) >= padded) continue;
+            const float values[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+            float v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[j] = values[j] * scale;
+                sums[0][i][j] += fabsf(v[j]);
+                sums[1][i][j] = fmaf(v[j], v[j], sums[1][i][j]);
+                sums[2][i][j] += values[j];
+                total[0] += fabsf(v[j]);
+                total[1] = fmaf(v[j], v[j], total[1]);
+                if (loses<kPieces>(v[j])) {
+                    total[2] += 1;
+                    if (pieces != nullptr) atomicAdd(of.lost + column(i) + j, kDoubt<kPieces>);
+                }
+            }
+            if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
+        }
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) total[k] += __shfl_xor_sync(~0u, total[k], offset);
+            if (tid % 32 == 0) warp_sums[parity][k][tid / 32] = total[k];
+        }
+    }
+    __syncthreads();
+    if (tid == 0 && scales != nullptr && blockIdx.x < rows) {
+        leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, parity ^ 1);
+        atomicMax(of.largest, widest);
+    }
+#pragma unroll
+    for (int k = 0; k < kGradientSums; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.x) * kGradientSums + k) * columns;
+#pragma unroll
+        for (int i = 0; i < kGradientQuads; ++i) {
+            if (column(i) < columns) {
+                *reinterpret_cast<float4*>(to + column(i)) = make_float4(sums[k][i][0], sums[k][i][1], sums[k][i][2], sums[k][i][3]);
+            }
+        }
+    }
+}
+
+// x or W as a turned operand. Its rows are multiplied by what grad's scales left over: `rows` and `widest` of grad; null: by one.
+struct TurnedOperand {
+    const float* values;
+    const RowScale* rows;
+    const unsigned* widest;
+    int64_t count;
+    int columns;
+    __device__ __forceinline__ float share(int64_t row) const {
+        return rows == nullptr ? 1.0f : rows[row].unscale * (1.0f / __uint_as_float(*widest));
+    }
+    __device__ __forceinline__ float4 load(int64_t row, int column) const {
+        if (row >= count || column >= columns) return make_float4(0, 0, 0, 0);
+        float4 v = __ldg(reinterpret_cast<const float4*>(values + row * columns + column));
+        const float by = share(row);
+        v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+        return v;
+    }
+};
+
+// Block (x, y): 4 * kColumnBlock columns, every gridDim.y-th row; a thread has a quad of columns.
+__global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperand operand, unsigned* __restrict__ largest) {
+    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
+    if (column >= operand.columns) return;
+    uint32_t own[4] = {};
+    for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
+        float4 v[kColumnRows];
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) v[i] = operand.load(row + int64_t(i) * gridDim.y, column);
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const float values[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[j] = max(own[j], is_finite(values[j]) ? magnitude_bits(values[j]) : 0);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) atomicMax(largest + column + j, own[j]);
+}
+
+template <int kPieces>
+__global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperand operand, __half* __restrict__ pieces, const Columns of) {
+    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
+    if (column >= padded) return;
+    float scale[4], sums[2][4] = {}, lost[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
+    for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
+        float4 held[kColumnRows];
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) held[i] = operand.load(row + int64_t(i) * gridDim.y, column);
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const int64_t at = row + int64_t(i) * gridDim.y;
+            if (at >= operand.count) break;
+            const float v[4] = {held[i].x * scale[0], held[i].y * scale[1], held[i].z * scale[2], held[i].w * scale[3]};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sums[0][j] += fabsf(v[j]);
+                sums[1][j] = fmaf(v[j], v[j], sums[1][j]);
+                if (loses<kPieces>(v[j])) lost[j] += kDoubt<kPieces>;
+            }
+            store_pieces<kPieces>(pieces + at * padded * kPieces, column, make_float4(v[0], v[1], v[2], v[3]));
+        }
+    }
+    if (column >= operand.columns) return;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (lost[j] > 0) atomicAdd(of.lost + column + j, lost[j]);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.y) * 2 + k) * operand.columns + column;
+        *reinterpret_cast<float4*>(to) = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
+    }
+}
+
+// From `count` rows of `kinds` partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp every
+// eighth of the partials.
+template <int kPieces>
+__global__ void __launch_bounds__(256) finish_columns(
+    const Columns of, bool one_scale, float* __restrict__ grad_bias, int columns, int kinds, int count) {
+    __shared__ double warp_sums[kGradientSums][8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    for (int k = 0; k < kinds; ++k) {
+        double sum = 0;
+        if (column < columns) {
+#pragma unroll 8
+            for (int i = warp; i < count; i += 8) sum += double(of.partials[(int64_t(i) * kinds + k) * columns + column]);
+        }
+        warp_sums[k][warp][lane] = sum;
+    }
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    double total[kGradientSums] = {};
+    for (int k = 0; k < kinds; ++k) {
+        for (int w = 0; w < 8; ++w) total[k] += warp_sums[k][w][lane];
+    }
+    if (grad_bias != nullptr) grad_bias[column] = float(total[2]);
+    if (of.scales == nullptr) return;
+    RowScale result;
+    result.unscale = one_scale ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
+    result.doubt = of.lost[column];
+    if (result.unscale > kLargestScale || (kPieces == 2 && total[0] * total[0] < kFewProducts * total[1])) result.doubt = INFINITY;
+    if (total[0] == 0) result.doubt = -INFINITY;
+    of.scales[column] = result;
+}
+
+// Workspace of a gradient, in bytes: the pieces and scales of grad, of x or W, and what is counted. The second half is used anew for each.
+struct GradientWorkspace {
+    int64_t pieces, scales, counters, partials, other_pieces, other_scales, other_counters, other_partials, flags;
+    int64_t of_grad() const { return pieces + scales + counters + partials; }
+    int64_t of_other() const { return other_pieces + other_scales + other_counters + other_partials + flags; }
+};
+
+static int gradient_threads(int64_t columns) { return int(divide_up(padded_k(int(columns)), 4 * kGradientQuads * 32) * 32); }
+static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
+    const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads(columns));
+    return rows < most ? rows : most;
+}
+static dim3 column_grid(int64_t rows, int64_t columns, const Device& device) {
+    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(8 * device.sms, across);
+    const int64_t down = divide_up(rows, kColumnRows);
+    return dim3(unsigned(across), unsigned(down < most ? down : most));
+}
+// other_rows: of x or W, whose columns are k. outputs: of its product's result, beside k.
+static GradientWorkspace gradient_workspace(
+    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces, const Device& device) {
+    GradientWorkspace w;
+    w.pieces = m * padded_k(int(n)) * pieces * 2;
+    w.scales = whole_lines((m + n) * sizeof(RowScale));
+    w.counters = whole_lines((n + 32) * sizeof(float));
+    w.partials = whole_lines(gradient_blocks(m, n, device) * kGradientSums * n * sizeof(float));
+    w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
+    w.other_scales = whole_lines(k * sizeof(RowScale));
+    w.other_counters = whole_lines(2 * k * sizeof(float));
+    w.other_partials = whole_lines(int64_t(column_grid(other_rows, k, device).y) * 2 * k * sizeof(float));
+    w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
+    return w;
+}
+
+// Of pieces (rows, halves) along their columns: boxes of a line's rows of `strips` strips of 32 columns. Beyond the end all reads as zeros.
+template <int kPieces> static bool make_turned_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int strips) {
+    static const EncodeTiled encode = encode_tiled();
+    if (encode == nullptr) return false;
+    const cuuint64_t sizes[3] = {32, cuuint64_t(rows), cuuint64_t(halves / 32)}, strides[2] = {cuuint64_t(halves) * 2, 64};
+    const cuuint32_t box[3] = {32, kLine / kPieces, cuuint32_t(strips * kPieces)}, steps[3] = {1, 1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+struct SplitGradient {
+    __half* pieces;
+    RowScale *rows, *columns;
+    Columns of;
+    SplitGradient(void* workspace, const GradientWorkspace& w, int64_t m) {
+        char* at = static_cast<char*>(workspace);
+        pieces = reinterpret_cast<__half*>(at);
+        rows = reinterpret_cast<RowScale*>(at += w.pieces);
+        columns = rows + m;
+        auto* counters = reinterpret_cast<unsigned*>(at += w.scales);
+        of = {counters, reinterpret_cast<float*>(counters + 32), reinterpret_cast<float*>(at + w.counters), columns};
+    }
+};
+
+template <int kPieces>
+static cudaError_t launch_split_gradient(
+    const float* grad, float* grad_bias, bool sums_alone, int64_t m, int64_t n, void* workspace, const Device& device, cudaStream_t stream) {
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces, device);
+    SplitGradient split(workspace, w, m);
+    const unsigned blocks = unsigned(gradient_blocks(m, n, device));
+    cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
+    if (error != cudaSuccess) return error;
+    if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
+    split_gradient<kPieces><<<blocks, gradient_threads(n), 0, stream>>>(grad, split.pieces, split.rows, split.of, m, int(n));
+    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 256, 0, stream>>>(split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
+    return cudaGetLastError();
+}
+
+// grad W, or grad^T x: `other` (m or n, k).
+template <class Config, bool kOfWeight>
+static cudaError_t launch_gradient(const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n, int64_t k,
+    void* split_workspace, void* workspace, const Device& device, cudaStream_t stream) {
+    constexpr int kPieces = Config::kPieces;
+    using Turned = typename Config::template Turned<kOfWeight, true>;
+    const int64_t rows = kOfWeight ? m : n, outputs = kOfWeight ? n : m;
+    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, kPieces, device);
+    const SplitGradient split(split_workspace, w, m);
+    char* at = static_cast<char*>(workspace);
+    auto* const pieces = reinterpret_cast<__half*>(at);
+    auto* const scales = reinterpret_cast<RowScale*>(at += w.other_pieces);
+    auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
+    const Columns of = {counters, reinterpret_cast<float*>(counters + k), reinterpret_cast<float*>(at += w.other_counters), scales};
+    auto* const flags = reinterpret_cast<int*>(at += w.other_partials);
+    const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k)};
+    const dim3 grid = column_grid(rows, k, device);
+    cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters, stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(flags, 0, w.flags, stream);
+    if (error != cudaSuccess) return error;
+    column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
+    split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
+    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 256, 0, stream>>>(of, false, nullptr, int(k), 2, int(grid.y));
+
+    CUtensorMap map_a, map_b;
+    const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
+    const bool made = kOfWeight ? make_turned_map<kPieces>(&map_a, split.pieces, m, halves, kTileM / 32)
+                                : make_map(&map_a, split.pieces, m, halves, kTileM);
+    if (!made || !make_turned_map<kPieces>(&map_b, pieces, rows, int64_t(padded_k(int(k))) * kPieces, Config::kTileN / 32)) {
+        return cudaErrorInvalidValue;
+    }
+    const Product product = {grad, other, zeros, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows),
+                             kOfWeight, true};
+    return launch_multiply<Turned>(StoreEpilogue{product, out}, map_a, map_b, device, stream);
+}
+
+#endif
+
+// How much workspace the gradients of a product take, the split of grad and each of the others, or false where they are not for the tensor cores.
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* of_grad, int64_t* of_input, int64_t* of_weight) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    constexpr int64_t kMost = int64_t(1) << 24;
+    if (current_device(&device) != cudaSuccess || device.major != 9) return false;
+    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * kGradientQuads * 4 || m > kMost || k > kMost || m < 128 || n < 128 || k < 128) return false;
+    if (double(m) * n * k < 0x1p30) return false;
+    const int pieces = tf32 ? 1 : 2;
+    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces, device);
+    *of_grad = w.of_grad();
+    *of_input = w.of_other();
+    *of_weight = gradient_workspace(m, n, k, m, n, pieces, device).of_other();
+    return true;
+#else
+    return false;
+#endif
+}
+extern "C" int product_split_gradient(
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    return tf32 ? launch_split_gradient<1>(grad, grad_bias, sums_alone, m, n, workspace, device, stream)
+                : launch_split_gradient<2>(grad, grad_bias, sums_alone, m, n, workspace, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// zeros: k of them. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: product_split_gradient's.
+extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
+    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = [&](auto launcher) { return launcher(grad, other, zeros, out, m, n, k, split_workspace, workspace, device, stream); };
+    if (tf32) return of_weight ? launch(launch_gradient<OneProduct, true>) : launch(launch_gradient<OneProduct, false>);
+    return of_weight ? launch(launch_gradient<ThreeProducts, true>) : launch(launch_gradient<ThreeProducts, false>);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// --- end shared: product gradients ---
 
 // The whole network: x (m, k) and weight (n, k) 16-byte aligned, the vectors of n values, `groups` groups of kBlockSide features.
 // workspace: product_bytes.
@@ -1487,7 +1910,7 @@ extern "C" int linear_swish_group_norm_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const SwishGroupNormEpilogue epilogue = {
-        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, out, bias, gamma, beta, float(eps)};
+        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, out, bias, gamma, beta, float(eps)};
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
 #else
@@ -2061,6 +2484,8 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -2539,11 +2964,18 @@ static at::Tensor swish_group_norm_cuda(
 #endif
 
 // --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
+using LinearNeeds = std::array<bool, 3>;  // the gradients of x, weight and bias
+
 #ifdef WITH_CUDA
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
     cudaStream_t stream);
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* of_grad, int64_t* of_input, int64_t* of_weight);
+extern "C" int product_split_gradient(
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, cudaStream_t stream);
+extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
+    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -2576,6 +3008,35 @@ static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, 
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
 }
+
+static std::vector<at::Tensor> linear_gradients_on_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
+    int64_t of_grad, of_input, of_weight;
+    if (!product_gradient_bytes(m, n, k, tf32, &of_grad, &of_input, &of_weight)) {
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt);
+        if (needs[2]) results[2] = at::sum(grad, {0});
+        return results;
+    }
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    const at::Tensor given = aligned(grad);
+    const auto bytes = [&](int64_t size) { return at::empty({size}, x.options().dtype(at::kByte)); };
+    const at::Tensor split = bytes(of_grad), zeros = products ? at::zeros({k}, x.options()) : at::Tensor();
+    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
+        split.data_ptr(), stream);
+    const auto product = [&](bool of_weight, const at::Tensor& other, int64_t size) {
+        const at::Tensor ready = aligned(other), workspace = bytes(size);
+        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
+        error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
+            results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(), stream);
+    };
+    if (error == 0 && needs[0]) product(false, weight, of_input);
+    if (error == 0 && needs[1]) product(true, x, of_weight);
+    TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
+    return results;
+}
 #endif
 
 // Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
@@ -2596,10 +3057,44 @@ static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, con
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) { m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
+
+// The gradients from the output's, grad (m, n). One that is not needed comes back without elements.
+static std::vector<at::Tensor> linear_gradients_meta(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    check_linear(x, weight, c10::nullopt);
+    TORCH_CHECK(grad.dim() == 2 && grad.sym_size(0) == x.sym_size(0) && grad.sym_size(1) == weight.sym_size(0),
+        "linear: the gradient must have the shape of the output");
+    TORCH_CHECK(grad.scalar_type() == at::kFloat && grad.device() == x.device(), "linear: the gradient must be float32, on ", x.device());
+    const auto result = [&](bool need, c10::SymIntArrayRef size) {
+        return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
+    };
+    return {result(needs[0], x.sym_sizes()), result(needs[1], weight.sym_sizes()), result(needs[2], weight.sym_sizes().slice(0, 1))};
+}
+static std::vector<at::Tensor> linear_gradients_cpu(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, false});
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    if (needs[0]) results[0] = at::mm(grad, weight);
+    if (needs[1]) results[1] = at::mm(grad.t(), x);
+    if (needs[2]) results[2] = at::sum(grad, {0});
+    return results;
+}
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+    m.def("linear_gradients(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("linear", linear_cpu);
+    m.impl("linear_gradients", linear_gradients_cpu);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("linear", linear_meta);
+    m.impl("linear_gradients", linear_gradients_meta);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    m.impl("linear", torch::autograd::autogradNotImplementedFallback());
+    m.impl("linear_gradients", torch::autograd::autogradNotImplementedFallback());
+}
 #ifdef WITH_CUDA
 static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
     check_linear(x, weight, bias);
@@ -2607,7 +3102,17 @@ static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, con
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return linear_on_cuda(x, weight, bias);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("linear", linear_cuda); }
+static std::vector<at::Tensor> linear_gradients_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, needs[2]});
+    return linear_gradients_on_cuda(grad, x, weight, needs, std::move(results));
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("linear", linear_cuda);
+    m.impl("linear_gradients", linear_gradients_cuda);
+}
 #endif
 // --- end shared: product in C++ ---
 
@@ -3175,7 +3680,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_swish_group_norm")
-_linear, _forward, _fused, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "forward", "fused", "backward"))
+_linear, _linear_gradients, _forward, _fused, _backward = (
+    getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "linear_gradients", "forward", "fused", "backward")
+)
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -3297,7 +3804,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
 
 
 class Linear(torch.autograd.Function):
-    """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+    """x W^T + b. The gradients are products of the same kind, by one operator unless they are to be differentiated in turn."""
 
     @staticmethod
     def forward(x, weight, bias):
@@ -3309,14 +3816,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        def product(a, b):
-            return a @ b.t() if torch.is_grad_enabled() else _linear(a, b, None)
-
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_x = product(grad, weight.t()) if needs_x else None
-        grad_weight = product(grad.t(), x.t()) if needs_weight else None
-        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+        needs = ctx.needs_input_grad[:3]
+        if not torch.is_grad_enabled():
+            found = _linear_gradients(grad, x, weight, needs)
+            return tuple(own if need else None for own, need in zip(found, needs))
+        needs_x, needs_weight, needs_bias = needs
+        return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
 
 
 def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
