@@ -1093,7 +1093,7 @@ struct StoreEpilogue {
 };
 
 // The uncertain outputs, in float32. A block takes every so-many-th block of outputs: 64 x 64, of which a thread has 4 x 4. A few are
-// dot products of a warp each; where they are many the whole block is computed.
+// dot products of all threads, one after the other; where they are many the whole block is computed.
 constexpr int kRecomputeBlock = 256;
 constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
@@ -1110,6 +1110,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
@@ -1131,10 +1132,11 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         if (__syncthreads_count(mine != 0) <= kFew) {
             for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
             __syncthreads();
-            for (int f = warp; f < few_count; f += kRecomputeBlock / 32) {
+            for (int f = 0; f < few_count; ++f) {
                 const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
                 float4 sum = make_float4(0, 0, 0, 0);
-                for (int k = lane * 4; k < product.k; k += 128) {
+#pragma unroll 4
+                for (int k = tid * 4; k < product.k; k += 4 * kRecomputeBlock) {
                     const float4 a = load_quad(product.x, product.turned_x, product.m, row0 + r, k, product.k);
                     const float4 b = load_quad(product.weight, product.turned_w, product.n, column0 + c, k, product.k);
                     sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
@@ -1143,7 +1145,13 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
                 float total = (sum.x + sum.y) + (sum.z + sum.w);
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
-                if (lane == 0) h[r][c] = total + product.bias[column0 + c];
+                if (lane == 0) warp_totals[warp] = total;
+                __syncthreads();
+                if (tid == 0) {
+                    for (int w = 1; w < kRecomputeBlock / 32; ++w) total += warp_totals[w];
+                    h[r][c] = total + product.bias[column0 + c];
+                }
+                __syncthreads();
             }
         } else {
             float sum[4][4] = {};
@@ -1237,7 +1245,7 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
 
 struct SwishGroupNormEpilogue {
     Product product;
-    float* out;
+    float *out, *h;  // h: null if it is not wanted
     const float *bias, *gamma, *beta;
     float eps;
 
@@ -1245,6 +1253,10 @@ struct SwishGroupNormEpilogue {
         float v[2][16], first[16], second[16], scale[2], shift[2];
         bool open[2];
         unscale<true, kOffset>(product, sum, slab, out, v, open);
+        if (h != nullptr) {
+            if (open[0]) store_row<true>(h, slab.row, slab, product.n, v[0]);
+            if (open[1]) store_row<true>(h, slab.row + 8, slab, product.n, v[1]);
+        }
         load_columns<true>(bias, slab, product.n, first);
         normalize_row<4>(v[0], first, eps, scale[0], shift[0]);
         normalize_row<4>(v[1], first, eps, scale[1], shift[1]);
@@ -1258,9 +1270,10 @@ struct SwishGroupNormEpilogue {
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
-    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+    __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        float v[2] = {h.x, h.y}, scale, shift;
+        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        float v[2] = {own_h.x, own_h.y}, scale, shift;
         const float own[2] = {bias[column], bias[column + 1]};
         normalize_row<32>(v, own, eps, scale, shift);
         v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
@@ -1433,17 +1446,17 @@ static bool make_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t hal
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The product of split operands.
+// The product of split operands. exact: whether its sums are promoted twice as often.
 template <class Config, class Epilogue>
 static cudaError_t launch_multiply(
-    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, const Device& device, cudaStream_t stream) {
+    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     const auto kernel = multiply<Config, Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Config::kTileN);
     // Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-    const int promote = tiles < 2 * device.sms || product.k < 512 ? 2 : 4, lines = padded_k(product.k) * Config::kPieces / kLine;
+    const int promote = exact || tiles < 2 * device.sms || product.k < 512 ? 2 : 4, lines = padded_k(product.k) * Config::kPieces / kLine;
     kernel<<<unsigned(tiles < device.sms ? tiles : device.sms), kProductThreads, Config::kSharedBytes, stream>>>(
         map_x, map_w, lines, promote, epilogue);
     const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
@@ -1452,7 +1465,7 @@ static cudaError_t launch_multiply(
 }
 
 template <class Config, class Epilogue>
-static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Device& device, cudaStream_t stream) {
+static cudaError_t launch_product(Epilogue epilogue, void* workspace, bool exact, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
     const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Config::kPieces);
     char* at = static_cast<char*>(workspace);
@@ -1469,7 +1482,7 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const Devi
     const cudaError_t error = launch_split<Config::kPieces>(
         {product.x, x, rows, product.m}, {product.weight, w, columns, product.n}, product.k, product.flags,
         sizes.flags / int64_t(sizeof(int)), stream);
-    return error != cudaSuccess ? error : launch_multiply<Config>(epilogue, map_x, map_w, device, stream);
+    return error != cudaSuccess ? error : launch_multiply<Config>(epilogue, map_x, map_w, exact, device, stream);
 }
 #endif
 
@@ -1492,17 +1505,19 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
 // --- end shared: product launchers ---
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes.
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. recorded: a norm's gradient will be taken at h. The tensor cores' truncation
+// makes all of h smaller by a few units of 2^-24, which a norm does not see, but its gradient, in proportion to rstd, does. workspace:
+// product_bytes.
 extern "C" int product_forward(
-    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream) {
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
+    void* workspace, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, h};
-    return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, recorded, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, recorded, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -1521,7 +1536,8 @@ extern "C" int product_forward(
 constexpr int kGradientQuads = 4;       // a thread's, of a row
 constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
-constexpr int kColumnRows = 4;          // rows of a thread in flight
+constexpr int kColumnRows = 8;          // rows of a thread in flight
+constexpr int kFinishWarps = 32;
 constexpr int kGradientSums = 3;        // of a column: magnitudes and squares of the scaled values, the values
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
@@ -1645,14 +1661,14 @@ struct TurnedOperand {
     const unsigned* widest;
     int64_t count;
     int columns;
-    __device__ __forceinline__ float share(int64_t row) const {
-        return rows == nullptr ? 1.0f : rows[row].unscale * (1.0f / __uint_as_float(*widest));
-    }
-    __device__ __forceinline__ float4 load(int64_t row, int column) const {
+    __device__ __forceinline__ float narrow() const { return rows == nullptr ? 1.0f : 1.0f / __uint_as_float(*widest); }
+    __device__ __forceinline__ float4 load(int64_t row, int column, float narrow) const {
         if (row >= count || column >= columns) return make_float4(0, 0, 0, 0);
         float4 v = __ldg(reinterpret_cast<const float4*>(values + row * columns + column));
-        const float by = share(row);
-        v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+        if (rows != nullptr) {
+            const float by = __ldg(&rows[row].unscale) * narrow;
+            v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+        }
         return v;
     }
 };
@@ -1662,10 +1678,11 @@ __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperan
     const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
     if (column >= operand.columns) return;
     uint32_t own[4] = {};
+    const float narrow = operand.narrow();
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
         float4 v[kColumnRows];
 #pragma unroll
-        for (int i = 0; i < kColumnRows; ++i) v[i] = operand.load(row + int64_t(i) * gridDim.y, column);
+        for (int i = 0; i < kColumnRows; ++i) v[i] = operand.load(row + int64_t(i) * gridDim.y, column, narrow);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const float values[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
@@ -1682,12 +1699,13 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
     const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
     if (column >= padded) return;
     float scale[4], sums[2][4] = {}, lost[4] = {};
+    const float narrow = operand.narrow();
 #pragma unroll
     for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
         float4 held[kColumnRows];
 #pragma unroll
-        for (int i = 0; i < kColumnRows; ++i) held[i] = operand.load(row + int64_t(i) * gridDim.y, column);
+        for (int i = 0; i < kColumnRows; ++i) held[i] = operand.load(row + int64_t(i) * gridDim.y, column, narrow);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const int64_t at = row + int64_t(i) * gridDim.y;
@@ -1714,18 +1732,18 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
     }
 }
 
-// From `count` rows of `kinds` partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp every
-// eighth of the partials.
+// From `count` rows of `kinds` partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp some
+// of the partials.
 template <int kPieces>
-__global__ void __launch_bounds__(256) finish_columns(
+__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     const Columns of, bool one_scale, float* __restrict__ grad_bias, int columns, int kinds, int count) {
-    __shared__ double warp_sums[kGradientSums][8][32];
+    __shared__ double warp_sums[kGradientSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     for (int k = 0; k < kinds; ++k) {
         double sum = 0;
         if (column < columns) {
 #pragma unroll 8
-            for (int i = warp; i < count; i += 8) sum += double(of.partials[(int64_t(i) * kinds + k) * columns + column]);
+            for (int i = warp; i < count; i += kFinishWarps) sum += double(of.partials[(int64_t(i) * kinds + k) * columns + column]);
         }
         warp_sums[k][warp][lane] = sum;
     }
@@ -1733,7 +1751,7 @@ __global__ void __launch_bounds__(256) finish_columns(
     if (warp > 0 || column >= columns) return;
     double total[kGradientSums] = {};
     for (int k = 0; k < kinds; ++k) {
-        for (int w = 0; w < 8; ++w) total[k] += warp_sums[k][w][lane];
+        for (int w = 0; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
     }
     if (grad_bias != nullptr) grad_bias[column] = float(total[2]);
     if (of.scales == nullptr) return;
@@ -1745,11 +1763,12 @@ __global__ void __launch_bounds__(256) finish_columns(
     of.scales[column] = result;
 }
 
-// Workspace of a gradient, in bytes: the pieces and scales of grad, of x or W, and what is counted. The second half is used anew for each.
+// Workspace of a gradient, in bytes: of grad its pieces, scales and what is counted; and so of x or W. The latter's partial sums wait in the
+// memory of the result.
 struct GradientWorkspace {
-    int64_t pieces, scales, counters, partials, other_pieces, other_scales, other_counters, other_partials, flags;
-    int64_t of_grad() const { return pieces + scales + counters + partials; }
-    int64_t of_other() const { return other_pieces + other_scales + other_counters + other_partials + flags; }
+    int64_t pieces, scales, counters, partials, other_pieces, other_scales, other_counters, flags;
+    int64_t of_grad() const { return pieces + scales + counters; }
+    int64_t of_other() const { return other_pieces + other_scales + other_counters + flags; }
 };
 
 static int gradient_threads(int64_t columns) { return int(divide_up(padded_k(int(columns)), 4 * kGradientQuads * 32) * 32); }
@@ -1757,12 +1776,12 @@ static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& devi
     const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads(columns));
     return rows < most ? rows : most;
 }
-static dim3 column_grid(int64_t rows, int64_t columns, const Device& device) {
-    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(8 * device.sms, across);
-    const int64_t down = divide_up(rows, kColumnRows);
-    return dim3(unsigned(across), unsigned(down < most ? down : most));
+// Of x or W (rows, columns) for a product (outputs, columns).
+static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
+    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(2 * device.sms, across);
+    const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
+    return dim3(unsigned(across), unsigned(down < outputs / 2 ? down : outputs / 2));
 }
-// other_rows: of x or W, whose columns are k. outputs: of its product's result, beside k.
 static GradientWorkspace gradient_workspace(
     int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces, const Device& device) {
     GradientWorkspace w;
@@ -1773,7 +1792,6 @@ static GradientWorkspace gradient_workspace(
     w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
     w.other_scales = whole_lines(k * sizeof(RowScale));
     w.other_counters = whole_lines(2 * k * sizeof(float));
-    w.other_partials = whole_lines(int64_t(column_grid(other_rows, k, device).y) * 2 * k * sizeof(float));
     w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
     return w;
 }
@@ -1792,27 +1810,28 @@ struct SplitGradient {
     __half* pieces;
     RowScale *rows, *columns;
     Columns of;
-    SplitGradient(void* workspace, const GradientWorkspace& w, int64_t m) {
+    SplitGradient(void* workspace, const GradientWorkspace& w, int64_t m, float* partials = nullptr) {
         char* at = static_cast<char*>(workspace);
         pieces = reinterpret_cast<__half*>(at);
         rows = reinterpret_cast<RowScale*>(at += w.pieces);
         columns = rows + m;
         auto* counters = reinterpret_cast<unsigned*>(at += w.scales);
-        of = {counters, reinterpret_cast<float*>(counters + 32), reinterpret_cast<float*>(at + w.counters), columns};
+        of = {counters, reinterpret_cast<float*>(counters + 32), partials, columns};
     }
 };
 
 template <int kPieces>
 static cudaError_t launch_split_gradient(
-    const float* grad, float* grad_bias, bool sums_alone, int64_t m, int64_t n, void* workspace, const Device& device, cudaStream_t stream) {
+    const float* grad, float* grad_bias, bool sums_alone, int64_t m, int64_t n, void* workspace, void* partials, const Device& device,
+    cudaStream_t stream) {
     const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces, device);
-    SplitGradient split(workspace, w, m);
+    SplitGradient split(workspace, w, m, static_cast<float*>(partials));
     const unsigned blocks = unsigned(gradient_blocks(m, n, device));
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     split_gradient<kPieces><<<blocks, gradient_threads(n), 0, stream>>>(grad, split.pieces, split.rows, split.of, m, int(n));
-    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 256, 0, stream>>>(split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
+    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
     return cudaGetLastError();
 }
 
@@ -1829,16 +1848,16 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     auto* const pieces = reinterpret_cast<__half*>(at);
     auto* const scales = reinterpret_cast<RowScale*>(at += w.other_pieces);
     auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
-    const Columns of = {counters, reinterpret_cast<float*>(counters + k), reinterpret_cast<float*>(at += w.other_counters), scales};
-    auto* const flags = reinterpret_cast<int*>(at += w.other_partials);
+    const Columns of = {counters, reinterpret_cast<float*>(counters + k), out, scales};
+    auto* const flags = reinterpret_cast<int*>(at += w.other_counters);
     const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k)};
-    const dim3 grid = column_grid(rows, k, device);
+    const dim3 grid = column_grid(rows, k, outputs, device);
     cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters, stream);
     if (error == cudaSuccess) error = cudaMemsetAsync(flags, 0, w.flags, stream);
     if (error != cudaSuccess) return error;
     column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
     split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
-    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 256, 0, stream>>>(of, false, nullptr, int(k), 2, int(grid.y));
+    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, false, nullptr, int(k), 2, int(grid.y));
 
     CUtensorMap map_a, map_b;
     const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
@@ -1849,13 +1868,14 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     }
     const Product product = {grad, other, zeros, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows),
                              kOfWeight, true};
-    return launch_multiply<Turned>(StoreEpilogue{product, out}, map_a, map_b, device, stream);
+    return launch_multiply<Turned>(StoreEpilogue{product, out}, map_a, map_b, false, device, stream);
 }
 
 #endif
 
-// How much workspace the gradients of a product take, the split of grad and each of the others, or false where they are not for the tensor cores.
-extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* of_grad, int64_t* of_input, int64_t* of_weight) {
+// How much workspace the gradients of a product take: the split of grad, its partial sums, and x's and W's gradients. False where they are not
+// for the tensor cores.
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes) {
 #if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
@@ -1864,22 +1884,22 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
     if (double(m) * n * k < 0x1p30) return false;
     const int pieces = tf32 ? 1 : 2;
     const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces, device);
-    *of_grad = w.of_grad();
-    *of_input = w.of_other();
-    *of_weight = gradient_workspace(m, n, k, m, n, pieces, device).of_other();
+    bytes[0] = w.of_grad(), bytes[1] = w.partials, bytes[2] = w.of_other();
+    bytes[3] = gradient_workspace(m, n, k, m, n, pieces, device).of_other();
     return true;
 #else
     return false;
 #endif
 }
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, cudaStream_t stream) {
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
+    cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    return tf32 ? launch_split_gradient<1>(grad, grad_bias, sums_alone, m, n, workspace, device, stream)
-                : launch_split_gradient<2>(grad, grad_bias, sums_alone, m, n, workspace, device, stream);
+    return tf32 ? launch_split_gradient<1>(grad, grad_bias, sums_alone, m, n, workspace, partials, device, stream)
+                : launch_split_gradient<2>(grad, grad_bias, sums_alone, m, n, workspace, partials, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -1900,19 +1920,19 @@ extern "C" int product_gradient(bool of_weight, const float* grad, const float* 
 }
 // --- end shared: product gradients ---
 
-// The whole network: x (m, k) and weight (n, k) 16-byte aligned, the vectors of n values, `groups` groups of kBlockSide features.
-// workspace: product_bytes.
+// The whole network: x (m, k) and weight (n, k) 16-byte aligned, the vectors of n values, `groups` groups of kBlockSide features. h, what
+// the product gives: null if it is not wanted. workspace: product_bytes.
 extern "C" int linear_swish_group_norm_forward(
     const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
-    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream) {
+    float* h, int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const SwishGroupNormEpilogue epilogue = {
-        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, out, bias, gamma, beta, float(eps)};
-    return tf32 ? launch_product<OneProduct>(epilogue, workspace, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, device, stream);
+        {x, weight, linear_bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, out, h, bias, gamma, beta, float(eps)};
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, h != nullptr, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, h != nullptr, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -2969,11 +2989,12 @@ using LinearNeeds = std::array<bool, 3>;  // the gradients of x, weight and bias
 #ifdef WITH_CUDA
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32);
 extern "C" int product_forward(
-    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    cudaStream_t stream);
-extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* of_grad, int64_t* of_input, int64_t* of_weight);
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
+    void* workspace, cudaStream_t stream);
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes);
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, cudaStream_t stream);
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
+    cudaStream_t stream);
 extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
     int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
@@ -2995,7 +3016,8 @@ static at::Tensor aligned(const at::Tensor& tensor) {
 }
 
 // x W^T + bias, on the tensor cores where they pay.
-static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_on_cuda(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
     const int64_t bytes = product_bytes(m, n, k, tf32);
@@ -3004,7 +3026,7 @@ static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, 
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor h = at::empty({m, n}, x.options());
     const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+        tf32, recorded, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
 }
@@ -3013,27 +3035,27 @@ static std::vector<at::Tensor> linear_gradients_on_cuda(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
-    int64_t of_grad, of_input, of_weight;
-    if (!product_gradient_bytes(m, n, k, tf32, &of_grad, &of_input, &of_weight)) {
-        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt);
-        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt);
+    int64_t sizes[4];
+    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
         if (needs[2]) results[2] = at::sum(grad, {0});
         return results;
     }
     const auto stream = c10::cuda::getCurrentCUDAStream().stream();
     const at::Tensor given = aligned(grad);
     const auto bytes = [&](int64_t size) { return at::empty({size}, x.options().dtype(at::kByte)); };
-    const at::Tensor split = bytes(of_grad), zeros = products ? at::zeros({k}, x.options()) : at::Tensor();
+    const at::Tensor split = bytes(sizes[0]), zeros = products ? at::zeros({k}, x.options()) : at::Tensor();
     int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
-        split.data_ptr(), stream);
+        split.data_ptr(), bytes(sizes[1]).data_ptr(), stream);
     const auto product = [&](bool of_weight, const at::Tensor& other, int64_t size) {
         const at::Tensor ready = aligned(other), workspace = bytes(size);
         results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
         error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
             results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(), stream);
     };
-    if (error == 0 && needs[0]) product(false, weight, of_input);
-    if (error == 0 && needs[1]) product(true, x, of_weight);
+    if (error == 0 && needs[0]) product(false, weight, sizes[2]);
+    if (error == 0 && needs[1]) product(true, x, sizes[3]);
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return results;
 }
@@ -3048,12 +3070,12 @@ static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c1
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
-static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool) {
     check_linear(x, weight, bias);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return at::linear(x, weight, bias);
 }
-static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool) {
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
@@ -3080,7 +3102,7 @@ static std::vector<at::Tensor> linear_gradients_cpu(
     return results;
 }
 TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
-    m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool recorded=False) -> Tensor");
     m.def("linear_gradients(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
@@ -3096,11 +3118,11 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
     m.impl("linear_gradients", torch::autograd::autogradNotImplementedFallback());
 }
 #ifdef WITH_CUDA
-static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool recorded) {
     check_linear(x, weight, bias);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return linear_on_cuda(x, weight, bias);
+    return linear_on_cuda(x, weight, bias, recorded);
 }
 static std::vector<at::Tensor> linear_gradients_cuda(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
@@ -3116,7 +3138,8 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
 #endif
 // --- end shared: product in C++ ---
 
-// The network from x (m, k) on. In one kernel where a group is 64 features and the product is for the tensor cores, else in two.
+// The network from x (m, k) on. In one kernel where a group is 64 features and the product is for the tensor cores, else in two. With `keep`
+// the product's h comes back too, for a backward; else a tensor without elements.
 static void check_fused(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups) {
@@ -3128,27 +3151,29 @@ static void check_fused(
     TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
     TORCH_CHECK(weight.sym_size(0) % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
 }
-static at::Tensor linear_swish_group_norm_cpu(
+static std::vector<at::Tensor> linear_swish_group_norm_cpu(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double eps, bool keep) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return forward_on_cpu(at::linear(x, weight, linear_bias), {bias}, gamma, beta, groups, eps);
+    const at::Tensor h = at::linear(x, weight, linear_bias), out = forward_on_cpu(h, {bias}, gamma, beta, groups, eps);
+    return {out, keep ? h : at::empty({0}, x.options())};
 }
-static at::Tensor linear_swish_group_norm_meta(
+static std::vector<at::Tensor> linear_swish_group_norm_meta(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double, bool keep) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
-    return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    const at::Tensor out = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    return {out, keep ? at::empty_like(out) : at::empty({0}, x.options())};
 }
 #ifdef WITH_CUDA
 extern "C" int linear_swish_group_norm_forward(
     const float* x, const float* weight, const float* linear_bias, const float* bias, const float* gamma, const float* beta, float* out,
-    int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream);
+    float* h, int64_t m, int64_t n, int64_t k, double eps, bool tf32, void* workspace, cudaStream_t stream);
 
-static at::Tensor linear_swish_group_norm_cuda(
+static std::vector<at::Tensor> linear_swish_group_norm_cuda(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps) {
+    const at::Tensor& beta, int64_t groups, double eps, bool keep) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
@@ -3156,17 +3181,17 @@ static at::Tensor linear_swish_group_norm_cuda(
     const bool tf32 = tf32_is_allowed();
     const int64_t bytes = n == groups * 64 ? product_bytes(m, n, k, tf32) : 0;
     if (bytes == 0) {
-        const at::Tensor h = tf32 ? at::linear(x, weight, linear_bias) : linear_on_cuda(x, weight, linear_bias);
-        return forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
+        const at::Tensor h = linear_on_cuda(x, weight, linear_bias, keep), out = forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
+        return {out, keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
-    at::Tensor out = at::empty({m, n}, x.options());
+    at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
     const int error = linear_swish_group_norm_forward(ready[0].data_ptr<float>(), ready[1].data_ptr<float>(), ready[2].data_ptr<float>(),
-        ready[3].data_ptr<float>(), ready[4].data_ptr<float>(), ready[5].data_ptr<float>(), out.data_ptr<float>(), m, n, k, eps, tf32,
-        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+        ready[3].data_ptr<float>(), ready[4].data_ptr<float>(), ready[5].data_ptr<float>(), out.data_ptr<float>(),
+        keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
-    return out;
+    return {out, h};
 }
 #endif
 
@@ -3572,7 +3597,8 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", swish_group
 
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
-    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps) -> Tensor");
+    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, bool keep) "
+          "-> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
     m.impl("forward", swish_group_norm_cpu);
@@ -3803,12 +3829,21 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return x.dim() == 2 and x.shape[1] == weight.shape[1] and all(v.shape == weight.shape[:1] for v in vectors)
 
 
+def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
+    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
+    if not torch.is_grad_enabled():
+        found = _linear_gradients(grad, x, weight, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+    needs_x, needs_weight, needs_bias = needs
+    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
+
+
 class Linear(torch.autograd.Function):
-    """x W^T + b. The gradients are products of the same kind, by one operator unless they are to be differentiated in turn."""
+    """x W^T + b. Saves x and W."""
 
     @staticmethod
     def forward(x, weight, bias):
-        return _linear(x, weight, bias)
+        return _linear(x, weight, bias, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -3816,13 +3851,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        if not torch.is_grad_enabled():
-            found = _linear_gradients(grad, x, weight, needs)
-            return tuple(own if need else None for own, need in zip(found, needs))
-        needs_x, needs_weight, needs_bias = needs
-        return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
+        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
 
 
 def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -3830,12 +3859,32 @@ def _apply(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if not _is_fusible(linear, x):
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
-    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments)
+    return Linear.apply(*arguments) if torch.is_grad_enabled() and any(t.requires_grad for t in arguments) else _linear(*arguments, False)
 # --- end shared: linear layer ---
 
 
+def _gradients(grad, h, bias, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
+    """Of h, bias, weight and group_bias, where they are needed: one operator, or ATen's where they are to be differentiated in turn."""
+    if bias.dim() == 1 and not torch.is_grad_enabled():
+        found = _backward(grad, h, bias, weight, groups, eps, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+    needs_h, needs_bias, *needs_norm = needs
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
+    gate = wide.sigmoid()
+    v = gate * wide + _spread(bias, wide)
+    needed = (needs_h or needs_bias, *needs_norm)
+    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
+    grad_h = grad_bias = None
+    if needs_h:
+        grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
+    if needs_bias:
+        grad_bias = _gathered(grad_v, bias)
+    return grad_h, grad_bias, grad_weight, grad_group_bias
+
+
 class SwishGroupNorm(torch.autograd.Function):
-    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
+    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors."""
 
     @staticmethod
     def forward(h, bias, weight, group_bias, groups, eps):
@@ -3848,24 +3897,32 @@ class SwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, bias, weight, group_bias = ctx.saved_tensors
-        if bias.dim() == 1 and not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:4]
-            found = _backward(grad, h, bias, weight, ctx.groups, ctx.eps, needs)
-            return *(own if need else None for own, need in zip(found, needs)), None, None
-        needs_h, needs_bias, *needs_norm = ctx.needs_input_grad[:4]
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-        gate = wide.sigmoid()
-        v = gate * wide + _spread(bias, wide)
-        needed = (needs_h or needs_bias, *needs_norm)
-        grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, ctx.groups, ctx.eps, needed)
-        grad_h = grad_bias = None
-        if needs_h:
-            grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
-        if needs_bias:
-            grad_bias = _gathered(grad_v, bias)
-        return grad_h, grad_bias, grad_weight, grad_group_bias, None, None
+        return *_gradients(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, ctx.needs_input_grad[:4]), None, None
+
+
+class LinearSwishGroupNorm(torch.autograd.Function):
+    """The whole network and h, which it saves with x and the parameters. h is no one's to use: its own gradient is not asked for."""
+
+    @staticmethod
+    def forward(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps):
+        return tuple(_fused(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps, True))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.groups, ctx.eps = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, linear_weight, linear_bias, bias, weight, group_bias, h = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            h = nn.functional.linear(x, linear_weight, linear_bias)  # one that knows where it comes from
+        needs_tail = (any(needs[:3]), *needs[3:6])
+        grad_h, *grads = _gradients(grad, h, bias, weight, group_bias, ctx.groups, ctx.eps, needs_tail)
+        of_linear = _gradients_of_linear(grad_h, x, linear_weight, needs[:3]) if needs_tail[0] else (None, None, None)
+        return *of_linear, *grads, None, None
 
 
 class ModelNew(nn.Module):
@@ -3885,8 +3942,9 @@ class ModelNew(nn.Module):
         linear, norm = self.matmul, self.group_norm
         vectors = (self.bias, norm.weight, norm.bias)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, linear.weight, linear.bias, *vectors))
-        if not recorded and _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
-            return _fused(x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps)
+        if _is_fusible(linear, x, *vectors) and norm.num_groups < linear.weight.shape[0]:
+            arguments = (x, linear.weight, linear.bias, *vectors, norm.num_groups, norm.eps)
+            return LinearSwishGroupNorm.apply(*arguments)[0] if recorded else _fused(*arguments, False)[0]
         h, (bias,) = _as_operands(_apply(linear, x), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])
