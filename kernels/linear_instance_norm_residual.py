@@ -1165,8 +1165,8 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32) {
 // --- end shared: product launchers ---
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. recorded: a norm's gradient will be taken at h. The tensor cores' truncation
-// makes all of h smaller by a few units of 2^-24, which a norm does not see, but its gradient, in proportion to rstd, does. workspace:
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. recorded: a norm's gradient will be taken at h. What the tensor cores
+// truncate makes all of h smaller by a few units of 2^-24. A norm does not see it, but its gradient does, through rstd. workspace:
 // product_bytes.
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
@@ -1188,9 +1188,9 @@ extern "C" int product_forward(
 // ---------------------------------------------------------------------------------------------------------------------------------
 // The gradients of C = x W^T + bias from C's, `grad` (m, n): grad W (m, k), grad^T x (n, k), and grad's column sums.
 //
-// grad is split once, each row with a scale of its own, 2^a. Along its rows it is the first product's operand as it is; along its columns it
-// is the second's, turned, where x's rows take 2^-a over (as 2^(least a - a), at most 1). W and x are turned operands too, with a scale a
-// column. So nothing is transposed in memory.
+// grad is split once, each row with a scale of its own, 2^a. As it is it is an operand of the first product; turned, one of the second,
+// where x's rows take 2^-a over (as 2^(least a - a), at most 1). W and x are turned operands too, with a scale a column. Nothing is
+// transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else.
 
 #if CUDART_VERSION >= 12000
 constexpr int kGradientQuads = 4;       // a thread's, of a row
@@ -1198,7 +1198,8 @@ constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
 constexpr int kColumnRows = 8;          // rows of a thread in flight
 constexpr int kFinishWarps = 32;
-constexpr int kGradientSums = 3;        // of a column: magnitudes and squares of the scaled values, the values
+constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
+constexpr int kGradientSums = 4;        // and of grad's values themselves
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -1208,22 +1209,30 @@ __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest f
 // The exponent of the scale that brings the largest magnitude to [2^14, 2^15), at most 126.
 __device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-template <int kPieces> __device__ __forceinline__ bool loses(float v) {
-    return fabsf(v) < (kPieces == 2 ? 0x1p-2f : 0x1p-14f) && v != 0;
+// What the pieces of a value lose to fp16's subnormals, in units of 2^-25; and the doubt about an output for each.
+template <int kPieces> __device__ __forceinline__ float lost_of(float v) {
+    return fabsf(v) < (kPieces == 2 ? 0x1p-2f : 0x1p-14f) ? fminf(fabsf(v) * 0x1p25f, 1.0f) : 0.0f;
 }
-template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;  // for each such value
+template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;
+// From the sums over a row or column of scaled values.
+template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, double magnitudes, double squares, double lost) {
+    if (magnitudes == 0) return -INFINITY;
+    if (unscale > kLargestScale || (kPieces == 2 && magnitudes * magnitudes < kFewProducts * squares)) return INFINITY;
+    return kDoubt<kPieces> * float(lost);
+}
 
 // What is known of the columns of an operand, beside their pieces.
 struct Columns {
-    unsigned *largest;  // bits of a magnitude: of each column; for grad one, of its rows' `unscale`
-    float *lost, *partials;  // lost: doubt, in whole numbers, so that the order in which it is added does not show
+    unsigned* largest;  // bits of a magnitude: of each column; for grad one, of its rows' `unscale`
+    float* partials;    // rows of sums
     RowScale* scales;
 };
 
 // A block owns every so-many-th row, and a thread kGradientQuads quads of its columns. pieces may be null: then it is for the sums alone.
 template <int kPieces>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
-    const float* __restrict__ grad, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows, int columns) {
+    const float* __restrict__ grad, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
+    int columns) {
     __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
     __shared__ float warp_sums[2][3][kGradientBlock / 32];
     const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
@@ -1245,9 +1254,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         }
         RowScale result;
         result.unscale = power_of_two(-scale_exponent(largest));
-        result.doubt = kDoubt<kPieces> * total[2];
-        if (result.unscale > kLargestScale || (kPieces == 2 && total[0] * total[0] < kFewProducts * total[1])) result.doubt = INFINITY;
-        if (largest == 0 && total[0] == 0) result.doubt = -INFINITY;
+        result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
         scales[row] = result;
         widest = max(widest, __float_as_uint(result.unscale));
     };
@@ -1278,15 +1285,11 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = values[j] * scale;
-                sums[0][i][j] += fabsf(v[j]);
-                sums[1][i][j] = fmaf(v[j], v[j], sums[1][i][j]);
-                sums[2][i][j] += values[j];
-                total[0] += fabsf(v[j]);
-                total[1] = fmaf(v[j], v[j], total[1]);
-                if (loses<kPieces>(v[j])) {
-                    total[2] += 1;
-                    if (pieces != nullptr) atomicAdd(of.lost + column(i) + j, kDoubt<kPieces>);
-                }
+                const float lost = lost_of<kPieces>(v[j]);
+                sums[0][i][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
+                sums[1][i][j] = fmaf(v[j], v[j], sums[1][i][j]), total[1] = fmaf(v[j], v[j], total[1]);
+                sums[2][i][j] += lost, total[2] += lost;
+                sums[3][i][j] += values[j];
             }
             if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
         }
@@ -1358,7 +1361,7 @@ template <int kPieces>
 __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperand operand, __half* __restrict__ pieces, const Columns of) {
     const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
     if (column >= padded) return;
-    float scale[4], sums[2][4] = {}, lost[4] = {};
+    float scale[4], sums[kColumnSums][4] = {};
     const float narrow = operand.narrow();
 #pragma unroll
     for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
@@ -1375,19 +1378,15 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
             for (int j = 0; j < 4; ++j) {
                 sums[0][j] += fabsf(v[j]);
                 sums[1][j] = fmaf(v[j], v[j], sums[1][j]);
-                if (loses<kPieces>(v[j])) lost[j] += kDoubt<kPieces>;
+                sums[2][j] += lost_of<kPieces>(v[j]);
             }
             store_pieces<kPieces>(pieces + at * padded * kPieces, column, make_float4(v[0], v[1], v[2], v[3]));
         }
     }
     if (column >= operand.columns) return;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        if (lost[j] > 0) atomicAdd(of.lost + column + j, lost[j]);
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        float* to = of.partials + (int64_t(blockIdx.y) * 2 + k) * operand.columns + column;
+    for (int k = 0; k < kColumnSums; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.y) * kColumnSums + k) * operand.columns + column;
         *reinterpret_cast<float4*>(to) = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
     }
 }
@@ -1413,18 +1412,16 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     for (int k = 0; k < kinds; ++k) {
         for (int w = 0; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
     }
-    if (grad_bias != nullptr) grad_bias[column] = float(total[2]);
+    if (grad_bias != nullptr) grad_bias[column] = float(total[3]);
     if (of.scales == nullptr) return;
     RowScale result;
     result.unscale = one_scale ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
-    result.doubt = of.lost[column];
-    if (result.unscale > kLargestScale || (kPieces == 2 && total[0] * total[0] < kFewProducts * total[1])) result.doubt = INFINITY;
-    if (total[0] == 0) result.doubt = -INFINITY;
+    result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
     of.scales[column] = result;
 }
 
-// Workspace of a gradient, in bytes: of grad its pieces, scales and what is counted; and so of x or W. The latter's partial sums wait in the
-// memory of the result.
+// Workspace of a gradient, in bytes: of grad its pieces, scales and largest scale; and so of x or W, whose partial sums wait in the memory of
+// the result.
 struct GradientWorkspace {
     int64_t pieces, scales, counters, partials, other_pieces, other_scales, other_counters, flags;
     int64_t of_grad() const { return pieces + scales + counters; }
@@ -1440,18 +1437,18 @@ static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& devi
 static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
     const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(2 * device.sms, across);
     const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
-    return dim3(unsigned(across), unsigned(down < outputs / 2 ? down : outputs / 2));
+    return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
 }
 static GradientWorkspace gradient_workspace(
     int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces, const Device& device) {
     GradientWorkspace w;
     w.pieces = m * padded_k(int(n)) * pieces * 2;
     w.scales = whole_lines((m + n) * sizeof(RowScale));
-    w.counters = whole_lines((n + 32) * sizeof(float));
+    w.counters = whole_lines(sizeof(unsigned));
     w.partials = whole_lines(gradient_blocks(m, n, device) * kGradientSums * n * sizeof(float));
     w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
     w.other_scales = whole_lines(k * sizeof(RowScale));
-    w.other_counters = whole_lines(2 * k * sizeof(float));
+    w.other_counters = whole_lines(k * sizeof(unsigned));
     w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
     return w;
 }
@@ -1476,7 +1473,7 @@ struct SplitGradient {
         rows = reinterpret_cast<RowScale*>(at += w.pieces);
         columns = rows + m;
         auto* counters = reinterpret_cast<unsigned*>(at += w.scales);
-        of = {counters, reinterpret_cast<float*>(counters + 32), partials, columns};
+        of = {counters, partials, columns};
     }
 };
 
@@ -1491,7 +1488,8 @@ static cudaError_t launch_split_gradient(
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     split_gradient<kPieces><<<blocks, gradient_threads(n), 0, stream>>>(grad, split.pieces, split.rows, split.of, m, int(n));
-    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
+    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
+        split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
     return cudaGetLastError();
 }
 
@@ -1508,7 +1506,7 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     auto* const pieces = reinterpret_cast<__half*>(at);
     auto* const scales = reinterpret_cast<RowScale*>(at += w.other_pieces);
     auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
-    const Columns of = {counters, reinterpret_cast<float*>(counters + k), out, scales};
+    const Columns of = {counters, out, scales};
     auto* const flags = reinterpret_cast<int*>(at += w.other_counters);
     const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k)};
     const dim3 grid = column_grid(rows, k, outputs, device);
@@ -1517,7 +1515,7 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     if (error != cudaSuccess) return error;
     column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
     split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
-    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, false, nullptr, int(k), 2, int(grid.y));
+    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, false, nullptr, int(k), kColumnSums, int(grid.y));
 
     CUtensorMap map_a, map_b;
     const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
@@ -1533,14 +1531,15 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
 
 #endif
 
-// How much workspace the gradients of a product take: the split of grad, its partial sums, and x's and W's gradients. False where they are not
-// for the tensor cores.
+// How much workspace the gradients of a product take: the split of grad, its partial sums, and the gradients of x and of W. False where they
+// are not for the tensor cores.
 extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes) {
 #if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
     if (current_device(&device) != cudaSuccess || device.major != 9) return false;
-    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * kGradientQuads * 4 || m > kMost || k > kMost || m < 128 || n < 128 || k < 128) return false;
+    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * kGradientQuads * 4 || m > kMost || k > kMost) return false;
+    if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
     const int pieces = tf32 ? 1 : 2;
     const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces, device);
@@ -1571,7 +1570,9 @@ extern "C" int product_gradient(bool of_weight, const float* grad, const float* 
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const auto launch = [&](auto launcher) { return launcher(grad, other, zeros, out, m, n, k, split_workspace, workspace, device, stream); };
+    const auto launch = [&](auto launcher) {
+        return launcher(grad, other, zeros, out, m, n, k, split_workspace, workspace, device, stream);
+    };
     if (tf32) return of_weight ? launch(launch_gradient<OneProduct, true>) : launch(launch_gradient<OneProduct, false>);
     return of_weight ? launch(launch_gradient<ThreeProducts, true>) : launch(launch_gradient<ThreeProducts, false>);
 #else
