@@ -893,15 +893,19 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             __syncthreads();
             for (int f = 0; f < few_count; ++f) {
                 const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
-                float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-                for (int k = tid * 4; k < product.k; k += 4 * kRecomputeBlock) {
-                    const float4 a = load_quad(product.x, product.turned_x, product.m, row0 + r, k, product.k);
-                    const float4 b = load_quad(product.weight, product.turned_w, product.n, column0 + c, k, product.k);
-                    sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
-                    sum.z = fmaf(a.z, b.z, sum.z), sum.w = fmaf(a.w, b.w, sum.w);
+                const int64_t step_x = product.turned_x ? product.m : 1, step_w = product.turned_w ? product.n : 1;
+                const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
+                const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
+                float sum[4] = {};
+#pragma unroll 2
+                for (int first = tid; first < product.k; first += 4 * kRecomputeBlock) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int k = first + i * kRecomputeBlock;
+                        if (k < product.k) sum[i] = fmaf(x[k * step_x], w[k * step_w], sum[i]);
+                    }
                 }
-                float total = (sum.x + sum.y) + (sum.z + sum.w);
+                float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
                 if (lane == 0) warp_totals[warp] = total;
@@ -923,13 +927,16 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
                 slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
                 slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
                 __syncthreads();
+                float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
 #pragma unroll
                 for (int j = 0; j < kSlice; ++j) {
                     const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
                     const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-                    for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], sum[i / 4][i % 4]);
+                    for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
                 }
+#pragma unroll
+                for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
             }
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
@@ -1228,6 +1235,12 @@ struct Columns {
     RowScale* scales;
 };
 
+__device__ __forceinline__ float sum_over_warp(float v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
 // A block owns every so-many-th row, and a thread kGradientQuads quads of its columns. pieces may be null: then it is for the sums alone.
 template <int kPieces>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
@@ -1247,15 +1260,14 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         }
     };
     uint32_t largest = 0, widest = 0;
-    const auto leave_scale = [&](int64_t row, int parity) {  // of the row whose sums are in warp_sums[parity]
-        float total[3] = {};
-        for (int w = 0; w < warps; ++w) {
-            for (int k = 0; k < 3; ++k) total[k] += warp_sums[parity][k][w];
-        }
+    const auto leave_scale = [&](int64_t row, int parity) {  // the first warp, of the row whose sums are in warp_sums[parity]
+        float total[3];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) total[k] = sum_over_warp(tid < warps ? warp_sums[parity][k][tid] : 0.0f);
         RowScale result;
         result.unscale = power_of_two(-scale_exponent(largest));
         result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
-        scales[row] = result;
+        if (tid == 0) scales[row] = result;
         widest = max(widest, __float_as_uint(result.unscale));
     };
 
@@ -1272,9 +1284,8 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         own = __reduce_max_sync(~0u, own);
         if (tid % 32 == 0) warp_largest[parity][tid / 32] = own;
         __syncthreads();
-        if (tid == 0 && row != blockIdx.x && scales != nullptr) leave_scale(row - gridDim.x, parity ^ 1);
-        largest = 0;
-        for (int w = 0; w < warps; ++w) largest = max(largest, warp_largest[parity][w]);
+        if (tid < 32 && row != blockIdx.x && scales != nullptr) leave_scale(row - gridDim.x, parity ^ 1);
+        largest = __reduce_max_sync(~0u, tid % 32 < warps ? warp_largest[parity][tid % 32] : 0);
         const float scale = power_of_two(scale_exponent(largest));
         float total[3] = {};  // magnitudes, squares, lost
 #pragma unroll
@@ -1295,15 +1306,14 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         }
 #pragma unroll
         for (int k = 0; k < 3; ++k) {
-#pragma unroll
-            for (int offset = 16; offset > 0; offset /= 2) total[k] += __shfl_xor_sync(~0u, total[k], offset);
+            total[k] = sum_over_warp(total[k]);
             if (tid % 32 == 0) warp_sums[parity][k][tid / 32] = total[k];
         }
     }
     __syncthreads();
-    if (tid == 0 && scales != nullptr && blockIdx.x < rows) {
+    if (tid < 32 && scales != nullptr) {
         leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, parity ^ 1);
-        atomicMax(of.largest, widest);
+        if (tid == 0) atomicMax(of.largest, widest);
     }
 #pragma unroll
     for (int k = 0; k < kGradientSums; ++k) {
@@ -1325,14 +1335,18 @@ struct TurnedOperand {
     int64_t count;
     int columns;
     __device__ __forceinline__ float narrow() const { return rows == nullptr ? 1.0f : 1.0f / __uint_as_float(*widest); }
-    __device__ __forceinline__ float4 load(int64_t row, int column, float narrow) const {
-        if (row >= count || column >= columns) return make_float4(0, 0, 0, 0);
-        float4 v = __ldg(reinterpret_cast<const float4*>(values + row * columns + column));
-        if (rows != nullptr) {
-            const float by = __ldg(&rows[row].unscale) * narrow;
-            v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+    // Of every gridDim.y-th row from `row` on; beyond the end, zeros.
+    __device__ __forceinline__ void load(int64_t row, int column, float narrow, float4 (&v)[kColumnRows]) const {
+        float by[kColumnRows];
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const int64_t at = row + int64_t(i) * gridDim.y;
+            v[i] = make_float4(0, 0, 0, 0), by[i] = 1;
+            if (at < count) v[i] = __ldg(reinterpret_cast<const float4*>(values + at * columns + column));
+            if (at < count && rows != nullptr) by[i] = __ldg(&rows[at].unscale);
         }
-        return v;
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) by[i] *= narrow, v[i].x *= by[i], v[i].y *= by[i], v[i].z *= by[i], v[i].w *= by[i];
     }
 };
 
@@ -1344,8 +1358,7 @@ __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperan
     const float narrow = operand.narrow();
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
         float4 v[kColumnRows];
-#pragma unroll
-        for (int i = 0; i < kColumnRows; ++i) v[i] = operand.load(row + int64_t(i) * gridDim.y, column, narrow);
+        operand.load(row, column, narrow, v);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const float values[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
@@ -1366,9 +1379,8 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
 #pragma unroll
     for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
-        float4 held[kColumnRows];
-#pragma unroll
-        for (int i = 0; i < kColumnRows; ++i) held[i] = operand.load(row + int64_t(i) * gridDim.y, column, narrow);
+        float4 held[kColumnRows] = {};
+        if (column < operand.columns) operand.load(row, column, narrow, held);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const int64_t at = row + int64_t(i) * gridDim.y;
@@ -1391,31 +1403,33 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
     }
 }
 
-// From `count` rows of `kinds` partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp some
-// of the partials.
-template <int kPieces>
-__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
-    const Columns of, bool one_scale, float* __restrict__ grad_bias, int columns, int kinds, int count) {
-    __shared__ double warp_sums[kGradientSums][kFinishWarps][32];
+// From `count` rows of kSums partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp every
+// so-many-th row.
+template <int kPieces, int kSums>
+__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(const Columns of, float* __restrict__ grad_bias, int columns, int count) {
+    __shared__ double warp_sums[kSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
-    for (int k = 0; k < kinds; ++k) {
-        double sum = 0;
-        if (column < columns) {
-#pragma unroll 8
-            for (int i = warp; i < count; i += kFinishWarps) sum += double(of.partials[(int64_t(i) * kinds + k) * columns + column]);
+    double total[kSums] = {};
+    if (column < columns) {
+#pragma unroll 4
+        for (int i = warp; i < count; i += kFinishWarps) {
+#pragma unroll
+            for (int k = 0; k < kSums; ++k) total[k] += double(of.partials[(int64_t(i) * kSums + k) * columns + column]);
         }
-        warp_sums[k][warp][lane] = sum;
     }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) warp_sums[k][warp][lane] = total[k];
     __syncthreads();
     if (warp > 0 || column >= columns) return;
-    double total[kGradientSums] = {};
-    for (int k = 0; k < kinds; ++k) {
-        for (int w = 0; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+        for (int w = 1; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
     }
-    if (grad_bias != nullptr) grad_bias[column] = float(total[3]);
+    constexpr bool kOfGradient = kSums == kGradientSums;
+    if (kOfGradient && grad_bias != nullptr) grad_bias[column] = float(total[kSums - 1]);
     if (of.scales == nullptr) return;
     RowScale result;
-    result.unscale = one_scale ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
+    result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
     result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
     of.scales[column] = result;
 }
@@ -1435,7 +1449,7 @@ static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& devi
 }
 // Of x or W (rows, columns) for a product (outputs, columns).
 static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
-    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(2 * device.sms, across);
+    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(4 * device.sms, across);
     const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
     return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
 }
@@ -1488,8 +1502,8 @@ static cudaError_t launch_split_gradient(
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     split_gradient<kPieces><<<blocks, gradient_threads(n), 0, stream>>>(grad, split.pieces, split.rows, split.of, m, int(n));
-    finish_columns<kPieces><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
-        split.of, true, grad_bias, int(n), kGradientSums, int(blocks));
+    finish_columns<kPieces, kGradientSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
+        split.of, grad_bias, int(n), int(blocks));
     return cudaGetLastError();
 }
 
@@ -1515,7 +1529,7 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     if (error != cudaSuccess) return error;
     column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
     split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
-    finish_columns<kPieces><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, false, nullptr, int(k), kColumnSums, int(grid.y));
+    finish_columns<kPieces, kColumnSums><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, nullptr, int(k), int(grid.y));
 
     CUtensorMap map_a, map_b;
     const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
