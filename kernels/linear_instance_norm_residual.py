@@ -1200,7 +1200,6 @@ extern "C" int product_forward(
 // transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else.
 
 #if CUDART_VERSION >= 12000
-constexpr int kGradientQuads = 4;       // a thread's, of a row
 constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
 constexpr int kColumnRows = 8;          // rows of a thread in flight
@@ -1241,23 +1240,36 @@ __device__ __forceinline__ float sum_over_warp(float v) {
     return v;
 }
 
-// A block owns every so-many-th row, and a thread kGradientQuads quads of its columns. pieces may be null: then it is for the sums alone.
-template <int kPieces>
+// Where grad comes from: here, memory. A thread has kQuads quads of a row, and of its columns, beside grad's own, kSums sums.
+struct GivenGradient {
+    struct Arguments {
+        const float* grad;
+    };
+    static constexpr int kQuads = 4, kSums = 0;
+    float4 next[kQuads];
+    __device__ __forceinline__ void load(const Arguments& from, int i, int64_t at, bool exists) {
+        next[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.grad + at)) : make_float4(0, 0, 0, 0);
+    }
+    template <typename Sums> __device__ __forceinline__ float4 gradient(const Arguments&, int i, int64_t, int, bool, Sums&) const {
+        return next[i];
+    }
+};
+
+// A block owns every so-many-th row. pieces may be null: then it is for the sums alone.
+template <int kPieces, class Source>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
-    const float* __restrict__ grad, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
+    const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
     int columns) {
+    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums;
     __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
     __shared__ float warp_sums[2][3][kGradientBlock / 32];
     const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
     const auto column = [&](int i) { return (tid + i * threads) * 4; };
-    float4 held[kGradientQuads], next[kGradientQuads];
-    float sums[kGradientSums][kGradientQuads][4] = {};
+    Source source;
+    float sums[kQuads][kSums][4] = {};
     const auto load = [&](int64_t row) {
 #pragma unroll
-        for (int i = 0; i < kGradientQuads; ++i) {
-            next[i] = make_float4(0, 0, 0, 0);
-            if (row < rows && column(i) < columns) next[i] = __ldcs(reinterpret_cast<const float4*>(grad + row * columns + column(i)));
-        }
+        for (int i = 0; i < kQuads; ++i) source.load(from, i, row * columns + column(i), row < rows && column(i) < columns);
     };
     uint32_t largest = 0, widest = 0;
     const auto leave_scale = [&](int64_t row, int parity) {  // the first warp, of the row whose sums are in warp_sums[parity]
@@ -1274,11 +1286,12 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     load(blockIdx.x);
     int parity = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+        float4 grad[kQuads];
         uint32_t own = 0;
 #pragma unroll
-        for (int i = 0; i < kGradientQuads; ++i) {
-            held[i] = next[i];
-            own = max(own, finite_bits(held[i]));
+        for (int i = 0; i < kQuads; ++i) {
+            grad[i] = source.gradient(from, i, row * columns + column(i), column(i), column(i) < columns, sums[i]);
+            own = max(own, finite_bits(grad[i]));
         }
         load(row + gridDim.x);
         own = __reduce_max_sync(~0u, own);
@@ -1289,18 +1302,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         const float scale = power_of_two(scale_exponent(largest));
         float total[3] = {};  // magnitudes, squares, lost
 #pragma unroll
-        for (int i = 0; i < kGradientQuads; ++i) {
+        for (int i = 0; i < kQuads; ++i) {
             if (column(i) >= padded) continue;
-            const float values[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
+            const float values[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w};
             float v[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = values[j] * scale;
                 const float lost = lost_of<kPieces>(v[j]);
-                sums[0][i][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
-                sums[1][i][j] = fmaf(v[j], v[j], sums[1][i][j]), total[1] = fmaf(v[j], v[j], total[1]);
-                sums[2][i][j] += lost, total[2] += lost;
-                sums[3][i][j] += values[j];
+                sums[i][0][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
+                sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]), total[1] = fmaf(v[j], v[j], total[1]);
+                sums[i][2][j] += lost, total[2] += lost;
+                sums[i][3][j] += values[j];
             }
             if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
         }
@@ -1316,12 +1329,12 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         if (tid == 0) atomicMax(of.largest, widest);
     }
 #pragma unroll
-    for (int k = 0; k < kGradientSums; ++k) {
-        float* to = of.partials + (int64_t(blockIdx.x) * kGradientSums + k) * columns;
+    for (int k = 0; k < kSums; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.x) * kSums + k) * columns;
 #pragma unroll
-        for (int i = 0; i < kGradientQuads; ++i) {
+        for (int i = 0; i < kQuads; ++i) {
             if (column(i) < columns) {
-                *reinterpret_cast<float4*>(to + column(i)) = make_float4(sums[k][i][0], sums[k][i][1], sums[k][i][2], sums[k][i][3]);
+                *reinterpret_cast<float4*>(to + column(i)) = make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3]);
             }
         }
     }
@@ -1403,10 +1416,16 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
     }
 }
 
-// From `count` rows of kSums partial sums to the columns' scales, and to the sums of grad's values. A block has 32 columns, a warp every
-// so-many-th row.
+constexpr int kMostResults = 4;
+struct ColumnResults {
+    float* to[kMostResults];  // the sums beside those that a scale is made of; null: not wanted
+};
+
+// From `count` rows of kSums partial sums to the columns' scales and results. A block has 32 columns, a warp every so-many-th row.
 template <int kPieces, int kSums>
-__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(const Columns of, float* __restrict__ grad_bias, int columns, int count) {
+__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
+    const Columns of, const __grid_constant__ ColumnResults results, int columns, int count) {
+    static_assert(kSums <= kColumnSums + kMostResults, "a place for every sum");
     __shared__ double warp_sums[kSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
     double total[kSums] = {};
@@ -1425,8 +1444,11 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(const Column
     for (int k = 0; k < kSums; ++k) {
         for (int w = 1; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
     }
-    constexpr bool kOfGradient = kSums == kGradientSums;
-    if (kOfGradient && grad_bias != nullptr) grad_bias[column] = float(total[kSums - 1]);
+    constexpr bool kOfGradient = kSums > kColumnSums;
+#pragma unroll
+    for (int k = kColumnSums; k < kSums; ++k) {
+        if (results.to[k - kColumnSums] != nullptr) results.to[k - kColumnSums][column] = float(total[k]);
+    }
     if (of.scales == nullptr) return;
     RowScale result;
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
@@ -1437,15 +1459,20 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(const Column
 // Workspace of a gradient, in bytes: of grad its pieces, scales and largest scale; and so of x or W, whose partial sums wait in the memory of
 // the result.
 struct GradientWorkspace {
-    int64_t pieces, scales, counters, partials, other_pieces, other_scales, other_counters, flags;
+    int64_t pieces, scales, counters, other_pieces, other_scales, other_counters, flags;
     int64_t of_grad() const { return pieces + scales + counters; }
     int64_t of_other() const { return other_pieces + other_scales + other_counters + flags; }
 };
 
-static int gradient_threads(int64_t columns) { return int(divide_up(padded_k(int(columns)), 4 * kGradientQuads * 32) * 32); }
-static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
-    const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads(columns));
+template <class Source> static int gradient_threads(int64_t columns) {
+    return int(divide_up(padded_k(int(columns)), 4 * Source::kQuads * 32) * 32);
+}
+template <class Source> static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
+    const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads<Source>(columns));
     return rows < most ? rows : most;
+}
+template <class Source> static int64_t partials_bytes(int64_t rows, int64_t columns, const Device& device) {
+    return gradient_blocks<Source>(rows, columns, device) * (kGradientSums + Source::kSums) * columns * int64_t(sizeof(float));
 }
 // Of x or W (rows, columns) for a product (outputs, columns).
 static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
@@ -1454,12 +1481,11 @@ static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const De
     return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
 }
 static GradientWorkspace gradient_workspace(
-    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces, const Device& device) {
+    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces) {
     GradientWorkspace w;
     w.pieces = m * padded_k(int(n)) * pieces * 2;
     w.scales = whole_lines((m + n) * sizeof(RowScale));
     w.counters = whole_lines(sizeof(unsigned));
-    w.partials = whole_lines(gradient_blocks(m, n, device) * kGradientSums * n * sizeof(float));
     w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
     w.other_scales = whole_lines(k * sizeof(RowScale));
     w.other_counters = whole_lines(k * sizeof(unsigned));
@@ -1491,19 +1517,18 @@ struct SplitGradient {
     }
 };
 
-template <int kPieces>
-static cudaError_t launch_split_gradient(
-    const float* grad, float* grad_bias, bool sums_alone, int64_t m, int64_t n, void* workspace, void* partials, const Device& device,
-    cudaStream_t stream) {
-    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces, device);
+template <int kPieces, class Source>
+static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, bool sums_alone, int64_t m,
+    int64_t n, void* workspace, void* partials, const Device& device, cudaStream_t stream) {
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces);
     SplitGradient split(workspace, w, m, static_cast<float*>(partials));
-    const unsigned blocks = unsigned(gradient_blocks(m, n, device));
+    const int blocks = int(gradient_blocks<Source>(m, n, device)), threads = gradient_threads<Source>(n);
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
-    split_gradient<kPieces><<<blocks, gradient_threads(n), 0, stream>>>(grad, split.pieces, split.rows, split.of, m, int(n));
-    finish_columns<kPieces, kGradientSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
-        split.of, grad_bias, int(n), int(blocks));
+    split_gradient<kPieces, Source><<<blocks, threads, 0, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
+    finish_columns<kPieces, kGradientSums + Source::kSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
+        split.of, results, int(n), blocks);
     return cudaGetLastError();
 }
 
@@ -1514,7 +1539,7 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     constexpr int kPieces = Config::kPieces;
     using Turned = typename Config::template Turned<kOfWeight, true>;
     const int64_t rows = kOfWeight ? m : n, outputs = kOfWeight ? n : m;
-    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, kPieces, device);
+    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, kPieces);
     const SplitGradient split(split_workspace, w, m);
     char* at = static_cast<char*>(workspace);
     auto* const pieces = reinterpret_cast<__half*>(at);
@@ -1529,7 +1554,8 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     if (error != cudaSuccess) return error;
     column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
     split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
-    finish_columns<kPieces, kColumnSums><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(of, nullptr, int(k), int(grid.y));
+    finish_columns<kPieces, kColumnSums><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(
+        of, ColumnResults{}, int(k), int(grid.y));
 
     CUtensorMap map_a, map_b;
     const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
@@ -1552,13 +1578,13 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
     if (current_device(&device) != cudaSuccess || device.major != 9) return false;
-    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * kGradientQuads * 4 || m > kMost || k > kMost) return false;
+    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * GivenGradient::kQuads * 4 || m > kMost || k > kMost) return false;
     if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
     const int pieces = tf32 ? 1 : 2;
-    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces, device);
-    bytes[0] = w.of_grad(), bytes[1] = w.partials, bytes[2] = w.of_other();
-    bytes[3] = gradient_workspace(m, n, k, m, n, pieces, device).of_other();
+    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces);
+    bytes[0] = w.of_grad(), bytes[1] = partials_bytes<GivenGradient>(m, n, device), bytes[2] = w.of_other();
+    bytes[3] = gradient_workspace(m, n, k, m, n, pieces).of_other();
     return true;
 #else
     return false;
@@ -1571,8 +1597,8 @@ extern "C" int product_split_gradient(
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    return tf32 ? launch_split_gradient<1>(grad, grad_bias, sums_alone, m, n, workspace, partials, device, stream)
-                : launch_split_gradient<2>(grad, grad_bias, sums_alone, m, n, workspace, partials, device, stream);
+    const auto launch = tf32 ? launch_split_gradient<1, GivenGradient> : launch_split_gradient<2, GivenGradient>;
+    return launch({grad}, {{grad_bias}}, sums_alone, m, n, workspace, partials, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -2075,6 +2101,26 @@ static at::Tensor linear_on_cuda(
     return h;
 }
 
+static at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
+
+// The gradients of x and weight, where they are needed, from the output's, given (m, n), contiguous and split. sizes: product_gradient_bytes.
+static int products_of_split(const at::Tensor& given, const at::Tensor& split, const at::Tensor& x, const at::Tensor& weight, bool tf32,
+    const int64_t* sizes, const LinearNeeds& needs, at::Tensor* results) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const at::Tensor zeros = at::zeros({k}, x.options());
+    int error = 0;
+    const auto product = [&](bool of_weight, const at::Tensor& other, int64_t bytes) {
+        const at::Tensor ready = aligned(other), workspace = workspace_of(bytes, x);
+        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
+        error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
+            results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(),
+            c10::cuda::getCurrentCUDAStream().stream());
+    };
+    if (needs[0]) product(false, weight, sizes[2]);
+    if (error == 0 && needs[1]) product(true, x, sizes[3]);
+    return error;
+}
+
 static std::vector<at::Tensor> linear_gradients_on_cuda(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
@@ -2086,20 +2132,10 @@ static std::vector<at::Tensor> linear_gradients_on_cuda(
         if (needs[2]) results[2] = at::sum(grad, {0});
         return results;
     }
-    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-    const at::Tensor given = aligned(grad);
-    const auto bytes = [&](int64_t size) { return at::empty({size}, x.options().dtype(at::kByte)); };
-    const at::Tensor split = bytes(sizes[0]), zeros = products ? at::zeros({k}, x.options()) : at::Tensor();
+    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
     int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
-        split.data_ptr(), bytes(sizes[1]).data_ptr(), stream);
-    const auto product = [&](bool of_weight, const at::Tensor& other, int64_t size) {
-        const at::Tensor ready = aligned(other), workspace = bytes(size);
-        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
-        error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
-            results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(), stream);
-    };
-    if (error == 0 && needs[0]) product(false, weight, sizes[2]);
-    if (error == 0 && needs[1]) product(true, x, sizes[3]);
+        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    if (error == 0 && products) error = products_of_split(given, split, x, weight, tf32, sizes, needs, results.data());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return results;
 }
