@@ -1203,7 +1203,7 @@ extern "C" int product_forward(
 constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
 constexpr int kColumnRows = 8;          // rows of a thread in flight
-constexpr int kFinishWarps = 32;
+constexpr int kFinishWarps = 16;
 constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
 constexpr int kGradientSums = 4;        // and of grad's values themselves
 
@@ -1260,6 +1260,7 @@ template <int kPieces, class Source>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
     int columns) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums;
     __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
     __shared__ float warp_sums[2][3][kGradientBlock / 32];
@@ -1338,6 +1339,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             }
         }
     }
+#endif
 }
 
 // x or W as a turned operand. Its rows are multiplied by what grad's scales left over: `rows` and `widest` of grad; null: by one.
@@ -1365,6 +1367,7 @@ struct TurnedOperand {
 
 // Block (x, y): 4 * kColumnBlock columns, every gridDim.y-th row; a thread has a quad of columns.
 __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperand operand, unsigned* __restrict__ largest) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
     if (column >= operand.columns) return;
     uint32_t own[4] = {};
@@ -1381,10 +1384,12 @@ __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperan
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) atomicMax(largest + column + j, own[j]);
+#endif
 }
 
 template <int kPieces>
 __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperand operand, __half* __restrict__ pieces, const Columns of) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
     if (column >= padded) return;
     float scale[4], sums[kColumnSums][4] = {};
@@ -1414,6 +1419,7 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
         float* to = of.partials + (int64_t(blockIdx.y) * kColumnSums + k) * operand.columns + column;
         *reinterpret_cast<float4*>(to) = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
     }
+#endif
 }
 
 constexpr int kMostResults = 4;
@@ -1425,6 +1431,7 @@ struct ColumnResults {
 template <int kPieces, int kSums>
 __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     const Columns of, const __grid_constant__ ColumnResults results, int columns, int count) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     static_assert(kSums <= kColumnSums + kMostResults, "a place for every sum");
     __shared__ double warp_sums[kSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
@@ -1454,6 +1461,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
     result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
     of.scales[column] = result;
+#endif
 }
 
 // Workspace of a gradient, in bytes: of grad its pieces, scales and largest scale; and so of x or W, whose partial sums wait in the memory of

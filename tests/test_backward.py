@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager
-from cases import DTYPES, LAYOUTS, STEMS, in_dtype, solution
+from accuracy import assert_as_accurate_as_eager, draws
+from cases import DTYPES, LAYOUTS, STEMS, Case, build, in_dtype, solution
 from torch import nn
 from torch.nn import functional
 
@@ -378,6 +378,35 @@ KINDS = [
 ]  # fmt: skip
 
 
+def rows(m: int, n: int, k: int) -> Case:
+    return Case("linear_instance_norm_residual", f"{m} rows, {k} features to {n}", (k, n), ((m, k), (m, n)))
+
+
+def groups(m: int, n: int, k: int, group: int = 64) -> Case:
+    return Case("linear_swish_group_norm", f"{m} rows, {k} features to {n} in groups of {group}", (k, n, n // group, (n,)), ((m, k),))
+
+
+# On Hopper all for the tensor cores: groups of 64 of up to 4096 features go backward in one kernel.
+NETWORKS = [
+    rows(1100, 1032, 1028), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260), groups(300, 4096, 1024),
+    groups(1100, 4160, 516), groups(1100, 1024, 1028, 128),
+]  # fmt: skip
+networks = pytest.mark.parametrize("case", [case for case in NETWORKS if case.stem in STEMS], ids=str)
+
+
+def network_gradients(module: nn.Module, inputs: list, wanted: list | None = None) -> dict[str, torch.Tensor]:
+    """The output and gradients, all or some, of inputs and parameters, by name."""
+    leaves = [t.detach().clone() for t in inputs]
+    tensors = {**{f"input {i}": t for i, t in enumerate(leaves)}, **dict(module.named_parameters())}
+    for name, t in tensors.items():
+        t.requires_grad_(wanted is None or name in wanted)
+    out = module(*leaves)
+    asked = [name for name, t in tensors.items() if t.requires_grad]
+    given = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(7), device=out.device).to(out.dtype)
+    found = torch.autograd.grad(out, [tensors[name] for name in asked], given)
+    return {"output": out.detach(), **dict(zip(asked, found, strict=True))}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 class TestLinearGradientsOnAGPU:
@@ -437,6 +466,39 @@ class TestLinearGradientsOnAGPU:
         assert all(torch.equal(own, one) for own, one in zip(found, expected, strict=True))
         assert all(bool((block == 77).all()) for block in neighbours)
         del neighbours, found
+
+    @networks
+    def test_the_networks_are_as_accurate_as_eager(self, case):
+        assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+
+    @networks
+    def test_where_tf32_is_allowed(self, case, monkeypatch):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+
+    @networks
+    def test_gradients_of_a_part_of_the_network(self, case):
+        """Frozen layers get none, and the others what they get without them."""
+        _, new, inputs = build(case, "cuda")
+        every = network_gradients(new, inputs)
+        names = [name for name in every if name != "output"]
+        for part in [[name] for name in names] + [[name for name in names if "bmm" not in name and "matmul" not in name]]:
+            found = network_gradients(new, inputs, part)
+            assert set(found) == {"output", *part}
+            for name, own in found.items():
+                torch.testing.assert_close(own, every[name], rtol=1e-4, atol=1e-4 * every[name].abs().max().item())
+
+    @networks
+    def test_no_more_memory_than_eager(self, case):
+        model, new, inputs = build(case, "cuda")
+        peaks = []
+        for module in (new, model):
+            network_gradients(module, inputs)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            network_gradients(module, inputs)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[0] <= 1.25 * peaks[1]  # at these sizes a product's partial sums are no small part
 
     @linear_pairs
     def test_a_captured_graph_replays_on_new_inputs(self, stem):
