@@ -2003,7 +2003,7 @@ template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare
 }
 
 template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
-    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+    float sum = 0;
     for (int from = 0; from < c.from_channels; ++from) {
         const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
         for (int tap = 0; tap < KS * KS; ++tap) {
@@ -2012,7 +2012,7 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
             if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
         }
     }
-    return sum;
+    return c.bias == nullptr ? sum : sum + __ldg(c.bias + channel);
 }
 
 template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
@@ -2072,17 +2072,7 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
     for (int64_t i = begin; i < end; ++i) {
         const Tile next = i + 1 < end ? after(tile) : tile;
         const int channel_first = tile.block * NT * 8 + 2 * quarter;
-        float total[R][NT][MT][4];
-#pragma unroll
-        for (int k = 0; k < NT * 2; ++k) {
-            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
-            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-#pragma unroll
-                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
-            }
-        }
+        float total[R][NT][MT][4] = {};
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
@@ -2147,6 +2137,15 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
                 }
             }
             __syncthreads();
+        }
+        if (c.bias != nullptr) {
+#pragma unroll
+            for (int k = 0; k < NT * 2; ++k) {
+                const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+                const float bias = channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < R * 4; ++i) total[i / 4][nt][i % 2][i / 2 % 2 * 2 + j] += bias;
+            }
         }
         const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
         const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
