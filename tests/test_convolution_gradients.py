@@ -65,7 +65,7 @@ def eager(*tensors) -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
 
-def assert_right(shape: tuple, change: Callable = lambda *tensors: tensors) -> None:
+def assert_right(shape: tuple, change: Callable = lambda *tensors: tensors, roundings: int = 1) -> None:
     """NaN and the infinities as eager's or float64's; the errors of several seeds within `allowed_error`: that of one is luck."""
     errors = {name: [0.0, 0.0, 0.0] for name in NAMES}  # ours, eager's, the largest right value
     too_large = []
@@ -80,7 +80,7 @@ def assert_right(shape: tuple, change: Callable = lambda *tensors: tensors) -> N
             of_seed = worst_error(out, finite), worst_error(expected[name], finite), largest(finite)
             assert of_seed[0] == of_seed[0], f"{name}: NaN"
             errors[name] = [max(pair) for pair in zip(errors[name], of_seed)]
-        too_large = [name for name, (error, *allowed) in errors.items() if not error <= allowed_error(*allowed, torch.float32)]
+        too_large = [name for name, (error, *allowed) in errors.items() if not error <= allowed_error(*allowed, torch.float32, roundings)]
         if seed >= 2 and not too_large:
             return
     assert not too_large, {name: errors[name] for name in too_large}
@@ -163,7 +163,7 @@ class TestOnTheGPU:
             tensors[what].view(-1)[-1] = value
             return tensors
 
-        assert_right(shape, change)
+        assert_right(shape, change, 4)  # in a sum of one large product, its halves' roundings are all there is
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_gradients_in_any_layout(self, layout):
