@@ -2648,7 +2648,8 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
 __device__ __forceinline__ float2 load_pair(const float* from) {
     float2 v;
-    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(uint32_t(__cvta_generic_to_shared(from))) : "memory");
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(from));
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
     return v;
 }
 
@@ -2669,8 +2670,8 @@ template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 #endif
 }
-// A warp copies ROWS rows of a strip, from column `first` on: rows `kTo` floats apart to shared memory, from rows `stride` apart; zeros where
-// exists(row) is false, and beyond the image. pairs: its rows start at whole 8 bytes.
+// A warp copies ROWS rows of a strip, from column `first` on, `stride` floats apart, to rows kTo apart in shared memory: zeros where
+// exists(row) is false, and beyond the image. pairs: the image's rows start at whole 8 bytes.
 template <int ROWS, int kTo, typename F>
 __device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t stride, int first, int width, bool pairs, const F& exists) {
     const int lane = threadIdx.x % 32;
@@ -2736,29 +2737,30 @@ template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare
 }
 
 template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
-    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+    double sum = 0;
     for (int from = 0; from < c.from_channels; ++from) {
         const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
         for (int tap = 0; tap < KS * KS; ++tap) {
             const int y = row + tap / KS - c.pad, x = column + tap % KS - c.pad;
             const bool exists = y >= 0 && y < c.height && x >= 0 && x < c.width;
-            if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
+            if (!exists) continue;
+            sum += double(__ldg(plane + int64_t(y) * c.width + x)) * double(weight_between<KS>(c, from, channel, tap / KS, tap % KS));
         }
     }
-    return sum;
+    return float(c.bias == nullptr ? sum : sum + double(__ldg(c.bias + channel)));
 }
 
-template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
-
-// A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
-// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Of an mma's two
-// pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+// A block takes a run of tiles, R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of
+// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
+// on. Of an mma's two pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+constexpr int kCorrelateBlocks = 3;  // an SM
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
 static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
+constexpr int kLineRow = 32 + 4;  // of a row of a warp's results there
 
 template <int KS, int NT, int R>
-__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(const __grid_constant__ Correlation c) {
-    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow;
+__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow, kLines = NT * 8 * R;
     constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
     constexpr int KYS = kAllWeights ? KS : 1;
     static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
@@ -2805,17 +2807,7 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
     for (int64_t i = begin; i < end; ++i) {
         const Tile next = i + 1 < end ? after(tile) : tile;
         const int channel_first = tile.block * NT * 8 + 2 * quarter;
-        float total[R][NT][MT][4];
-#pragma unroll
-        for (int k = 0; k < NT * 2; ++k) {
-            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
-            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-#pragma unroll
-                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
-            }
-        }
+        float total[R][NT][MT][4] = {};
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
@@ -2881,36 +2873,56 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
             }
             __syncthreads();
         }
+        if (c.bias != nullptr) {
+#pragma unroll
+            for (int k = 0; k < NT * 2; ++k) {
+                const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+                const float bias = channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < R * 4; ++i) total[i / 4][nt][i % 2][i / 2 % 2 * 2 + j] += bias;
+            }
+        }
         const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
         const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
         const int64_t plane = int64_t(c.rows) * c.columns;
         float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
-        const auto store = [&](auto pack) {
-            constexpr int V = sizeof(pack) / sizeof(float);
+        // Rows that do not start at whole 16 bytes go through shared memory, so that a warp writes 128 neighbouring bytes at a time.
+        float* const lines = shared + 2 * kStage + warp * kLines * kLineRow;
 #pragma unroll
-            for (int k = 0; k < NT * 2 * R; ++k) {
-                const int nt = k / (2 * R), j = k / R % 2, r = k % R;
-                if (nt * 8 + j >= channels_left || r >= rows_left) continue;
+        for (int k = 0; k < NT * 2 * R; ++k) {
+            const int nt = k / (2 * R), j = k / R % 2, r = k % R, channel = nt * 8 + j;
+            const float4 v = make_float4(total[r][nt][0][j], total[r][nt][1][j], total[r][nt][0][2 + j], total[r][nt][1][2 + j]);
+            if (c.columns % 4 != 0) {
+                *reinterpret_cast<float4*>(lines + (r * NT * 8 + channel + 2 * quarter) * kLineRow + eighth * 4) = v;
+            } else if (channel < channels_left && r < rows_left) {
+                *reinterpret_cast<float4*>(to + channel * plane + r * c.columns) = v;
+            }
+        }
+        __syncwarp();
+        if (c.columns % 4 != 0) {
+            const int own_column = tile.column + warp * 32 + lane, first = tile.block * NT * 8, channels = min(NT * 8, c.to_channels - first);
+            float* row_to = c.to + (tile.sample * c.to_channels + first) * plane + int64_t(tile.row) * c.columns + own_column;
+            const float* row_lines = lines + lane;
+            for (int r = 0; r < min(R, rows_left) && own_column < c.columns; ++r, row_to += c.columns, row_lines += NT * 8 * kLineRow) {
+                float* at = row_to;
+                if (channels == NT * 8) {
 #pragma unroll
-                for (int p = 0; p < 4; p += V) {
-                    Pack<float, V> out;
-#pragma unroll
-                    for (int q = 0; q < V; ++q) out.value[q] = total[r][nt][(p + q) % 2][(p + q) / 2 * 2 + j];
-                    if (p < columns_left) *reinterpret_cast<Pack<float, V>*>(to + (nt * 8 + j) * plane + r * c.columns + p) = out;
+                    for (int channel = 0; channel < NT * 8; ++channel, at += plane) *at = row_lines[channel * kLineRow];
+                } else {
+                    for (int channel = 0; channel < channels; ++channel, at += plane) *at = row_lines[channel * kLineRow];
                 }
             }
-        };
-        if (c.columns % 4 == 0) store(Pack<float, 4>());
-        else if (c.columns % 2 == 0) store(Pack<float, 2>());
-        else store(Pack<float, 1>());
+            __syncwarp();
+        }
         float zero = 0;
 #pragma unroll
         for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
-        if (zero != 0.0f) {  // NaN
+        if (zero != 0.0f) {  // NaN: a value is not finite
             for (int k = 0; k < NT * 2 * R * 4; ++k) {
                 const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
                 if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
-                to[channel * plane + r * c.columns + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+                const float v = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+                to[channel * plane + r * c.columns + p] = v;
             }
         }
         tile = next;
@@ -2961,15 +2973,15 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     };
     const auto copy = [&](const Unit& u, int stage) {
         const int column = u.strip * kStripWidth, out_left = p.out_channels - out_first - warp, in_left = p.in_channels - in_first;
-        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + int64_t(u.row) * p.columns + column;
+        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + u.row * p.columns + column;
         copy_rows<kGradChannels / kStripWarps, kStripWarps * kSumRow>(shared_grad + stage * kGradStage + warp * kSumRow, grad,
             kStripWarps * grad_plane, column, p.columns, p.pairs, [&](int i) { return i * kStripWarps < out_left; });
-        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + int64_t(u.row) * p.width + column;
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + u.row * p.width + column;
         for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
             float* const to = shared_x + (u.slot + ky) % kSlots * kXRow;
             const float* const from = x + ky * p.width;
-            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column, p.width,
-                p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
+            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column,
+                p.width, p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
             if (KS > 1 && threadIdx.x < 8) {
                 const int channel = threadIdx.x;
                 copy_halo(to + channel * kSumRow, from + channel * plane, column, p.width, channel < in_left, p.pairs);
@@ -3001,7 +3013,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
                     *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
                     bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                    for (int k = 0; k < 4; ++k) {
+                        split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                    }
                 }
             }
 #pragma unroll
@@ -3032,7 +3046,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
                     }
                 }
 #pragma unroll
-                for (int k = 0; k < MT * KS * 4; ++k) total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+                for (int k = 0; k < MT * KS * 4; ++k) {
+                    total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+                }
             }
         }
         __syncthreads();
@@ -3097,7 +3113,7 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
     bool finite = true;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) finite = finite && isfinite(sums[tap]);
-    if (!finite) {
+    if (!finite) {  // the halves of an infinity may make a NaN: once more, whole
         float plain[TAPS] = {};
         const int pixels = p.rows * p.columns;
         for (int64_t s = 0; s < p.samples; ++s) {
@@ -3107,7 +3123,9 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
                 const int row = quotient(i, p.columns);
                 const float* const at = x + row * p.width + i - row * p.columns;
 #pragma unroll
-                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+                for (int tap = 0; tap < TAPS; ++tap) {
+                    plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+                }
             }
         }
 #pragma unroll
@@ -3138,19 +3156,20 @@ template <typename K> static cudaError_t resident_blocks(K kernel, int shared_by
 
 template <int KS, int NT, int R>
 static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
-    constexpr int kShared = 2 * (R + KS - 1) * 8 * kImageRow * int(sizeof(float));
     c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
     c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
     c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
     c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
     c.pairs = c.width % 2 == 0;
+    const int lines = c.columns % 4 == 0 ? 0 : kStripWarps * NT * 8 * R;
+    const int shared_bytes = (2 * (R + KS - 1) * 8 * kImageRow + lines * kLineRow) * int(sizeof(float));
     auto kernel = correlate<KS, NT, R>;
     int64_t blocks;
-    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    const cudaError_t error = resident_blocks(kernel, shared_bytes, device, &blocks);
     if (error != cudaSuccess) return error;
     const int64_t lanes = int64_t(c.to_blocks) * c.slabs * KS * KS * NT * 32;
     prepare_fragments<KS, NT><<<unsigned(divide_up(lanes, kStripBlock)), kStripBlock, 0, stream>>>(c);
-    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, kShared, stream>>>(c);
+    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, shared_bytes, stream>>>(c);
     return cudaGetLastError();
 }
 template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
@@ -3185,7 +3204,7 @@ static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int
     return cudaGetLastError();
 }
 
-// All in float32, contiguous, 16-byte aligned; sizes as above. With workspace null, only *workspace_bytes, or -1 where ATen's is to be taken.
+// All in float32, contiguous, 16-byte aligned; sizes as above. workspace null: only *workspace_bytes, -1 where ATen's is to be taken.
 extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     Device device;
