@@ -1178,14 +1178,14 @@ __host__ __device__ __forceinline__ int channel_floats(int c, int plane) { retur
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 
 // Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
-template <typename T, int KS, int PIECES>
+template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    static_assert(KS == 3 || PIECES == 2, "a step of one tap is of x's hi and lo");
+    static_assert(KS == 3 || kSplit<T>, "a step of one tap is of x's hi and lo");
     __shared__ float row_scale[kWideSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
-    prepare_constants<kWideSlots, sizeof(T) == 4>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kWideSlots, kSplit<T>>(p, s, KS * KS, q, row_scale);
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
@@ -1197,7 +1197,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
             const int in = slab * 8 + thread % 4 * 2 + j;
             if (c >= count || in >= s.in_channels) continue;
             const float w = p.weight[(int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap] * row_scale[c];
-            if (PIECES == 2) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
+            if (kSplit<T>) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
             else pieces[j] = r % 2 || (odd_one && r < 2) ? 0.0f : w;
         }
         using Half = std::conditional_t<sizeof(T) == 2, T, __half>;
@@ -1272,10 +1272,11 @@ __device__ __forceinline__ float convolve_value(
 }
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
-template <typename T, int KS, int PIECES, bool PAIRS>
+template <typename T, int KS, bool PAIRS>
 __global__ void __launch_bounds__(kWideBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ uint64_t bars[2 * (kMostStages + kMostSlots + 1)];
@@ -1296,7 +1297,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
     const int tasks = tasks_of(rows);
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
-    const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = PIECES * plane_bytes;
+    const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
 
     // What each role goes through, unit by unit.
@@ -1417,7 +1418,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                         if constexpr (KS == 1) {
                             wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
-                        } else if constexpr (PIECES == 2) {
+                        } else if constexpr (SPLIT) {
                             pairs(hi + plane_bytes, slab > 0);
                             wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 32, plane_bytes), true);
                             pairs(hi, true);
@@ -1439,7 +1440,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #pragma unroll
                     for (int i = 0; i < kTileN / 4; ++i) {
                         const int k = i / 2 * 4 + i % 2;
-                        v[i] = sigmoid_from_exponent(fmaf(PIECES == 2 ? d[k] + d[k + 2] : d[k], slope, offset));
+                        v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     }
                     if (first) set_anchor(v[0]);
                     if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
@@ -1472,7 +1473,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 wgmma_wait(odd);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                 finish(odd, false);
-                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is not finite.
+                // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
 #pragma unroll 1
@@ -1553,16 +1554,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             lo[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
                         }
                     }
-                    if (sizeof(T) == 4 && PIECES == 1) {  // fp16's infinity, alone, would not show
-                        float most = 0;
-#pragma unroll
-                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(to_acc(raw[i][c])) * input_scale);
-                        if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
-                    }
                     if (begin + i * kThreads + tid < pixels) {
                         uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
                         *at = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-                        if (PIECES == 2) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                        if (SPLIT) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
                     }
                 }
                 begin += kItems * kThreads;
@@ -1916,10 +1911,10 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int pieces, int value_bytes, int sms, int shared_most) {
+static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
-    const int ks = int(sizes[5]), pack = 16 / value_bytes;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
@@ -1933,7 +1928,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
-        for (int slots = 1; slots <= 3; ++slots) {
+        for (int slots = 2; slots <= 3; ++slots) {
             for (int stages = 1; stages <= 2; ++stages) {
                 if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
@@ -1964,10 +1959,10 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
     return true;
 }
 
-template <typename T, int KS, int PIECES, bool PAIRS>
+template <typename T, int KS, bool PAIRS>
 static cudaError_t launch_wide_convolution(
     const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
-    auto kernel = convolve_and_normalize_wide<T, KS, PIECES, PAIRS>;
+    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS>;
     Device device;
     cudaFuncAttributes attributes;
     cudaError_t error = current_device(&device);
@@ -1981,7 +1976,7 @@ static cudaError_t launch_wide_convolution(
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, PIECES, sizeof(T), device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -1992,7 +1987,7 @@ static cudaError_t launch_wide_convolution(
     operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
     operands.constants = operands.fragments + plan.fragment_words;
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
-    prepare_wide_weights<T, KS, PIECES><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
+    prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
     return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 #endif  // CUDART_VERSION >= 12000
@@ -2023,7 +2018,7 @@ extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(c
 // The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
 // 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
@@ -2038,12 +2033,11 @@ extern "C" int convolution_forward(
     if (sizes[1] > 64) return cudaSuccess;
 #if CUDART_VERSION >= 12000
     cudaError_t error = cudaSuccess;
-    if (dtype == 0 && three && tf32 && pairs) error = run(launch_wide_convolution<float, 3, 1, true>);
-    else if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, 2, true>);
-    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, 2, false>);
-    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, 2, true>);
-    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, 1, true>);
-    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, 1, true>);
+    if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
+    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
+    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
@@ -3746,36 +3740,21 @@ static at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_we
 }
 #ifdef WITH_CUDA
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
-
-// Whether the user allows TF32 in convolutions, and in products too: PyTorch allows the former unasked.
-static bool tf32_is_allowed() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    const auto allows = [](at::Float32Op op) {
-        return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
-    };
-    return allows(at::Float32Op::CONV) && allows(at::Float32Op::MATMUL);
-#elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "conv") == "tf32" && at::globalContext().float32Precision("cuda", "matmul") == "tf32";
-#else
-    return at::globalContext().allowTF32CuDNN() && at::globalContext().allowTF32CuBLAS();
-#endif
-}
 
 static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     const auto type = x.scalar_type();
     const int64_t size = conv_weight.size(2);
-    const bool tf32 = tf32_is_allowed();
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
         const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
         const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 2 : 3;
         const int error = convolution_forward(
-            dtype, input, out, vectors, sizes, eps, tf32, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
+            dtype, input, out, vectors, sizes, eps, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "convolve: ", group_norm_error(error));
     };
     int64_t workspace_bytes = -1;
