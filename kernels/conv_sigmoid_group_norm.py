@@ -2144,6 +2144,7 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
 constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
+constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2490,7 +2491,7 @@ template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int
         const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
         while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
         while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks) * sms * (kMaxGroup / plan.group) / sizes.groups;
+        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
         plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
         plan.stride = plan.norm_rows * sizes.groups;
         return plan;

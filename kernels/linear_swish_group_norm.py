@@ -4,13 +4,14 @@
 
 `mean` and `rstd` are those of a slice, the features of one group of one row: rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2).
 
-Without gradients and below float64 the whole network is one operator. On Hopper (sm_90, CUDA 12) float32 runs on the fp16 tensor cores with
-its own accuracy, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces
-make one of float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output alone, while the
+Below float64 the whole network is one operator. On Hopper (sm_90, CUDA 12) float32 runs on the fp16 tensor cores with its own accuracy,
+from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces make one of
+float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output and, for a backward, h, while the
 tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does; float16 and bfloat16 are multiplied as they
-are, and rounded once. `freeze_weight()` splits W once instead of in each call. With gradients the same product leaves h, which one kernel
-finishes, and the product's gradients are products of the same kind. On sm_80 and sm_100 a plainer loop makes the three products. Everything
-else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows.
+are, and rounded once. `freeze_weight()` splits W once instead of in each call. The product's gradients are two products of the same kind;
+none of their operands is transposed in memory, and h's gradient is split once for both. On sm_80 and sm_100 a plainer loop makes the three
+products. Everything else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product, and one kernel
+for all that follows it.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
@@ -632,6 +633,7 @@ struct Product {
     const RowScale *rows, *columns;
     int* flags;  // of each block of kBlockSide^2 outputs, row by row
     int m, n, k;
+    bool turned_x, turned_w;  // stored as (k, m), (k, n)
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
@@ -808,6 +810,11 @@ __device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* 
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
 }
+__device__ __forceinline__ void tensor_load(uint32_t shared, const CUtensorMap* map, int x, int y, int z, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+        ::"r"(shared), "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar) : "memory");
+}
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void shared_load(uint32_t from, float* v) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(from) : "memory");
@@ -831,9 +838,12 @@ template <int kCount> __device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
-// Descriptor of a K-major tile whose rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom. Along K it moves inside the line.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
-    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+// Descriptor of a tile. K-major: its rows are 128-byte lines, swizzled, 8 rows (1024 bytes) an atom; along K it moves inside the line.
+// Turned: strips of 32 rows, 4096 bytes apart; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+template <bool kTurned> __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
+    const uint64_t address = (shared & 0x3ffff) >> 4;
+    return kTurned ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
+                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
 // d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
@@ -846,14 +856,16 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared) {
     "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define P96                                                                                                                         \
     P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep)                                                                                      \
+#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep, turn_a, turn_b)                                                                     \
+    template <bool kTurnedA, bool kTurnedB>                                                                                         \
     __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                                 \
         asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #ikeep ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, 0, 0;\n}" : F(d) : "l"(a), "l"(b), "r"(keep));               \
+                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                   \
+                     : F(d) : "l"(a), "l"(b), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                   \
     }
-WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66)
-WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98)
-WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98)
+WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66, 67, 68)
+WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98, 99, 100)
+WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98, 99, 100)
 
 // The main loop.
 
@@ -866,10 +878,13 @@ constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
 // Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
-// bandwidth, a narrower one leaves fewer SMs without a last tile. kStages: of the ring of lines; kSlots: of that of slabs that are summed up.
-template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half> struct Products {
+// bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of lines; kSlots: of that of slabs that are summed up.
+template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, bool kTurnedA_ = false, bool kTurnedB_ = false>
+struct Products {
     using Value = Value_;
     static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr bool kTurnedA = kTurnedA_, kTurnedB = kTurnedB_;
+    template <bool kTurnedA, bool kTurnedB> using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kTurnedA, kTurnedB>;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kStageBytes = kBytesA + kTileN * 128;
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
@@ -877,19 +892,38 @@ template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = _
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
 
-// What the epilogue knows of a tile's columns, in kQuads quads of numbers for each pair of them, and of its rows.
+// What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
 template <class Kind, class Epilogue> struct Margins {
-    float4 columns[Kind::kTileN / 2][Epilogue::kQuads];
+    float columns[Epilogue::kVectors][Kind::kTileN], doubts[Kind::kTileN / 32];
     float2 rows[kTileM];
 };
 template <class Kind, class Epilogue> constexpr int kProductBytes =
     1024 + Kind::kStages * (Kind::kStageBytes + 16) + Kind::kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Kind, Epilogue>));
 
-// 64 columns of 64 rows, from `row` and `column` on: of these a thread of a warpgroup has rows `row` and `row + 8`, and columns
-// `column + 8j` and `column + 8j + 1`, j = 0..7. A quad of lanes has the rows' 64 columns.
+// A thread's part of 16 rows of 64 columns that a warp has: rows `row` + 4r, r = 0..3, and of each the columns `column` + i and
+// `column` + 32 + i, i = 0..3. Eight lanes have a row, and write 128 bytes of it at a time.
 struct Slab {
     int row, column;
 };
+
+// A warp's 16 rows and 64 columns as the tensor cores leave them: of a lane rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j and the next,
+// j = 0..7. They go to 4 KiB of shared memory in units of four values, and come back as a Slab's: a lane's eight units lie, for each
+// instruction, in other banks than those of the seven lanes beside it.
+__device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
+__device__ __forceinline__ void leave_sums(uint32_t to, const float* sum) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) shared_store(to + j * 512 + (threadIdx.x % 32 ^ place_of(j)) * 16, sum + 4 * j);
+}
+__device__ __forceinline__ void take_sums(uint32_t from, float (&v)[4][8]) {
+    const int eighth = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // bits: the next pair of columns, 32 columns on, 4 rows on
+        const int unit = (row + (i & 4)) * 4 + eighth % 2 * 2 + (i & 1), r = i / 4, c = (i & 2) * 2 + (i & 1) * 2;
+        float four[4];
+        shared_load(from + ((i & 2) * 2 + eighth / 2) * 512 + (unit ^ place_of(eighth / 2)) * 16, four);
+        v[r][c] = four[0], v[r][c + 1] = four[1], v[r + 2][c] = four[2], v[r + 2][c + 1] = four[3];
+    }
+}
 
 template <int kTileN> struct Tiles {
     int across, down, count;
@@ -905,22 +939,32 @@ template <int kTileN> struct Tiles {
     }
 };
 
-// The products of a line: steps of 16 of K, 32 bytes on in the descriptors' units of 16. Two pieces: hi, hi, lo, lo; one: four of hi.
+// The products of a line, in steps of 16 of K. Two pieces: hi, hi, lo, lo; one: four of hi. In the descriptors' units of 16 bytes a step is
+// 32 bytes, or 16 lines of 64, and the low pieces are 64 bytes on, or half a strip.
 template <class Kind> __device__ __forceinline__ void multiply_line(float (&d)[Kind::kAccumulators], uint64_t a, uint64_t b, int keep) {
     constexpr typename Kind::Value type{};
+    constexpr bool kA = Kind::kTurnedA, kB = Kind::kTurnedB;
+    constexpr int kStepA = kA ? 64 : 2, kStepB = kB ? 64 : 2, kLoA = kA ? 128 : 4, kLoB = kB ? 128 : 4;
     if constexpr (Kind::kPieces == 2) {
-        wgmma(type, d, a + 4, b, keep);
-        wgmma(type, d, a, b + 4, 1);
-        wgmma(type, d, a + 6, b + 2, 1);
-        wgmma(type, d, a + 2, b + 6, 1);
-        wgmma(type, d, a, b, 1);
-        wgmma(type, d, a + 2, b + 2, 1);
+        wgmma<kA, kB>(type, d, a + kLoA, b, keep);
+        wgmma<kA, kB>(type, d, a, b + kLoB, 1);
+        wgmma<kA, kB>(type, d, a + kLoA + kStepA, b + kStepB, 1);
+        wgmma<kA, kB>(type, d, a + kStepA, b + kLoB + kStepB, 1);
+        wgmma<kA, kB>(type, d, a, b, 1);
+        wgmma<kA, kB>(type, d, a + kStepA, b + kStepB, 1);
     } else {
-        wgmma(type, d, a, b, keep);
-        wgmma(type, d, a + 2, b + 2, 1);
-        wgmma(type, d, a + 4, b + 4, 1);
-        wgmma(type, d, a + 6, b + 6, 1);
+        wgmma<kA, kB>(type, d, a, b, keep);
+        wgmma<kA, kB>(type, d, a + kStepA, b + kStepB, 1);
+        wgmma<kA, kB>(type, d, a + 2 * kStepA, b + 2 * kStepB, 1);
+        wgmma<kA, kB>(type, d, a + 3 * kStepA, b + 3 * kStepB, 1);
     }
+}
+
+// The copy engine brings `row`'s tile of a line.
+template <bool kTurned, int kPieces>
+__device__ __forceinline__ void load_tile(uint32_t shared, const CUtensorMap* map, int line, int row, uint32_t bar) {
+    if constexpr (kTurned) tensor_load(shared, map, 0, line * (kLine / kPieces), row / 32 * kPieces, bar);
+    else tensor_load(shared, map, line * kLine, row, bar);
 }
 
 // Where a ring of kCount places is: its place, and the parity of its round.
@@ -981,8 +1025,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
                     mbarrier_expect_bytes(bar, kStageBytes);
-                    tensor_load(a, &map_a, line * kLine, corner.row, bar);
-                    tensor_load(a + kBytesA, &map_b, line * kLine, corner.column, bar);
+                    load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
+                    load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
             }
         }
@@ -990,13 +1034,17 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     } else if (warpgroup == kConsumers) {
         registers_up<kEpilogueRegisters>();
         auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
-        float4 column[Epilogue::kQuads];
+        constexpr int kVectors = Epilogue::kVectors, kRounds = (kTileN + 127) / 128;
+        float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
-        const auto look_ahead = [&](int tile) {  // a thread: a pair of columns, and a row
+        const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
             const Slab corner = tiles.find(min(tile, tiles.count - 1));
 #pragma unroll
-            for (int q = 0; q < Epilogue::kQuads; ++q) {
-                if (thread < kTileN / 2) column[q] = epilogue.quad(min(corner.column + thread * 2, epilogue.product.n - 2), q);
+            for (int i = 0; i < kRounds; ++i) {
+                const int own = min(corner.column + thread + i * 128, epilogue.product.n - 1);
+#pragma unroll
+                for (int q = 0; q < kVectors; ++q) column[i][q] = epilogue.column(own, q);
+                doubt[i] = epilogue.doubt(own);
             }
             row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
         };
@@ -1004,8 +1052,14 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
             named_barrier_sync<2, 128>();  // the last tile's margins have been read
 #pragma unroll
-            for (int q = 0; q < Epilogue::kQuads; ++q) {
-                if (thread < kTileN / 2) margins.columns[thread][q] = column[q];
+            for (int i = 0; i < kRounds; ++i) {
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
+                const int own = thread + i * 128;
+                if (own >= kTileN) continue;
+#pragma unroll
+                for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
+                if (lane == 0) margins.doubts[own / 32] = doubt[i];
             }
             margins.rows[thread] = row;
             named_barrier_sync<2, 128>();
@@ -1013,21 +1067,24 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
             for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
-                const int top = s / kSlabs * 64 + warp * 16 + lane / 4, left = s % kSlabs * kBlockSide;
-                float sum[32];
+                const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
+                float sum[4][8];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
-                const uint32_t from = slots + slot.place * kSlabBytes + thread * 16;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) shared_load(from + i * 128 * 16, sum + 4 * i);
+                take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
                 if (corner.column + left >= epilogue.product.n) continue;
-                const auto quad = [&](int j, int q) { return margins.columns[left / 2 + j * 4 + lane % 4][q]; };
-                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 4 * 2}, quad, margins.rows[top], margins.rows[top + 8]);
+                const auto four = [&](int q, int half) {
+                    return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
+                };
+                const auto scale = [&](int r) { return margins.rows[top + 4 * r]; };
+                const float most = fmaxf(margins.doubts[left / 32], margins.doubts[left / 32 + 1]);
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, most);
             }
         }
     } else {
         registers_up<kConsumerRegisters>();
-        const uint64_t tile_a = tile_descriptor(stages + warpgroup * 64 * 128), tile_b = tile_descriptor(stages + kBytesA);
+        const uint64_t tile_a = tile_descriptor<Kind::kTurnedA>(stages + warpgroup * 64 * 128);
+        const uint64_t tile_b = tile_descriptor<Kind::kTurnedB>(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
             if (lane == 0) mbarrier_arrive(empty + 8 * s);
         };
@@ -1071,9 +1128,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
 #pragma unroll
             for (int s = 0; s < kSlabs; ++s, slot.advance()) {
                 mbarrier_wait(taken + 8 * slot.place, slot.phase ^ 1);
-                const uint32_t to = slots + slot.place * kSlabBytes + thread * 16;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) shared_store(to + i * 128 * 16, sum + 32 * s + 4 * i);
+                leave_sums(slots + slot.place * kSlabBytes + warp * 4096, sum + 32 * s);
                 tell(ready + 8 * slot.place);
             }
         }
@@ -1164,81 +1219,113 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             for (int i = 0; i < 64; ++i) sum[i / 32][i % 32] += part[i / 32][i % 32], part[i / 32][i % 32] = 0;
         }
     }
+    __syncthreads();
+    const uint32_t own = stages + thread / 32 * 4096;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const Slab slab = {corner.row + warp_row + i * 16 + lane / 4, corner.column + warp_column + lane % 4 * 2};
-        const auto quad = [&](int j, int q) { return epilogue.quad(min(slab.column + 8 * j, n - 2), q); };
-        const auto scale = [&](int row) { return epilogue.scale(min(row, m - 1)); };
-        if (corner.column + warp_column < n) epilogue.finish(sum[i], slab, quad, scale(slab.row), scale(slab.row + 8));
+        float v[4][8];
+        leave_sums(own, sum[i]);
+        __syncwarp();
+        take_sums(own, v);
+        __syncwarp();
+        if (corner.column + warp_column >= n) continue;
+        const Slab slab = {corner.row + warp_row + i * 16 + lane / 8, corner.column + warp_column + lane % 8 * 4};
+        const auto column = [&](int i) { return min(slab.column + i, n - 1); };
+        const auto four = [&](int q, int half) {
+            float v[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v[i] = epilogue.column(column(half * 32 + i), q);
+            return make_float4(v[0], v[1], v[2], v[3]);
+        };
+        const auto scale = [&](int r) { return epilogue.scale(min(slab.row + 4 * r, m - 1)); };
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) most = fmaxf(most, epilogue.doubt(column(i / 4 * 32 + i % 4)));
+        epilogue.finish(v, slab, four, scale, most);
     }
 #endif
 }
 
-// Epilogues. kWhole: n is a multiple of 64, else of 2.
+// Epilogues.
 
-// The values of a vector for columns `column` and `column` + 1.
-template <typename T> __device__ __forceinline__ float2 load_pair(const T* vector, int column) {
-    const auto pair = *reinterpret_cast<const Pack<T, 2>*>(vector + column);
-    return make_float2(to_acc(pair.value[0]), to_acc(pair.value[1]));
-}
-
-// Full 32-byte sectors a quad and store.
-template <bool kWhole, bool kStreaming>
-__device__ __forceinline__ void store_row(float* out, int row, const Slab& slab, int n, const float (&v)[16]) {
-    float* own = out + int64_t(row) * n + slab.column;
+// A row's eight values, four at a time where n is a multiple of four (kWhole: of 64), else two.
+template <bool kWhole, bool kStreaming, typename T>
+__device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int n, const float (&v)[8]) {
+    const auto store = [&](auto* to, const auto& pack) {
+        if constexpr (kStreaming && sizeof(pack) == 16) __stcs(reinterpret_cast<int4*>(to), reinterpret_cast<const int4&>(pack));
+        else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
+        else *to = pack;
+    };
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        if (!kWhole && slab.column + 8 * j >= n) continue;
-        const float2 pair = make_float2(v[2 * j], v[2 * j + 1]);
-        if (kStreaming) __stcs(reinterpret_cast<float2*>(own + 8 * j), pair);
-        else *reinterpret_cast<float2*>(own + 8 * j) = pair;
+    for (int half = 0; half < 2; ++half) {
+        const int column = slab.column + half * 32;
+        T* own = out + int64_t(row) * n + column;
+        Pack<T, 4> four;
+        Pack<T, 2> pairs[2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) from_acc(v[half * 4 + i], four.value[i]), pairs[i / 2].value[i % 2] = four.value[i];
+        if (kWhole || (n % 4 == 0 && column < n)) {
+            store(reinterpret_cast<Pack<T, 4>*>(own), four);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (column + 2 * i < n) store(reinterpret_cast<Pack<T, 2>*>(own + 2 * i), pairs[i]);
+            }
+        }
     }
 }
 
 // h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
-// open[r]: the row exists and is not left.
-// quad(j, 0): the RowScales of the thread's j-th pair of columns; quad(j, 1): their biases, then the two that go to `others`.
-template <bool kWhole, class Quad>
-__device__ __forceinline__ void unscale(const Product& product, const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row,
-                                        float2 second_row, float* out, float (&h)[2][16], float (&others)[16], bool (&open)[2]) {
-    const float scale[2] = {first_row.x, second_row.x}, doubt[2] = {first_row.y, second_row.y};
-    float least[2] = {INFINITY, INFINITY}, most = -INFINITY;
+// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no column of the slab
+// (or of the thread) doubts more. open[r]: the row exists and is not left.
+template <bool kWhole, class Four, class Scale>
+__device__ __forceinline__ void unscale(
+    const Product& product, float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out, bool (&open)[4]) {
+    float2 rows[4];
+    bool perhaps = false;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float4 scales = quad(j, 0), bias = quad(j, 1);
-        most = fmaxf(most, fmaxf(scales.y, scales.w));
-        others[2 * j] = bias.z, others[2 * j + 1] = bias.w;
+    for (int r = 0; r < 4; ++r) {
+        rows[r] = scale(r);
+        float least = fabsf(v[r][0]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float first = sum[4 * j + 2 * r], second = sum[4 * j + 2 * r + 1];
-            least[r] = fminf(least[r], fminf(fabsf(first), fabsf(second)));
-            h[r][2 * j] = fmaf(first * scale[r], scales.x, bias.x);
-            h[r][2 * j + 1] = fmaf(second * scale[r], scales.z, bias.y);
+        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+        perhaps = perhaps || least < rows[r].y + most;
+        open[r] = slab.row + 4 * r < product.m;
+    }
+    unsigned uncertain[4] = {};  // a bit for each column
+    const bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int column = min(slab.column + i / 4 * 32 + i % 4, product.n - 1);
+                if (fabsf(v[r][i]) < rows[r].y + product.columns[column].doubt) uncertain[r] |= 1u << i;
+            }
         }
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
-    if (__any_sync(~0u, least[0] < doubt[0] + most || least[1] < doubt[1] + most)) {  // it may be that one is: seldom
+    for (int half = 0; half < 2; ++half) {
+        const float4 scales = four(0, half), biases = four(1, half);
+        const float by[4] = {scales.x, scales.y, scales.z, scales.w}, plus[4] = {biases.x, biases.y, biases.z, biases.w};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = slab.row + 8 * r;
-            bool uncertain = false;
+        for (int i = 0; i < 16; ++i) {
+            float& own = v[i / 4][half * 4 + i % 4];
+            own = fmaf(own * rows[i / 4].x, by[i % 4], plus[i % 4]);
+        }
+    }
+    if (seldom) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 scales = quad(j, 0);
+        for (int r = 0; r < 4; ++r) {
+            const int row = slab.row + 4 * r;
+            const unsigned votes = __ballot_sync(~0u, uncertain[r] != 0);
+            if ((votes >> (threadIdx.x % 32 & ~7) & 255) == 0 || !open[r]) continue;  // none of this row's
+            float left[8];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if (fabsf(sum[4 * j + 2 * r + i]) < doubt[r] + (i ? scales.w : scales.y)) {
-                        uncertain = true;
-                        h[r][2 * j + i] = __uint_as_float(kUncertain);
-                    }
-                }
-            }
-            const unsigned votes = __ballot_sync(~0u, uncertain);
-            if ((votes >> (threadIdx.x % 32 & ~3) & 15) == 0 || !open[r]) continue;  // none of this quad's
-            store_row<kWhole, false>(out, row, slab, product.n, h[r]);
+            for (int i = 0; i < 8; ++i) left[i] = uncertain[r] >> i & 1 ? __uint_as_float(kUncertain) : v[r][i];
+            store_row<kWhole, false>(out, row, slab, product.n, left);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -1247,24 +1334,20 @@ __device__ __forceinline__ void unscale(const Product& product, const float (&su
 
 // C = x W^T + bias.
 struct StoreEpilogue {
-    static constexpr int kQuads = 2;
+    static constexpr int kVectors = 2;
     Product product;
     float* out;
 
-    __device__ __forceinline__ float4 quad(int column, int q) const {
-        if (q == 0) return *reinterpret_cast<const float4*>(product.columns + column);
-        const float2 bias = load_pair(product.bias, column);
-        return make_float4(bias.x, bias.y, 0, 0);
-    }
+    __device__ __forceinline__ float column(int at, int q) const { return q == 0 ? product.columns[at].unscale : product.bias[at]; }
+    __device__ __forceinline__ float doubt(int at) const { return product.columns[at].doubt; }
     __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
-    template <class Quad> __device__ __forceinline__ void finish(
-        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
-        float h[2][16], none[16];
-        bool open[2];
-        unscale<false>(product, sum, slab, quad, first_row, second_row, out, h, none, open);
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+        bool open[4];
+        unscale<false>(product, v, slab, four, scale, most, out, open);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (open[r]) store_row<false, false>(out, slab.row + 8 * r, slab, product.n, h[r]);  // the tail reads it soon
+        for (int r = 0; r < 4; ++r) {
+            if (open[r]) store_row<false, false>(out, slab.row + 4 * r, slab, product.n, v[r]);  // the tail reads it soon
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1274,16 +1357,24 @@ struct StoreEpilogue {
 };
 
 // The uncertain outputs, in float32. A block takes every so-many-th block of outputs: 64 x 64, of which a thread has 4 x 4. A few are
-// dot products of a warp each; where they are many the whole block is computed.
+// dot products of all threads, one after the other; where they are many the whole block is computed.
 constexpr int kRecomputeBlock = 256;
 constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
+
+// Values k to k + 3 of a row of an operand; beyond the end, zeros.
+__device__ __forceinline__ float4 load_quad(const float* operand, bool turned, int rows, int row, int k, int last) {
+    if (!turned) return k < last ? *reinterpret_cast<const float4*>(operand + int64_t(row) * last + k) : make_float4(0, 0, 0, 0);
+    const auto value = [&](int at) { return at < last ? operand[int64_t(at) * rows + row] : 0.0f; };
+    return make_float4(value(k), value(k + 1), value(k + 2), value(k + 3));
+}
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
@@ -1307,39 +1398,52 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         if (__syncthreads_count(mine != 0) <= kFew) {
             for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
             __syncthreads();
-            for (int f = warp; f < few_count; f += kRecomputeBlock / 32) {
+            for (int f = 0; f < few_count; ++f) {
                 const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
-                const float4* x = reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k);
-                const float4* w = reinterpret_cast<const float4*>(product.weight + int64_t(column0 + c) * product.k);
-                float4 sum = make_float4(0, 0, 0, 0);
-                for (int q = lane; q < product.k / 4; q += 32) {
-                    const float4 a = x[q], b = w[q];
-                    sum.x = fmaf(a.x, b.x, sum.x), sum.y = fmaf(a.y, b.y, sum.y);
-                    sum.z = fmaf(a.z, b.z, sum.z), sum.w = fmaf(a.w, b.w, sum.w);
+                const int64_t step_x = product.turned_x ? product.m : 1, step_w = product.turned_w ? product.n : 1;
+                const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
+                const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
+                float sum[4] = {};
+#pragma unroll 2
+                for (int first = tid; first < product.k; first += 4 * kRecomputeBlock) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int k = first + i * kRecomputeBlock;
+                        if (k < product.k) sum[i] = fmaf(x[k * step_x], w[k * step_w], sum[i]);
+                    }
                 }
-                float total = (sum.x + sum.y) + (sum.z + sum.w);
+                float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
-                if (lane == 0) h[r][c] = total + product.bias[column0 + c];
+                if (lane == 0) warp_totals[warp] = total;
+                __syncthreads();
+                if (tid == 0) {
+                    for (int w = 1; w < kRecomputeBlock / 32; ++w) total += warp_totals[w];
+                    h[r][c] = total + product.bias[column0 + c];
+                }
+                __syncthreads();
             }
         } else {
             float sum[4][4] = {};
             const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
             for (int k = 0; k < product.k; k += kSlice) {
                 float4 x = make_float4(0, 0, 0, 0), w = x;
-                if (k + q < product.k && r < rows) x = *reinterpret_cast<const float4*>(product.x + int64_t(row0 + r) * product.k + k + q);
-                if (k + q < product.k && r < columns) w = *reinterpret_cast<const float4*>(product.weight + int64_t(column0 + r) * product.k + k + q);
+                if (r < rows) x = load_quad(product.x, product.turned_x, product.m, row0 + r, k + q, product.k);
+                if (r < columns) w = load_quad(product.weight, product.turned_w, product.n, column0 + r, k + q, product.k);
                 __syncthreads();
                 slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
                 slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
                 __syncthreads();
+                float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
 #pragma unroll
                 for (int j = 0; j < kSlice; ++j) {
                     const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
                     const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-                    for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], sum[i / 4][i % 4]);
+                    for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
                 }
+#pragma unroll
+                for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
             }
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
@@ -1412,82 +1516,68 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
     shift = -rest * scale;
 }
 
-// A row's 16-bit values, rounded: lanes of a pair exchange, so that each has four in a row, and a quad stores full 32-byte sectors.
-template <typename T> __device__ __forceinline__ void store_rounded(T* out, int row, bool exists, const Slab& slab, int n, const float (&v)[16]) {
-    const bool odd = threadIdx.x % 2;
-    T* own = out + int64_t(row) * n + slab.column + (odd ? 6 : 0);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-        Pack<T, 2> pairs[2];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) from_acc(v[2 * j + i], pairs[i / 2].value[i % 2]);
-        uint2 words = make_uint2(reinterpret_cast<const unsigned&>(pairs[0]), reinterpret_cast<const unsigned&>(pairs[1]));
-        const unsigned got = __shfl_xor_sync(~0u, odd ? words.x : words.y, 1);
-        if (odd) words.x = got;
-        else words.y = got;
-        if (exists) __stcs(reinterpret_cast<uint2*>(own + 8 * j), words);
-    }
-}
-
 template <class Value> using WideProduct = Products<1, 192, 4, 3, Value>;
 
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
 template <typename T> struct SwishGroupNormEpilogue {
     static constexpr bool kScaled = sizeof(T) == 4;
-    static constexpr int kQuads = kScaled ? 3 : 2;
+    static constexpr int kVectors = kScaled ? 5 : 4, kBias = kVectors - 3;
     Product product;
-    T* out;
+    T *out, *h;  // h: null if it is not wanted
     const T *linear_bias, *bias, *gamma, *beta;
     float eps;
 
-    __device__ __forceinline__ float4 quad(int column, int q) const {
-        if (q == kQuads - 3) return *reinterpret_cast<const float4*>(product.columns + column);
-        const float2 a = load_pair(q == kQuads - 2 ? linear_bias : gamma, column), b = load_pair(q == kQuads - 2 ? bias : beta, column);
-        return make_float4(a.x, a.y, b.x, b.y);
+    __device__ __forceinline__ float column(int at, int q) const {
+        if (q == kVectors - 5) return product.columns[at].unscale;
+        return to_acc((q == kBias - 1 ? linear_bias : q == kBias ? bias : q == kBias + 1 ? gamma : beta)[at]);
     }
+    __device__ __forceinline__ float doubt(int at) const { return kScaled ? product.columns[at].doubt : 0; }
     __device__ __forceinline__ float2 scale(int row) const {
         if constexpr (kScaled) return *reinterpret_cast<const float2*>(product.rows + row);
         return make_float2(1, 0);
     }
-    template <class Quad> __device__ __forceinline__ void finish(
-        const float (&sum)[32], const Slab& slab, const Quad& quad, float2 first_row, float2 second_row) const {
-        float v[2][16], own[16], scale[2], shift[2];
-        bool open[2];
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+        bool open[4];
+        const auto eight = [&](int q, float (&to)[8]) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float4 own = four(q, half);
+                to[half * 4] = own.x, to[half * 4 + 1] = own.y, to[half * 4 + 2] = own.z, to[half * 4 + 3] = own.w;
+            }
+        };
+        float first[8], second[8];
         if constexpr (kScaled) {
-            unscale<true>(product, sum, slab, quad, first_row, second_row, out, v, own, open);
+            unscale<true>(product, v, slab, four, scale, most, out, open);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if (h != nullptr && open[r]) store_row<true, true>(h, slab.row + 4 * r, slab, product.n, v[r]);
+            }
         } else {
+            eight(kBias - 1, first);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                const float4 biases = quad(j, 0);
-                own[2 * j] = biases.z, own[2 * j + 1] = biases.w;
+            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += first[i % 8];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) v[r][2 * j] = sum[4 * j + 2 * r] + biases.x, v[r][2 * j + 1] = sum[4 * j + 2 * r + 1] + biases.y;
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) open[r] = slab.row + 8 * r < product.m;
+            for (int r = 0; r < 4; ++r) open[r] = slab.row + 4 * r < product.m;
         }
-        normalize_row<4>(v[0], own, eps, scale[0], shift[0]);
-        normalize_row<4>(v[1], own, eps, scale[1], shift[1]);
+        eight(kBias, first);
+        float by[4], shift[4];
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float4 affine = quad(j, kQuads - 1);
+        for (int r = 0; r < 4; ++r) normalize_row<8>(v[r], first, eps, by[r], shift[r]);
+        eight(kBias + 1, first);
+        eight(kBias + 2, second);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                v[r][2 * j] = fmaf(fmaf(v[r][2 * j], scale[r], shift[r]), affine.x, affine.z);
-                v[r][2 * j + 1] = fmaf(fmaf(v[r][2 * j + 1], scale[r], shift[r]), affine.y, affine.w);
-            }
-        }
+        for (int r = 0; r < 4; ++r) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int row = slab.row + 8 * r;
-            if constexpr (!kScaled) store_rounded(out, row, open[r], slab, product.n, v[r]);
-            else if (open[r]) store_row<true, true>(out, row, slab, product.n, v[r]);
+            for (int i = 0; i < 8; ++i) v[r][i] = fmaf(fmaf(v[r][i], by[r], shift[r]), first[i], second[i]);
+            if (open[r]) store_row<true, true>(out, slab.row + 4 * r, slab, product.n, v[r]);
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
-    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+    __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        float v[2] = {h.x, h.y}, scale, shift;
+        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        float v[2] = {own_h.x, own_h.y}, scale, shift;
         const float own[2] = {bias[column], bias[column + 1]};
         normalize_row<32>(v, own, eps, scale, shift);
         v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
@@ -1675,36 +1765,48 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, i
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Of products with few tiles or a short K cuBLAS makes less of an error: so do we.
-static int lines_to_promote(const Product& product, int64_t tiles, const Device& device) {
-    return tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+// Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: the sums are promoted twice as often in any case.
+static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
+    return exact || tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
 
-// The matrix products of x (m, halves) and w (n, halves), tile by tile, with what the epilogue makes of them.
+// The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
 template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
-    const Epilogue& epilogue, const void* x, const void* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
-    CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, product.m, halves, kTileM) || !make_map(&map_w, w, product.n, halves, Kind::kTileN)) return cudaErrorInvalidValue;
     const auto kernel = multiply<Kind, Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
     return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
-        map_x, map_w, int(divide_up(halves, kLine)), lines_to_promote(product, tiles, device), epilogue);
+        map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
+}
+template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
+    const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
+    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+}
+
+// The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
+template <class Kind, class Epilogue>
+static cudaError_t launch_multiply_rows(
+    const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
+    CUtensorMap map_x, map_w;
+    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
+    return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
 template <class Epilogue>
 static cudaError_t launch_multiply_portably(
-    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, const Device& device, cudaStream_t stream) {
+    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     const auto kernel = multiply_portably<Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
     return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
-        x, w, int(halves / kLine), lines_to_promote(product, tiles, device), epilogue);
+        x, w, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
 }
 
 // The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
@@ -1721,7 +1823,8 @@ static Loop loop_of_device() {
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
-static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void* frozen, const Device& device, cudaStream_t stream) {
+static cudaError_t launch_product(
+    Epilogue epilogue, void* workspace, const void* frozen, bool exact, const Device& device, cudaStream_t stream) {
     Product& product = epilogue.product;
     const ProductWorkspace sizes = product_workspace(product.m, product.n, product.k, Kind::kPieces);
     char* const at = static_cast<char*>(workspace);
@@ -1734,11 +1837,9 @@ static cudaError_t launch_product(Epilogue epilogue, void* workspace, const void
     cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply<Kind>(epilogue, x.pieces, w.pieces, halves, device, stream);
-    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, device, stream);
-    if (error != cudaSuccess) return error;
-    const int64_t blocks = divide_up(product.m, kBlockSide) * divide_up(product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
 // Whether a product is for the tensor cores by the chip and its shape alone.
@@ -1782,30 +1883,472 @@ extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf3
 // --- end shared: product launchers ---
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
-// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. workspace: product_bytes. frozen: of freeze_weight, or null.
+// h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. recorded: a norm's gradient will be taken at h. What the tensor cores
+// truncate makes all of h smaller by a few units of 2^-24. A norm does not see it, but its gradient does, through rstd. workspace:
+// product_bytes. frozen: of freeze_weight, or null.
 extern "C" int product_forward(
-    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    const void* frozen, cudaStream_t stream) {
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
+    void* workspace, const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
+    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, h};
+    return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
 }
 // --- end shared: product entry point ---
 
+// --- shared: product gradients (home: kernels/linear_swish_group_norm.py) ---
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The gradients of C = x W^T + bias from C's, `grad` (m, n): grad W (m, k), grad^T x (n, k), and grad's column sums.
+//
+// grad is split once, each row with a scale of its own, 2^a. As it is it is an operand of the first product; turned, one of the second,
+// where x's rows take 2^-a over (as 2^(least a - a), at most 1). W and x are turned operands too, with a scale a column. Nothing is
+// transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else.
+
+#if CUDART_VERSION >= 12000
+constexpr int kGradientBlock = 512;     // threads at most
+constexpr int kColumnBlock = 256;       // threads, a quad of columns each
+constexpr int kColumnRows = 8;          // rows of a thread in flight
+constexpr int kFinishWarps = 16;
+constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
+constexpr int kGradientSums = 4;        // and of grad's values themselves
+
+__device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
+__device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
+    const auto bits = [](float v) { return is_finite(v) ? magnitude_bits(v) : 0; };
+    return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
+}
+// The exponent of the scale that brings the largest magnitude to [2^14, 2^15), at most 126.
+__device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
+// What the pieces of a value lose to fp16's subnormals, in units of 2^-25; and the doubt about an output for each.
+template <int kPieces> __device__ __forceinline__ float lost_of(float v) {
+    return fabsf(v) < (kPieces == 2 ? 0x1p-2f : 0x1p-14f) ? fminf(fabsf(v) * 0x1p25f, 1.0f) : 0.0f;
+}
+template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;
+// From the sums over a row or column of scaled values.
+template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, double magnitudes, double squares, double lost) {
+    if (magnitudes == 0) return -INFINITY;
+    if (unscale > kLargestScale || (kPieces == 2 && magnitudes * magnitudes < kFewProducts * squares)) return INFINITY;
+    return kDoubt<kPieces> * float(lost);
+}
+
+// What is known of the columns of an operand, beside their pieces.
+struct Columns {
+    unsigned* largest;  // bits of a magnitude: of each column; for grad one, of its rows' `unscale`
+    float* partials;    // rows of sums
+    RowScale* scales;
+};
+
+__device__ __forceinline__ float sum_over_warp(float v) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
+
+// Where grad comes from: here, memory. A thread has kQuads quads of a row, and of its columns, beside grad's own, kSums sums.
+struct GivenGradient {
+    struct Arguments {
+        const float* grad;
+    };
+    static constexpr int kQuads = 4, kSums = 0;
+    float4 next[kQuads];
+    __device__ __forceinline__ void load(const Arguments& from, int i, int64_t at, bool exists) {
+        next[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.grad + at)) : make_float4(0, 0, 0, 0);
+    }
+    template <typename Sums> __device__ __forceinline__ float4 gradient(const Arguments&, int i, int64_t, int, bool, Sums&) const {
+        return next[i];
+    }
+};
+
+// A block owns every so-many-th row. pieces may be null: then it is for the sums alone.
+template <int kPieces, class Source>
+__global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
+    const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
+    int columns) {
+#ifdef ON_HOPPER
+    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums;
+    __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
+    __shared__ float warp_sums[2][3][kGradientBlock / 32];
+    const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
+    const auto column = [&](int i) { return (tid + i * threads) * 4; };
+    Source source;
+    float sums[kQuads][kSums][4] = {};
+    const auto load = [&](int64_t row) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) source.load(from, i, row * columns + column(i), row < rows && column(i) < columns);
+    };
+    uint32_t largest = 0, widest = 0;
+    const auto leave_scale = [&](int64_t row, int parity) {  // the first warp, of the row whose sums are in warp_sums[parity]
+        float total[3];
+#pragma unroll
+        for (int k = 0; k < 3; ++k) total[k] = sum_over_warp(tid < warps ? warp_sums[parity][k][tid] : 0.0f);
+        RowScale result;
+        result.unscale = power_of_two(-scale_exponent(largest));
+        result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
+        if (tid == 0) scales[row] = result;
+        widest = max(widest, __float_as_uint(result.unscale));
+    };
+
+    load(blockIdx.x);
+    int parity = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+        float4 grad[kQuads];
+        uint32_t own = 0;
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            grad[i] = source.gradient(from, i, row * columns + column(i), column(i), column(i) < columns, sums[i]);
+            own = max(own, finite_bits(grad[i]));
+        }
+        load(row + gridDim.x);
+        own = __reduce_max_sync(~0u, own);
+        if (tid % 32 == 0) warp_largest[parity][tid / 32] = own;
+        __syncthreads();
+        if (tid < 32 && row != blockIdx.x && scales != nullptr) leave_scale(row - gridDim.x, parity ^ 1);
+        largest = __reduce_max_sync(~0u, tid % 32 < warps ? warp_largest[parity][tid % 32] : 0);
+        const float scale = power_of_two(scale_exponent(largest));
+        float total[3] = {};  // magnitudes, squares, lost
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            if (column(i) >= padded) continue;
+            const float values[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w};
+            float v[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[j] = values[j] * scale;
+                const float lost = lost_of<kPieces>(v[j]);
+                sums[i][0][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
+                sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]), total[1] = fmaf(v[j], v[j], total[1]);
+                sums[i][2][j] += lost, total[2] += lost;
+                sums[i][3][j] += values[j];
+            }
+            if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
+        }
+#pragma unroll
+        for (int k = 0; k < 3; ++k) {
+            total[k] = sum_over_warp(total[k]);
+            if (tid % 32 == 0) warp_sums[parity][k][tid / 32] = total[k];
+        }
+    }
+    __syncthreads();
+    if (tid < 32 && scales != nullptr) {
+        leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, parity ^ 1);
+        if (tid == 0) atomicMax(of.largest, widest);
+    }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.x) * kSums + k) * columns;
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            if (column(i) < columns) {
+                *reinterpret_cast<float4*>(to + column(i)) = make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3]);
+            }
+        }
+    }
+#endif
+}
+
+// x or W as a turned operand. Its rows are multiplied by what grad's scales left over: `rows` and `widest` of grad; null: by one.
+struct TurnedOperand {
+    const float* values;
+    const RowScale* rows;
+    const unsigned* widest;
+    int64_t count;
+    int columns;
+    __device__ __forceinline__ float narrow() const { return rows == nullptr ? 1.0f : 1.0f / __uint_as_float(*widest); }
+    // Of every gridDim.y-th row from `row` on; beyond the end, zeros.
+    __device__ __forceinline__ void load(int64_t row, int column, float narrow, float4 (&v)[kColumnRows]) const {
+        float by[kColumnRows];
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const int64_t at = row + int64_t(i) * gridDim.y;
+            v[i] = make_float4(0, 0, 0, 0), by[i] = 1;
+            if (at < count) v[i] = __ldg(reinterpret_cast<const float4*>(values + at * columns + column));
+            if (at < count && rows != nullptr) by[i] = __ldg(&rows[at].unscale);
+        }
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) by[i] *= narrow, v[i].x *= by[i], v[i].y *= by[i], v[i].z *= by[i], v[i].w *= by[i];
+    }
+};
+
+// Block (x, y): 4 * kColumnBlock columns, every gridDim.y-th row; a thread has a quad of columns.
+__global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperand operand, unsigned* __restrict__ largest) {
+#ifdef ON_HOPPER
+    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
+    if (column >= operand.columns) return;
+    uint32_t own[4] = {};
+    const float narrow = operand.narrow();
+    for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
+        float4 v[kColumnRows];
+        operand.load(row, column, narrow, v);
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const float values[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) own[j] = max(own[j], is_finite(values[j]) ? magnitude_bits(values[j]) : 0);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) atomicMax(largest + column + j, own[j]);
+#endif
+}
+
+template <int kPieces>
+__global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperand operand, __half* __restrict__ pieces, const Columns of) {
+#ifdef ON_HOPPER
+    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
+    if (column >= padded) return;
+    float scale[4], sums[kColumnSums][4] = {};
+    const float narrow = operand.narrow();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
+    for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
+        float4 held[kColumnRows] = {};
+        if (column < operand.columns) operand.load(row, column, narrow, held);
+#pragma unroll
+        for (int i = 0; i < kColumnRows; ++i) {
+            const int64_t at = row + int64_t(i) * gridDim.y;
+            if (at >= operand.count) break;
+            const float v[4] = {held[i].x * scale[0], held[i].y * scale[1], held[i].z * scale[2], held[i].w * scale[3]};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                sums[0][j] += fabsf(v[j]);
+                sums[1][j] = fmaf(v[j], v[j], sums[1][j]);
+                sums[2][j] += lost_of<kPieces>(v[j]);
+            }
+            store_pieces<kPieces>(pieces + at * padded * kPieces, column, make_float4(v[0], v[1], v[2], v[3]));
+        }
+    }
+    if (column >= operand.columns) return;
+#pragma unroll
+    for (int k = 0; k < kColumnSums; ++k) {
+        float* to = of.partials + (int64_t(blockIdx.y) * kColumnSums + k) * operand.columns + column;
+        *reinterpret_cast<float4*>(to) = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
+    }
+#endif
+}
+
+constexpr int kMostResults = 4;
+struct ColumnResults {
+    float* to[kMostResults];  // the sums beside those that a scale is made of; null: not wanted
+};
+
+// From `count` rows of kSums partial sums to the columns' scales and results. A block has 32 columns, a warp every so-many-th row.
+template <int kPieces, int kSums>
+__global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
+    const Columns of, const __grid_constant__ ColumnResults results, int columns, int count) {
+#ifdef ON_HOPPER
+    static_assert(kSums <= kColumnSums + kMostResults, "a place for every sum");
+    __shared__ double warp_sums[kSums][kFinishWarps][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    double total[kSums] = {};
+    if (column < columns) {
+#pragma unroll 4
+        for (int i = warp; i < count; i += kFinishWarps) {
+#pragma unroll
+            for (int k = 0; k < kSums; ++k) total[k] += double(of.partials[(int64_t(i) * kSums + k) * columns + column]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) warp_sums[k][warp][lane] = total[k];
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+        for (int w = 1; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
+    }
+    constexpr bool kOfGradient = kSums > kColumnSums;
+#pragma unroll
+    for (int k = kColumnSums; k < kSums; ++k) {
+        if (results.to[k - kColumnSums] != nullptr) results.to[k - kColumnSums][column] = float(total[k]);
+    }
+    if (of.scales == nullptr) return;
+    RowScale result;
+    result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
+    result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
+    of.scales[column] = result;
+#endif
+}
+
+// Workspace of a gradient, in bytes: of grad its pieces, scales and largest scale; and so of x or W, whose partial sums wait in the memory of
+// the result.
+struct GradientWorkspace {
+    int64_t pieces, scales, counters, other_pieces, other_scales, other_counters, flags;
+    int64_t of_grad() const { return pieces + scales + counters; }
+    int64_t of_other() const { return other_pieces + other_scales + other_counters + flags; }
+};
+
+template <class Source> static int gradient_threads(int64_t columns) {
+    return int(divide_up(padded_k(int(columns)), 4 * Source::kQuads * 32) * 32);
+}
+template <class Source> static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
+    const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads<Source>(columns));
+    return rows < most ? rows : most;
+}
+template <class Source> static int64_t partials_bytes(int64_t rows, int64_t columns, const Device& device) {
+    return gradient_blocks<Source>(rows, columns, device) * (kGradientSums + Source::kSums) * columns * int64_t(sizeof(float));
+}
+// Of x or W (rows, columns) for a product (outputs, columns).
+static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
+    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(4 * device.sms, across);
+    const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
+    return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
+}
+static GradientWorkspace gradient_workspace(
+    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces) {
+    GradientWorkspace w;
+    w.pieces = m * padded_k(int(n)) * pieces * 2;
+    w.scales = whole_lines((m + n) * sizeof(RowScale));
+    w.counters = whole_lines(sizeof(unsigned));
+    w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
+    w.other_scales = whole_lines(k * sizeof(RowScale));
+    w.other_counters = whole_lines(k * sizeof(unsigned));
+    w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
+    return w;
+}
+
+// Of pieces (rows, halves) along their columns: boxes of a line's rows of `strips` strips of 32 columns. Beyond the end all reads as zeros.
+template <int kPieces> static bool make_turned_map(CUtensorMap* map, __half* pieces, int64_t rows, int64_t halves, int strips) {
+    static const EncodeTiled encode = encode_tiled();
+    if (encode == nullptr) return false;
+    const cuuint64_t sizes[3] = {32, cuuint64_t(rows), cuuint64_t(halves / 32)}, strides[2] = {cuuint64_t(halves) * 2, 64};
+    const cuuint32_t box[3] = {32, kLine / kPieces, cuuint32_t(strips * kPieces)}, steps[3] = {1, 1, 1};
+    return encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+struct SplitGradient {
+    __half* pieces;
+    RowScale *rows, *columns;
+    Columns of;
+    SplitGradient(void* workspace, const GradientWorkspace& w, int64_t m, float* partials = nullptr) {
+        char* at = static_cast<char*>(workspace);
+        pieces = reinterpret_cast<__half*>(at);
+        rows = reinterpret_cast<RowScale*>(at += w.pieces);
+        columns = rows + m;
+        auto* counters = reinterpret_cast<unsigned*>(at += w.scales);
+        of = {counters, partials, columns};
+    }
+};
+
+template <int kPieces, class Source>
+static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, bool sums_alone, int64_t m,
+    int64_t n, void* workspace, void* partials, const Device& device, cudaStream_t stream) {
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces);
+    SplitGradient split(workspace, w, m, static_cast<float*>(partials));
+    const int blocks = int(gradient_blocks<Source>(m, n, device)), threads = gradient_threads<Source>(n);
+    cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
+    if (error != cudaSuccess) return error;
+    if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
+    split_gradient<kPieces, Source><<<blocks, threads, 0, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
+    finish_columns<kPieces, kGradientSums + Source::kSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
+        split.of, results, int(n), blocks);
+    return cudaGetLastError();
+}
+
+// grad W, or grad^T x: `other` (m or n, k).
+template <class Kind, bool kOfWeight>
+static cudaError_t launch_gradient(const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n, int64_t k,
+    void* split_workspace, void* workspace, const Device& device, cudaStream_t stream) {
+    constexpr int kPieces = Kind::kPieces;
+    using Turned = typename Kind::template Turned<kOfWeight, true>;
+    const int64_t rows = kOfWeight ? m : n, outputs = kOfWeight ? n : m;
+    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, kPieces);
+    const SplitGradient split(split_workspace, w, m);
+    char* at = static_cast<char*>(workspace);
+    auto* const pieces = reinterpret_cast<__half*>(at);
+    auto* const scales = reinterpret_cast<RowScale*>(at += w.other_pieces);
+    auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
+    const Columns of = {counters, out, scales};
+    auto* const flags = reinterpret_cast<int*>(at += w.other_counters);
+    const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k)};
+    const dim3 grid = column_grid(rows, k, outputs, device);
+    cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters, stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(flags, 0, w.flags, stream);
+    if (error != cudaSuccess) return error;
+    column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
+    split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
+    finish_columns<kPieces, kColumnSums><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(
+        of, ColumnResults{}, int(k), int(grid.y));
+
+    CUtensorMap map_a, map_b;
+    const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
+    const bool made = kOfWeight ? make_turned_map<kPieces>(&map_a, split.pieces, m, halves, kTileM / 32)
+                                : make_map(&map_a, split.pieces, m, halves, kTileM);
+    if (!made || !make_turned_map<kPieces>(&map_b, pieces, rows, int64_t(padded_k(int(k))) * kPieces, Kind::kTileN / 32)) {
+        return cudaErrorInvalidValue;
+    }
+    const Product product = {grad, other, zeros, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows),
+                             kOfWeight, true};
+    const StoreEpilogue epilogue = {product, out};
+    error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+    return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
+}
+
+#endif
+
+// How much workspace the gradients of a product take: the split of grad, its partial sums, and the gradients of x and of W. False where they
+// are not for the tensor cores.
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    constexpr int64_t kMost = int64_t(1) << 24;
+    if (current_device(&device) != cudaSuccess || loop_of_device() != Loop::kHopper) return false;
+    if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * GivenGradient::kQuads * 4 || m > kMost || k > kMost) return false;
+    if (m < 128 || n < 128 || k < 128) return false;
+    if (double(m) * n * k < 0x1p30) return false;
+    const int pieces = tf32 ? 1 : 2;
+    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces);
+    bytes[0] = w.of_grad(), bytes[1] = partials_bytes<GivenGradient>(m, n, device), bytes[2] = w.of_other();
+    bytes[3] = gradient_workspace(m, n, k, m, n, pieces).of_other();
+    return true;
+#else
+    return false;
+#endif
+}
+extern "C" int product_split_gradient(
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
+    cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = tf32 ? launch_split_gradient<1, GivenGradient> : launch_split_gradient<2, GivenGradient>;
+    return launch({grad}, {{grad_bias}}, sums_alone, m, n, workspace, partials, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// zeros: k of them. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: product_split_gradient's.
+extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
+    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = [&](auto launcher) {
+        return launcher(grad, other, zeros, out, m, n, k, split_workspace, workspace, device, stream);
+    };
+    if (tf32) return of_weight ? launch(launch_gradient<OneProduct, true>) : launch(launch_gradient<OneProduct, false>);
+    return of_weight ? launch(launch_gradient<ThreeProducts, true>) : launch(launch_gradient<ThreeProducts, false>);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
+// --- end shared: product gradients ---
+
 #if CUDART_VERSION >= 12000
 template <typename T>
-static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps) {
+static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out, T* h, int64_t m, int64_t n, int64_t k, double eps) {
     const auto at = [&](int i) { return static_cast<const T*>(from[i]); };
     Product product = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, int(m), int(n), int(k)};
     if constexpr (sizeof(T) == 4) product.x = at(0), product.weight = at(1), product.bias = at(2);
-    return {product, static_cast<T*>(out), at(2), at(3), at(4), at(5), float(eps)};
+    return {product, static_cast<T*>(out), h, at(2), at(3), at(4), at(5), float(eps)};
 }
 #endif
 
@@ -1822,21 +2365,23 @@ extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 
 // The whole network, `groups` of kBlockSide features. from: x (m, k), weight (n, k), the linear layer's bias, bias, gamma, beta, of one
 // dtype, all 16-byte aligned. dtype: 0 float32, 2 float16, 3 bfloat16. For float32 workspace: product_bytes; frozen: of freeze_weight, or null.
-extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps,
-    bool tf32, void* workspace, const void* frozen, cudaStream_t stream) {
+extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
+    double eps, bool tf32, void* workspace, const void* frozen, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     if (dtype == 2) {
-        return launch_multiply<WideProduct<__half>>(network_from<__half>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+        return launch_multiply_rows<WideProduct<__half>>(
+            network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
     if (dtype == 3) {
-        return launch_multiply<WideProduct<__nv_bfloat16>>(network_from<__nv_bfloat16>(from, out, m, n, k, eps), from[0], from[1], k, device, stream);
+        return launch_multiply_rows<WideProduct<__nv_bfloat16>>(
+            network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
-    const auto epilogue = network_from<float>(from, out, m, n, k, eps);
-    return tf32 ? launch_product<WideProduct<__half>>(epilogue, workspace, frozen, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, frozen, device, stream);
+    const auto epilogue = network_from<float>(from, out, h, m, n, k, eps);
+    return tf32 ? launch_product<WideProduct<__half>>(epilogue, workspace, frozen, h != nullptr, device, stream)
+                : launch_product<ThreeProducts>(epilogue, workspace, frozen, h != nullptr, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -1935,6 +2480,7 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
 constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
+constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2281,7 +2827,7 @@ template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int
         const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
         while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
         while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks) * sms * (kMaxGroup / plan.group) / sizes.groups;
+        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
         plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
         plan.stride = plan.norm_rows * sizes.groups;
         return plan;
@@ -2399,6 +2945,88 @@ extern "C" int group_norm_backward(
     }
 }
 // --- end shared: group norm gradients ---
+
+// The gradient of h and its split at once, where a group is 64 features: 16 lanes have a quad of it each.
+#if CUDART_VERSION >= 12000
+struct SwishGradient {
+    struct Arguments {
+        const float *grad, *h, *bias, *gamma;
+        float *grad_h, eps;
+    };
+    static constexpr int kQuads = 2, kSums = 3;
+    float4 grad[kQuads], h[kQuads];
+    __device__ __forceinline__ void load(const Arguments& from, int i, int64_t at, bool exists) {
+        grad[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.grad + at)) : make_float4(0, 0, 0, 0);
+        h[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.h + at)) : make_float4(0, 0, 0, 0);
+    }
+    template <int kAll>
+    __device__ __forceinline__ float4 gradient(
+        const Arguments& from, int i, int64_t at, int column, bool exists, float (&sums)[kAll][4]) const {
+        constexpr float kShare = 1.0f / kBlockSide;
+        const float given[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w}, own[4] = {h[i].x, h[i].y, h[i].z, h[i].w};
+        float bias[4] = {}, gamma[4] = {}, v[4], mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0, out[4];
+        if (exists) load_aligned<4>(from.bias + column, bias), load_aligned<4>(from.gamma + column, gamma);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float operand[1] = {bias[j]};
+            v[j] = activate(own[j], operand);
+            mean += v[j] * kShare;
+            grad_mean += gamma[j] * given[j] * kShare;
+        }
+        mean = sum_across_lanes<16>(mean), grad_mean = sum_across_lanes<16>(grad_mean);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float deviation = v[j] - mean;
+            rest += deviation;
+            squares += deviation * deviation;
+            co += deviation * (gamma[j] * given[j] - grad_mean);
+        }
+        Moments<float> m;
+        m.hi = mean;
+        m.lo = sum_across_lanes<16>(rest) * kShare;
+        m.m2 = sum_across_lanes<16>(squares);
+        const Scale<float> scale(m, float(kBlockSide), from.eps);
+        const float slope = scale.rstd * (sum_across_lanes<16>(co) * kShare);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float operand[1] = {bias[j]}, normal = ((v[j] - scale.hi) - scale.lo) * scale.rstd;
+            const float grad_v = scale.rstd * ((gamma[j] * given[j] - grad_mean) - normal * slope);
+            float grad_operand[1];
+            out[j] = exists ? differentiate(own[j], operand, v[j], grad_v, grad_operand) : 0.0f;
+            if (exists) sums[kGradientSums][j] += grad_operand[0];
+            sums[kGradientSums + 1][j] += given[j] * normal;
+            sums[kGradientSums + 2][j] += given[j];
+        }
+        const float4 quad = make_float4(out[0], out[1], out[2], out[3]);
+        if (exists) __stcs(reinterpret_cast<float4*>(from.grad_h + at), quad);
+        return quad;
+    }
+};
+#endif
+
+// grad, h, grad_h (m, n) of n / 64 groups, 16-byte aligned as the vectors are. workspace, as of product_split_gradient; partials: as
+// many bytes, 0 if n is too large. to: the gradients of the linear layer's bias, of bias, gamma and beta, each null if it is not wanted.
+extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    if (current_device(&device) != cudaSuccess || n > kGradientBlock * SwishGradient::kQuads * 4) return 0;
+    return partials_bytes<SwishGradient>(m, n, device);
+#else
+    return 0;
+#endif
+}
+extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* grad_h,
+    float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
+#if CUDART_VERSION >= 12000
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = tf32 ? launch_split_gradient<1, SwishGradient> : launch_split_gradient<2, SwishGradient>;
+    return launch({grad, h, bias, gamma, grad_h, float(eps)}, {{to[0], to[1], to[2], to[3]}}, false, m, n, workspace, partials, device, stream);
+#else
+    return cudaErrorNotSupported;
+#endif
+}
 """
 
 CPP_SOURCE = r"""
@@ -2408,6 +3036,8 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -2887,13 +3517,21 @@ static at::Tensor swish_group_norm_cuda(
 #endif
 
 // --- shared: product in C++ (home: kernels/linear_swish_group_norm.py) ---
+using LinearNeeds = std::array<bool, 3>;  // the gradients of x, weight and bias
+
 #ifdef WITH_CUDA
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen);
 extern "C" int product_forward(
-    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, void* workspace,
-    const void* frozen, cudaStream_t stream);
+    const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
+    void* workspace, const void* frozen, cudaStream_t stream);
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
+extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes);
+extern "C" int product_split_gradient(
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
+    cudaStream_t stream);
+extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
+    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -2914,7 +3552,7 @@ static at::Tensor aligned(const at::Tensor& tensor) {
 
 // A weight split once (`freeze`), and what it was when it was split: its version and its address.
 struct Frozen {
-    const c10::optional<at::Tensor>& split;
+    c10::optional<at::Tensor> split;
     at::IntArrayRef stamp;
 
     // The split, where it is of this weight as it is now, and of the precision; else null.
@@ -2927,7 +3565,8 @@ struct Frozen {
 };
 
 // x W^T + bias, on the tensor cores where they pay.
-static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const Frozen& frozen) {
+static at::Tensor linear_on_cuda(
+    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool recorded, const Frozen& frozen = {}) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
@@ -2937,9 +3576,48 @@ static at::Tensor linear_on_cuda(const at::Tensor& x, const at::Tensor& weight, 
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
     at::Tensor h = at::empty({m, n}, x.options());
     const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
+        tf32, recorded, workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return h;
+}
+
+static at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
+
+// The gradients of x and weight, where they are needed, from the output's, given (m, n), contiguous and split. sizes: product_gradient_bytes.
+static int products_of_split(const at::Tensor& given, const at::Tensor& split, const at::Tensor& x, const at::Tensor& weight, bool tf32,
+    const int64_t* sizes, const LinearNeeds& needs, at::Tensor* results) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const at::Tensor zeros = at::zeros({k}, x.options());
+    int error = 0;
+    const auto product = [&](bool of_weight, const at::Tensor& other, int64_t bytes) {
+        const at::Tensor ready = aligned(other), workspace = workspace_of(bytes, x);
+        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
+        error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
+            results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(),
+            c10::cuda::getCurrentCUDAStream().stream());
+    };
+    if (needs[0]) product(false, weight, sizes[2]);
+    if (error == 0 && needs[1]) product(true, x, sizes[3]);
+    return error;
+}
+
+static std::vector<at::Tensor> linear_gradients_on_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
+    int64_t sizes[4];
+    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
+        if (needs[2]) results[2] = at::sum(grad, {0});
+        return results;
+    }
+    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
+    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
+        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    if (error == 0 && products) error = products_of_split(given, split, x, weight, tf32, sizes, needs, results.data());
+    TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
+    return results;
 }
 #endif
 
@@ -2952,31 +3630,70 @@ static void check_linear(const at::Tensor& x, const at::Tensor& weight, const c1
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
-static at::Tensor linear_cpu(
-    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
+static at::Tensor linear_cpu(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool,
+    const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     return at::linear(x, weight, bias);
 }
-static at::Tensor linear_meta(
-    const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, const c10::optional<at::Tensor>&, at::IntArrayRef) {
+static at::Tensor linear_meta(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool,
+    const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_linear(x, weight, bias);
     return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
 }
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
-    m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
-    m.def("freeze(Tensor weight) -> Tensor");
+
+// The gradients from the output's, grad (m, n). One that is not needed comes back without elements.
+static std::vector<at::Tensor> linear_gradients_meta(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    check_linear(x, weight, c10::nullopt);
+    TORCH_CHECK(grad.dim() == 2 && grad.sym_size(0) == x.sym_size(0) && grad.sym_size(1) == weight.sym_size(0),
+        "linear: the gradient must have the shape of the output");
+    TORCH_CHECK(grad.scalar_type() == at::kFloat && grad.device() == x.device(), "linear: the gradient must be float32, on ", x.device());
+    const auto result = [&](bool need, c10::SymIntArrayRef size) {
+        return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
+    };
+    return {result(needs[0], x.sym_sizes()), result(needs[1], weight.sym_sizes()), result(needs[2], weight.sym_sizes().slice(0, 1))};
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("linear", linear_cpu); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("linear", linear_meta); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("linear", torch::autograd::autogradNotImplementedFallback()); }
+static std::vector<at::Tensor> linear_gradients_cpu(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, false});
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    if (needs[0]) results[0] = at::mm(grad, weight);
+    if (needs[1]) results[1] = at::mm(grad.t(), x);
+    if (needs[2]) results[2] = at::sum(grad, {0});
+    return results;
+}
+TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool recorded=False, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
+    m.def("freeze(Tensor weight) -> Tensor");
+    m.def("linear_gradients(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("linear", linear_cpu);
+    m.impl("linear_gradients", linear_gradients_cpu);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("linear", linear_meta);
+    m.impl("linear_gradients", linear_gradients_meta);
+}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    m.impl("linear", torch::autograd::autogradNotImplementedFallback());
+    m.impl("linear_gradients", torch::autograd::autogradNotImplementedFallback());
+}
 #ifdef WITH_CUDA
-static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias,
+static at::Tensor linear_cuda(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool recorded,
     const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_linear(x, weight, bias);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
-    return linear_on_cuda(x, weight, bias, {frozen, stamp});
+    return linear_on_cuda(x, weight, bias, recorded, {frozen, stamp});
+}
+static std::vector<at::Tensor> linear_gradients_cuda(
+    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, LinearNeeds needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
+    std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, needs[2]});
+    return linear_gradients_on_cuda(grad, x, weight, needs, std::move(results));
 }
 // The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
 static at::Tensor freeze_cuda(const at::Tensor& weight) {
@@ -2994,11 +3711,13 @@ static at::Tensor freeze_cuda(const at::Tensor& weight) {
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
     m.impl("linear", linear_cuda);
     m.impl("freeze", freeze_cuda);
+    m.impl("linear_gradients", linear_gradients_cuda);
 }
 #endif
 // --- end shared: product in C++ ---
 
-// The network from x (m, k) on. In one kernel where a group is 64 features and the product is for the tensor cores, else in two.
+// The network from x (m, k) on. In one kernel where a group is 64 features and the product is for the tensor cores, else in two. With `keep`
+// the product's h comes back too, for a backward; else a tensor without elements.
 static void check_fused(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups) {
@@ -3014,27 +3733,30 @@ static void check_fused(
     TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
     TORCH_CHECK(weight.sym_size(0) % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
 }
-static at::Tensor linear_swish_group_norm_cpu(
+static std::vector<at::Tensor> linear_swish_group_norm_cpu(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>&, at::IntArrayRef) {
+    const at::Tensor& beta, int64_t groups, double eps, bool keep, const c10::optional<at::Tensor>&,
+    at::IntArrayRef) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
-    return forward_on_cpu(at::linear(x, weight, linear_bias), {bias}, gamma, beta, groups, eps);
+    const at::Tensor h = at::linear(x, weight, linear_bias), out = forward_on_cpu(h, {bias}, gamma, beta, groups, eps);
+    return {out, keep ? h : at::empty({0}, x.options())};
 }
-static at::Tensor linear_swish_group_norm_meta(
+static std::vector<at::Tensor> linear_swish_group_norm_meta(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>&, at::IntArrayRef) {
+    const at::Tensor& beta, int64_t groups, double, bool keep, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
-    return at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    const at::Tensor out = at::empty_symint({x.sym_size(0), weight.sym_size(0)}, x.options());
+    return {out, keep ? at::empty_like(out) : at::empty({0}, x.options())};
 }
 #ifdef WITH_CUDA
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k);
-extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, int64_t m, int64_t n, int64_t k, double eps,
-    bool tf32, void* workspace, const void* frozen, cudaStream_t stream);
+extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
+    double eps, bool tf32, void* workspace, const void* frozen, cudaStream_t stream);
 
-static at::Tensor linear_swish_group_norm_cuda(
+static std::vector<at::Tensor> linear_swish_group_norm_cuda(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
-    const at::Tensor& beta, int64_t groups, double eps, const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
+    const at::Tensor& beta, int64_t groups, double eps, bool keep, const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::autocast_dispatch_keyset);
@@ -3044,19 +3766,19 @@ static at::Tensor linear_swish_group_norm_cuda(
     const Frozen known = {frozen, stamp};
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
     const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
-    if (bytes == 0 && !(slabs && dtype >= 2 && product_of_halves_fits(m, n, k))) {
-        const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, known) : at::linear(x, weight, linear_bias);
-        return forward_on_cuda(h, {bias}, gamma, beta, groups, eps);
+    if (bytes == 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+        const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
+        return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const void* from[6];
     for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
     const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
-    at::Tensor out = at::empty({m, n}, x.options());
-    const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), m, n, k, eps, tf32, workspace.data_ptr(), split,
-        c10::cuda::getCurrentCUDAStream().stream());
+    at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
+    const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32,
+        workspace.data_ptr(), split, c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
-    return out;
+    return {out, h};
 }
 #endif
 
@@ -3460,28 +4182,93 @@ static std::vector<at::Tensor> swish_group_norm_backward_cuda(const at::Tensor& 
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", swish_group_norm_backward_cuda); }
 #endif
 
+// The gradients of x, weight, linear_bias, bias, gamma and beta, from the network's output's and the h that `fused` kept.
+using AllNeeds = std::array<bool, 6>;
+static std::vector<at::Tensor> linear_swish_group_norm_backward(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x,
+    const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps, const AllNeeds& needs,
+    std::vector<at::Tensor> (*tail)(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t, double, Needs),
+    std::vector<at::Tensor> (*linear)(const at::Tensor&, const at::Tensor&, const at::Tensor&, LinearNeeds)) {
+    const bool any = needs[0] || needs[1] || needs[2];
+    std::vector<at::Tensor> norm = tail(grad, h, bias, gamma, groups, eps, {any, needs[3], needs[4], needs[5]});
+    std::vector<at::Tensor> results(3, at::empty({0}, x.options()));
+    if (any) results = linear(norm[0], x, weight, {needs[0], needs[1], needs[2]});
+    results.insert(results.end(), norm.begin() + 1, norm.end());
+    return results;
+}
+static std::vector<at::Tensor> linear_swish_group_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x,
+    const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps, AllNeeds needs) {
+    return linear_swish_group_norm_backward(
+        grad, h, x, weight, bias, gamma, groups, eps, needs, swish_group_norm_backward_cpu, linear_gradients_cpu);
+}
+static std::vector<at::Tensor> linear_swish_group_norm_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x,
+    const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps, AllNeeds needs) {
+    return linear_swish_group_norm_backward(
+        grad, h, x, weight, bias, gamma, groups, eps, needs, swish_group_norm_backward_meta, linear_gradients_meta);
+}
+#ifdef WITH_CUDA
+extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n);
+extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* grad_h,
+    float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream);
+
+static std::vector<at::Tensor> linear_swish_group_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x,
+    const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& gamma, int64_t groups, double eps, AllNeeds needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    const int64_t m = h.size(0), n = h.size(1), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    int64_t sizes[4], partials = 0;
+    if (n == groups * 64 && (needs[0] || needs[1]) && product_gradient_bytes(m, n, k, tf32, sizes)) {
+        partials = linear_swish_group_norm_partials(m, n);
+    }
+    if (partials == 0) {
+        return linear_swish_group_norm_backward(
+            grad, h, x, weight, bias, gamma, groups, eps, needs, swish_group_norm_backward_cuda, linear_gradients_cuda);
+    }
+    linear_gradients_meta(grad, x, weight, {false, false, false});  // for its checks
+    const at::Tensor given = aligned(grad), kept = aligned(h), offset = aligned(bias), scale = aligned(gamma), grad_h = at::empty_like(kept);
+    const at::Tensor split = workspace_of(sizes[0], x);
+    std::vector<at::Tensor> results(6);
+    float* to[4];
+    for (int i = 0; i < 6; ++i) {
+        results[i] = at::empty({i >= 2 && needs[i] ? n : 0}, x.options());
+        if (i >= 2) to[i - 2] = needs[i] ? results[i].data_ptr<float>() : nullptr;
+    }
+    int error = linear_swish_group_norm_split(given.data_ptr<float>(), kept.data_ptr<float>(), offset.data_ptr<float>(),
+        scale.data_ptr<float>(), grad_h.data_ptr<float>(), to, m, n, eps, tf32, split.data_ptr(), workspace_of(partials, x).data_ptr(),
+        c10::cuda::getCurrentCUDAStream().stream());
+    if (error == 0) error = products_of_split(grad_h, split, x, weight, tf32, sizes, {needs[0], needs[1], false}, results.data());
+    TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
+    return results;
+}
+#endif
+
 TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
+    m.def("fused_backward(Tensor grad, Tensor h, Tensor x, Tensor weight, Tensor bias, Tensor gamma, int groups, float eps, bool[6] needs) "
+          "-> Tensor[]");
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
-    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, "
-          "Tensor? frozen=None, int[] stamp=[]) -> Tensor");
+    m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, bool keep=False, "
+          "Tensor? frozen=None, int[] stamp=[]) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
     m.impl("forward", swish_group_norm_cpu);
     m.impl("fused", linear_swish_group_norm_cpu);
+    m.impl("fused_backward", linear_swish_group_norm_backward_cpu);
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
     m.impl("forward", swish_group_norm_meta);
     m.impl("fused", linear_swish_group_norm_meta);
+    m.impl("fused_backward", linear_swish_group_norm_backward_meta);
 }
 // Gradients are the business of the autograd.Function below; whoever differentiates the bare operators, or in forward mode, is told.
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
     m.impl("forward", torch::autograd::autogradNotImplementedFallback());
     m.impl("fused", torch::autograd::autogradNotImplementedFallback());
+    m.impl("fused_backward", torch::autograd::autogradNotImplementedFallback());
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
     m.impl("forward", swish_group_norm_cuda);
     m.impl("fused", linear_swish_group_norm_cuda);
+    m.impl("fused_backward", linear_swish_group_norm_backward_cuda);
 }
 #endif
 """
@@ -3576,8 +4363,9 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 
 
 NAMESPACE = _load_operators("linear_swish_group_norm")
-_linear, _freeze, _forward, _fused, _backward = (
-    getattr(getattr(torch.ops, NAMESPACE), name) for name in ("linear", "freeze", "forward", "fused", "backward")
+_linear, _linear_gradients, _freeze, _forward, _backward, _fused, _fused_backward = (
+    getattr(getattr(torch.ops, NAMESPACE), name)
+    for name in ("linear", "linear_gradients", "freeze", "forward", "backward", "fused", "fused_backward")
 )
 
 
@@ -3702,14 +4490,23 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
+def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
+    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
+    if not torch.is_grad_enabled():
+        found = _linear_gradients(grad, x, weight, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+    needs_x, needs_weight, needs_bias = needs
+    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
+
+
 class Linear(torch.autograd.Function):
-    """x W^T + b. The gradients are products of the same kind, and by the same operator unless they are to be differentiated in turn."""
+    """x W^T + b. Saves x and W."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x, weight, bias):
-        return _linear(x, weight, bias)
+        return _linear(x, weight, bias, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -3717,14 +4514,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        def product(a, b):
-            return a @ b.t() if torch.is_grad_enabled() else _linear(a, b, None)
-
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_x = product(grad, weight.t()) if needs_x else None
-        grad_weight = product(grad.t(), x.t()) if needs_weight else None
-        return grad_x, grad_weight, grad.sum(0) if needs_bias else None
+        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -3733,7 +4523,7 @@ def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tens
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)
-    return Linear.apply(*arguments) if needs_grad else _linear(*arguments, *frozen)
+    return Linear.apply(*arguments) if needs_grad else _linear(*arguments, False, *frozen)
 
 
 class Freezable(nn.Module):
@@ -3781,8 +4571,28 @@ class Freezable(nn.Module):
 # --- end shared: linear layer ---
 
 
+def _gradients(grad, h, bias, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
+    """Of h, bias, weight and group_bias, where they are needed: one operator, or ATen's where they are to be differentiated in turn."""
+    if bias.dim() == 1 and not torch.is_grad_enabled():
+        found = _backward(grad, h, bias, weight, groups, eps, needs)
+        return tuple(own if need else None for own, need in zip(found, needs))
+    needs_h, needs_bias, *needs_norm = needs
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
+    gate = wide.sigmoid()
+    v = gate * wide + _spread(bias, wide)
+    needed = (needs_h or needs_bias, *needs_norm)
+    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
+    grad_h = grad_bias = None
+    if needs_h:
+        grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
+    if needs_bias:
+        grad_bias = _gathered(grad_v, bias)
+    return grad_h, grad_bias, grad_weight, grad_group_bias
+
+
 class SwishGroupNorm(torch.autograd.Function):
-    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
+    """out = GroupNorm(sigmoid(h) * h + bias). Saves h and the vectors."""
 
     generate_vmap_rule = True
 
@@ -3797,24 +4607,33 @@ class SwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, bias, weight, group_bias = ctx.saved_tensors
-        if bias.dim() == 1 and not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:4]
-            found = _backward(grad, h, bias, weight, ctx.groups, ctx.eps, needs)
+        return *_gradients(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, ctx.needs_input_grad[:4]), None, None
+
+
+class LinearSwishGroupNorm(torch.autograd.Function):
+    """The whole network and h, which it saves with x and the parameters. h is no one's to use: its own gradient is not asked for."""
+
+    @staticmethod
+    def forward(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps):
+        return tuple(_fused(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps, True))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.groups, ctx.eps = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or h gets a gradient of zeros
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, linear_weight, linear_bias, bias, weight, group_bias, h = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:6]
+        if not torch.is_grad_enabled():
+            found = _fused_backward(grad, h, x, linear_weight, bias, weight, ctx.groups, ctx.eps, needs)
             return *(own if need else None for own, need in zip(found, needs)), None, None
-        needs_h, needs_bias, *needs_norm = ctx.needs_input_grad[:4]
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-        gate = wide.sigmoid()
-        v = gate * wide + _spread(bias, wide)
-        needed = (needs_h or needs_bias, *needs_norm)
-        grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, ctx.groups, ctx.eps, needed)
-        grad_h = grad_bias = None
-        if needs_h:
-            grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
-        if needs_bias:
-            grad_bias = _gathered(grad_v, bias)
-        return grad_h, grad_bias, grad_weight, grad_group_bias, None, None
+        h = nn.functional.linear(x, linear_weight, linear_bias)  # one that knows where it comes from
+        grad_h, *grads = _gradients(grad, h, bias, weight, group_bias, ctx.groups, ctx.eps, (True, *needs[3:]))
+        return *_gradients_of_linear(grad_h, x, linear_weight, needs[:3]), *grads, None, None
 
 
 class ModelNew(Freezable):
@@ -3836,8 +4655,11 @@ class ModelNew(Freezable):
         fusible = x.dtype in (torch.float32, torch.float16, torch.bfloat16) and _is_fusible(linear, x, *vectors)
         if fusible and norm.num_groups < linear.weight.shape[0]:
             tensors = (x, linear.weight, linear.bias, *vectors)
-            if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-                return _fused(*tensors, norm.num_groups, norm.eps, *self._frozen)
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            if not recorded:
+                return _fused(*tensors, norm.num_groups, norm.eps, False, *self._frozen)[0]
+            if x.dtype is torch.float32:
+                return LinearSwishGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
         h, (bias,) = _as_operands(_apply(linear, x, self._frozen), (self.bias,))
         arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])

@@ -1,12 +1,13 @@
 """The operators that the autograd Functions run backward: every path forced by shape, right in float64 and as accurate as eager's."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager
-from cases import DTYPES, LAYOUTS, in_dtype, solution
+from accuracy import assert_as_accurate_as_eager, draws
+from cases import DTYPES, LAYOUTS, STEMS, Case, build, in_dtype, solution
 from torch import nn
 from torch.nn import functional
 
@@ -246,6 +247,270 @@ def test_a_gradient_of_another_shape_or_dtype_is_refused(tail, device):
     for wrong in (grad[:1], grad.double()):
         with torch.no_grad(), pytest.raises(RuntimeError, match="the gradient must have"):
             solution(tail.kind.stem)._backward(wrong, *taken, needs)
+
+
+# ---- The linear layer's, where the product is ours.
+
+LINEAR = [stem for stem in ("linear_swish_group_norm", "linear_instance_norm_residual") if stem in STEMS]
+linear_pairs = pytest.mark.parametrize("stem", LINEAR)
+NEEDS = [needs for needs in itertools.product((False, True), repeat=3) if any(needs)]
+# On Hopper all but the first are for the tensor cores.
+LINEAR_SHAPES = [(7, 12, 20), (1100, 1032, 1028), (4099, 516, 1028), (128, 8192, 1028), (33000, 132, 260), (600, 260, 9000)]
+
+
+def operands(m: int, n: int, k: int, device) -> list[torch.Tensor]:
+    """The output's gradient, x and W."""
+    torch.manual_seed(m + n + k)
+    return [torch.randn(size, device=device) for size in ((m, n), (m, k), (n, k))]
+
+
+def linear_gradients(stem: str, grad, x, w, needs=(True, True, True)) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(solution(stem)._linear_gradients(grad, x, w, list(needs)))
+
+
+def plain_linear_gradients(grad, x, w) -> list[torch.Tensor]:
+    return [grad @ w, grad.t() @ x, grad.sum(0)]
+
+
+def units_of_error(found: list, grad, x, w) -> list[float]:
+    """The largest errors in units of 2^-24 of the sum of the terms' magnitudes, which float32's own bound counts in."""
+    wide = [t.double() for t in (grad, x, w)]
+    right, terms = plain_linear_gradients(*wide), plain_linear_gradients(*[t.abs() for t in wide])
+    errors = []
+    for one, true, size in zip(found, right, terms, strict=True):
+        error = ((one.double() - true).abs() - 2.0**-148).clamp(min=0) / (2.0**-24 * size).clamp(min=2.0**-149)
+        errors.append(error[size < 3e38].max().item())
+    return errors
+
+
+@linear_pairs
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: " and ".join(n for n, need in zip(("x", "W", "b"), needs) if need))
+def test_each_gradient_of_a_linear_layer_alone_is_the_same(stem, needs, device):
+    """What nobody asked for is not there."""
+    inputs = operands(1100, 1032, 1028, device) if device.type == "cuda" else operands(7, 12, 20, device)
+    every, found = linear_gradients(stem, *inputs), linear_gradients(stem, *inputs, needs)
+    for one, own, need in zip(every, found, needs, strict=True):
+        assert torch.equal(own, one) if need else own.numel() == 0
+
+
+@linear_pairs
+@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
+def test_gradients_of_a_linear_layer_in_any_layout(stem, lay, device):
+    inputs = operands(*LINEAR_SHAPES[1 if device.type == "cuda" else 0], device)
+    laid = [lay(t) for t in inputs]
+    assert max(units_of_error(linear_gradients(stem, *laid), *[t.contiguous() for t in laid])) <= 16
+
+
+@linear_pairs
+def test_a_linear_layers_gradient_of_another_shape_or_dtype_is_refused(stem, device):
+    grad, x, w = operands(7, 12, 20, device)
+    for wrong in (grad[:1], grad.t(), grad.double()):
+        with pytest.raises(RuntimeError, match="the gradient must"):
+            linear_gradients(stem, wrong, x, w)
+
+
+def rows_of_many_sizes(grad, x, w):
+    return grad * 2.0 ** torch.randint(-40, 41, (grad.shape[0], 1), device=grad.device), x, w
+
+
+def columns_of_many_sizes(grad, x, w):
+    def sized(t):
+        return t * 2.0 ** torch.randint(-30, 31, (1, t.shape[1]), device=t.device)
+
+    return sized(grad), sized(x), sized(w)
+
+
+def balanced(grad, x, w):
+    """Rows that are large in one factor and small in the other."""
+    sizes = 2.0 ** torch.randint(-20, 21, (grad.shape[0], 1), device=grad.device)
+    return grad * sizes, x / sizes, w
+
+
+def one_large_row(grad, x, w):
+    grad[5] *= 1e12
+    return grad, x, w
+
+
+def an_outlier_in_each(grad, x, w):
+    grad[3, 4], x[5, 6], w[7, 8] = 1e7, 1e7, 1e7
+    return grad, x, w
+
+
+def mostly_zeros(grad, x, w):
+    return grad * (torch.rand_like(grad) < 0.01), x * (torch.rand_like(x) < 0.3), w * (torch.rand_like(w) < 0.3)
+
+
+def one_hot_rows(grad, x, w):
+    hot = functional.one_hot(torch.randint(x.shape[1], (x.shape[0],), device=x.device), x.shape[1])
+    return grad, x * hot, w
+
+
+def zero_rows_and_columns(grad, x, w):
+    grad[::3], grad[:, ::5], x[::4], x[:, ::7], w[::2], w[:, ::3] = 0, 0, 0, 0, 0, 0
+    return grad, x, w
+
+
+def no_gradient_at_all(grad, x, w):
+    return 0 * grad, x, w
+
+
+def denormal_rows(grad, x, w):
+    grad[::2] *= 2.0**-135
+    return grad, x, w
+
+
+def tiny_everywhere(grad, x, w):
+    return grad * 1e-30, x, w
+
+
+def huge_everywhere(grad, x, w):
+    return grad * 1e30, x * 1e-3, w * 1e-3
+
+
+def far_from_zero(grad, x, w):
+    return grad + 10, x + 100, w
+
+
+KINDS = [
+    rows_of_many_sizes, columns_of_many_sizes, balanced, one_large_row, an_outlier_in_each, mostly_zeros, one_hot_rows, zero_rows_and_columns,
+    no_gradient_at_all, denormal_rows, tiny_everywhere, huge_everywhere, far_from_zero,
+]  # fmt: skip
+
+
+def rows(m: int, n: int, k: int) -> Case:
+    return Case("linear_instance_norm_residual", f"{m} rows, {k} features to {n}", (k, n), ((m, k), (m, n)))
+
+
+def groups(m: int, n: int, k: int, group: int = 64) -> Case:
+    return Case("linear_swish_group_norm", f"{m} rows, {k} features to {n} in groups of {group}", (k, n, n // group, (n,)), ((m, k),))
+
+
+# On Hopper all for the tensor cores: groups of 64 of up to 4096 features go backward in one kernel.
+NETWORKS = [
+    rows(1100, 1032, 1028), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260), groups(300, 4096, 1024),
+    groups(1100, 4160, 516), groups(1100, 1024, 1028, 128),
+]  # fmt: skip
+networks = pytest.mark.parametrize("case", [case for case in NETWORKS if case.stem in STEMS], ids=str)
+
+
+def network_gradients(module: nn.Module, inputs: list, wanted: list | None = None) -> dict[str, torch.Tensor]:
+    """The output and gradients, all or some, of inputs and parameters, by name."""
+    leaves = [t.detach().clone() for t in inputs]
+    tensors = {**{f"input {i}": t for i, t in enumerate(leaves)}, **dict(module.named_parameters())}
+    for name, t in tensors.items():
+        t.requires_grad_(wanted is None or name in wanted)
+    out = module(*leaves)
+    asked = [name for name, t in tensors.items() if t.requires_grad]
+    given = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(7), device=out.device).to(out.dtype)
+    found = torch.autograd.grad(out, [tensors[name] for name in asked], given)
+    return {"output": out.detach(), **dict(zip(asked, found, strict=True))}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+class TestLinearGradientsOnAGPU:
+    @linear_pairs
+    @pytest.mark.parametrize("shape", LINEAR_SHAPES, ids=str)
+    def test_ordinary_data_come_out_better_than_eagers(self, stem, shape):
+        inputs = operands(*shape, "cuda")
+        right = plain_linear_gradients(*[t.double() for t in inputs])
+        for found, eager, true in zip(linear_gradients(stem, *inputs), plain_linear_gradients(*inputs), right, strict=True):
+            for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
+                # A few units of 2^-24 of the whole, as with what the tensor cores' truncation takes away, may be more than eager's luck.
+                assert measure(found.double() - true) <= measure(eager.double() - true) + 2.0**-23 * measure(true)
+
+    @linear_pairs
+    @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+    def test_no_scale_costs_accuracy(self, stem, kind):
+        inputs = kind(*operands(1100, 1032, 1028, "cuda"))
+        ours, eager = (units_of_error(f, *inputs) for f in (linear_gradients(stem, *inputs), plain_linear_gradients(*inputs)))
+        for own, theirs in zip(ours, eager, strict=True):
+            assert own <= 2 * max(theirs, 4)
+
+    @linear_pairs
+    @pytest.mark.parametrize("shape", LINEAR_SHAPES[1:], ids=str)
+    def test_tf32_where_it_is_allowed(self, stem, shape, monkeypatch):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        inputs = operands(*shape, "cuda")
+        right = plain_linear_gradients(*[t.double() for t in inputs])
+        for found, eager, true in zip(linear_gradients(stem, *inputs), plain_linear_gradients(*inputs), right, strict=True):
+            assert (found.double() - true).square().mean() <= 2 * (eager.double() - true).square().mean() + 2.0**-46 * true.square().mean()
+
+    @linear_pairs
+    @pytest.mark.parametrize("value", [torch.inf, torch.nan], ids=str)
+    @pytest.mark.parametrize("place", ["grad", "x", "W"])
+    def test_what_is_not_finite_spoils_no_other(self, stem, value, place):
+        inputs = operands(1100, 1032, 1028, "cuda")
+        inputs[("grad", "x", "W").index(place)][::100, 3] = value
+        for found, eager in zip(linear_gradients(stem, *inputs), plain_linear_gradients(*inputs), strict=True):
+            assert torch.equal(found.isfinite(), eager.isfinite())
+
+    @linear_pairs
+    def test_the_same_bits_every_time(self, stem):
+        inputs = balanced(*operands(1100, 1032, 1028, "cuda"))
+        first = linear_gradients(stem, *inputs)
+        for _ in range(5):
+            assert all(torch.equal(own, one) for own, one in zip(linear_gradients(stem, *inputs), first, strict=True))
+
+    @linear_pairs
+    def test_nothing_is_written_beside_the_results(self, stem):
+        inputs = mostly_zeros(*operands(1100, 1032, 1028, "cuda"))
+        expected = linear_gradients(stem, *inputs)
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            blocks = [torch.full((size,), 77, dtype=torch.uint8, device="cuda") for size in 9 * [1100 * 1028 * 4, 1032 * 1028 * 4, 3 << 20, 6 << 20]]
+            neighbours = [block for i, block in enumerate(blocks) if i // 4 % 2 == 0]
+            del blocks
+            found = linear_gradients(stem, *inputs)
+        assert all(torch.equal(own, one) for own, one in zip(found, expected, strict=True))
+        assert all(bool((block == 77).all()) for block in neighbours)
+        del neighbours, found
+
+    @networks
+    def test_the_networks_are_as_accurate_as_eager(self, case):
+        assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+
+    @networks
+    def test_where_tf32_is_allowed(self, case, monkeypatch):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+        assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+
+    @networks
+    def test_gradients_of_a_part_of_the_network(self, case):
+        """Frozen layers get none, and the others what they get without them."""
+        _, new, inputs = build(case, "cuda")
+        every = network_gradients(new, inputs)
+        names = [name for name in every if name != "output"]
+        for part in [[name] for name in names] + [[name for name in names if "bmm" not in name and "matmul" not in name]]:
+            found = network_gradients(new, inputs, part)
+            assert set(found) == {"output", *part}
+            for name, own in found.items():
+                torch.testing.assert_close(own, every[name], rtol=1e-4, atol=1e-4 * every[name].abs().max().item())
+
+    @networks
+    def test_no_more_memory_than_eager(self, case):
+        model, new, inputs = build(case, "cuda")
+        peaks = []
+        for module in (new, model):
+            network_gradients(module, inputs)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            network_gradients(module, inputs)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[0] <= 1.25 * peaks[1]  # at these sizes a product's partial sums are no small part
+
+    @linear_pairs
+    def test_a_captured_graph_replays_on_new_inputs(self, stem):
+        inputs = operands(1100, 1032, 1028, "cuda")
+        linear_gradients(stem, *inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = linear_gradients(stem, *inputs)
+        for t in inputs:
+            t.normal_()
+        graph.replay()
+        assert all(torch.equal(own, one) for own, one in zip(found, linear_gradients(stem, *inputs), strict=True))
 
 
 @pytest.mark.gpu
