@@ -1404,7 +1404,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
                 const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
                 const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
                 float sum[4] = {};
-#pragma unroll 2
+#pragma unroll 4
                 for (int first = tid; first < product.k; first += 4 * kRecomputeBlock) {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
@@ -1917,6 +1917,7 @@ constexpr int kColumnRows = 8;          // rows of a thread in flight
 constexpr int kFinishWarps = 16;
 constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
 constexpr int kGradientSums = 4;        // and of grad's values themselves
+constexpr int kRecentRows = 16;         // after which a sum of values moves to a larger one, or float32's roundings would add up
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -1977,8 +1978,25 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     __shared__ float warp_sums[2][3][kGradientBlock / 32];
     const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
     const auto column = [&](int i) { return (tid + i * threads) * 4; };
+    extern __shared__ float4 totals[];  // [sum from `lost` on][quad][thread]: what is lost, which is rare, and the sums of values
+    constexpr int kLost = kColumnSums - 1;
     Source source;
     float sums[kQuads][kSums][4] = {};
+    const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
+        float4& total = totals[((k - kLost) * kQuads + i) * threads + tid];
+        total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
+    };
+    const auto move_sums = [&] {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+            for (int k = kColumnSums; k < kSums; ++k) {
+                add_to_total(i, k, sums[i][k]);
+                sums[i][k][0] = sums[i][k][1] = sums[i][k][2] = sums[i][k][3] = 0;
+            }
+        }
+    };
+    for (int t = 0; t < (kSums - kLost) * kQuads; ++t) totals[t * threads + tid] = make_float4(0, 0, 0, 0);
     const auto load = [&](int64_t row) {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) source.load(from, i, row * columns + column(i), row < rows && column(i) < columns);
@@ -1996,8 +2014,11 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     load(blockIdx.x);
-    int parity = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, parity ^= 1) {
+    int recent = 0;  // rows since the sums were moved; odd in every other row
+    static_assert(kRecentRows % 2 == 0, "so that it stays so");
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        if (recent == kRecentRows) move_sums(), recent = 0;
+        const int parity = ++recent & 1;
         float4 grad[kQuads];
         uint32_t own = 0;
 #pragma unroll
@@ -2017,16 +2038,17 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         for (int i = 0; i < kQuads; ++i) {
             if (column(i) >= padded) continue;
             const float values[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w};
-            float v[4];
+            float v[4], lost[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = values[j] * scale;
-                const float lost = lost_of<kPieces>(v[j]);
+                lost[j] = lost_of<kPieces>(v[j]);
                 sums[i][0][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]), total[1] = fmaf(v[j], v[j], total[1]);
-                sums[i][2][j] += lost, total[2] += lost;
                 sums[i][3][j] += values[j];
             }
+            const float all_lost = (lost[0] + lost[1]) + (lost[2] + lost[3]);
+            if (all_lost > 0) total[2] += all_lost, add_to_total(i, kLost, lost);
             if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
         }
 #pragma unroll
@@ -2037,17 +2059,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     }
     __syncthreads();
     if (tid < 32 && scales != nullptr) {
-        leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, parity ^ 1);
+        leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, recent & 1);
         if (tid == 0) atomicMax(of.largest, widest);
     }
+    move_sums();
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
-        float* to = of.partials + (int64_t(blockIdx.x) * kSums + k) * columns;
+        float4* to = reinterpret_cast<float4*>(of.partials + (int64_t(blockIdx.x) * kSums + k) * columns);
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            if (column(i) < columns) {
-                *reinterpret_cast<float4*>(to + column(i)) = make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3]);
-            }
+            if (column(i) >= columns) continue;
+            to[column(i) / 4] = k < kLost ? make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3])
+                                          : totals[((k - kLost) * kQuads + i) * threads + tid];
         }
     }
 #endif
@@ -2245,7 +2268,11 @@ static cudaError_t launch_split_gradient(const typename Source::Arguments& from,
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
-    split_gradient<kPieces, Source><<<blocks, threads, 0, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
+    const auto kernel = split_gradient<kPieces, Source>;
+    const int shared_bytes = threads * Source::kQuads * (2 + Source::kSums) * int(sizeof(float4));
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    kernel<<<blocks, threads, shared_bytes, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
     finish_columns<kPieces, kGradientSums + Source::kSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
         split.of, results, int(n), blocks);
     return cudaGetLastError();

@@ -299,7 +299,8 @@ def test_each_gradient_of_a_linear_layer_alone_is_the_same(stem, needs, device):
 def test_gradients_of_a_linear_layer_in_any_layout(stem, lay, device):
     inputs = operands(*LINEAR_SHAPES[1 if device.type == "cuda" else 0], device)
     laid = [lay(t) for t in inputs]
-    assert max(units_of_error(linear_gradients(stem, *laid), *[t.contiguous() for t in laid])) <= 16
+    # Equal terms are truncated alike: then a product on the tensor cores is 23 units off, of 1100 terms.
+    assert max(units_of_error(linear_gradients(stem, *laid), *[t.contiguous() for t in laid])) <= 32
 
 
 @linear_pairs
