@@ -17,10 +17,11 @@ test: $(VENV)/installed
 versions:
 	python3.11 tests/versions.py
 
-# The README's table and chart, from the committed measurements.
+# The README's table and charts, from the committed measurements.
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
-	$(VENV)/bin/python harness.py --from results/h200.json --markdown --plot results/h200.svg
+	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/sweep/*.json)) --plot results/sweep.svg > /dev/null
+	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/h200/*.json)) --plot results/h200.svg --markdown
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -69,7 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart, SVG or PNG by suffix (needs matplotlib)")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
-    parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="take the records from an earlier --json, run nothing")
+    sources = "take the records from an earlier --json, or from several, and run nothing"
+    parser.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
     options = parser.parse_args(argv)
     if options.batch is not None and options.batch < 1:
         raise UsageError("--batch must be at least 1")
@@ -171,10 +172,12 @@ def main(argv: list[str]) -> int:
         if options.list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
-        if options.source:
-            if not options.source.is_file():
-                raise UsageError(f"no file {options.source}")
-            runs, surroundings = record.load(options.source)
+        if options.sources:
+            missing = [path for path in options.sources if not path.is_file()]
+            if missing:
+                raise UsageError(f"no file {missing[0]}")
+            earlier = [record.load(path) for path in options.sources]
+            runs, surroundings = [run for runs, _ in earlier for run in runs], earlier[0][1]
             models = list(dict.fromkeys(run.model for run in runs))
             wanted = [one_of(name, models, "pair in that file") for name in options.names] or models
             runs = [run for run in runs if run.model in wanted]

@@ -345,7 +345,7 @@ template <typename A> struct Scale {
     // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
-        if (image && !isfinite(a)) return a * v + (beta - a * hi);
+        if (!isfinite(a)) return image ? a * v + (beta - a * hi) : ((v - hi) - lo) * rstd * gamma + beta;
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>
@@ -1178,14 +1178,14 @@ __host__ __device__ __forceinline__ int channel_floats(int c, int plane) { retur
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 
 // Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
-template <typename T, int KS, int PIECES>
+template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    static_assert(KS == 3 || PIECES == 2, "a step of one tap is of x's hi and lo");
+    static_assert(KS == 3 || kSplit<T>, "a step of one tap is of x's hi and lo");
     __shared__ float row_scale[kWideSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
-    prepare_constants<kWideSlots, sizeof(T) == 4>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kWideSlots, kSplit<T>>(p, s, KS * KS, q, row_scale);
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
@@ -1197,7 +1197,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
             const int in = slab * 8 + thread % 4 * 2 + j;
             if (c >= count || in >= s.in_channels) continue;
             const float w = p.weight[(int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap] * row_scale[c];
-            if (PIECES == 2) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
+            if (kSplit<T>) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
             else pieces[j] = r % 2 || (odd_one && r < 2) ? 0.0f : w;
         }
         using Half = std::conditional_t<sizeof(T) == 2, T, __half>;
@@ -1272,10 +1272,11 @@ __device__ __forceinline__ float convolve_value(
 }
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
-template <typename T, int KS, int PIECES, bool PAIRS>
+template <typename T, int KS, bool PAIRS>
 __global__ void __launch_bounds__(kWideBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ uint64_t bars[2 * (kMostStages + kMostSlots + 1)];
@@ -1296,7 +1297,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
     const int tasks = tasks_of(rows);
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
-    const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = PIECES * plane_bytes;
+    const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
 
     // What each role goes through, unit by unit.
@@ -1417,7 +1418,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                         if constexpr (KS == 1) {
                             wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
-                        } else if constexpr (PIECES == 2) {
+                        } else if constexpr (SPLIT) {
                             pairs(hi + plane_bytes, slab > 0);
                             wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 32, plane_bytes), true);
                             pairs(hi, true);
@@ -1439,7 +1440,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #pragma unroll
                     for (int i = 0; i < kTileN / 4; ++i) {
                         const int k = i / 2 * 4 + i % 2;
-                        v[i] = sigmoid_from_exponent(fmaf(PIECES == 2 ? d[k] + d[k + 2] : d[k], slope, offset));
+                        v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     }
                     if (first) set_anchor(v[0]);
                     if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
@@ -1472,7 +1473,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 wgmma_wait(odd);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                 finish(odd, false);
-                // An input beyond fp16's reach has made a NaN: inf - inf, 0 * inf, or the producers' own. So has one that is not finite.
+                // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
 #pragma unroll 1
@@ -1553,16 +1554,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                             lo[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
                         }
                     }
-                    if (sizeof(T) == 4 && PIECES == 1) {  // fp16's infinity, alone, would not show
-                        float most = 0;
-#pragma unroll
-                        for (int c = 0; c < 8; ++c) most = fmaxf(most, fabsf(to_acc(raw[i][c])) * input_scale);
-                        if (!(most < 65504.0f)) hi[0] = 0x7fff7fff;
-                    }
                     if (begin + i * kThreads + tid < pixels) {
                         uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
                         *at = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-                        if (PIECES == 2) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                        if (SPLIT) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
                     }
                 }
                 begin += kItems * kThreads;
@@ -1916,10 +1911,10 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int pieces, int value_bytes, int sms, int shared_most) {
+static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
-    const int ks = int(sizes[5]), pack = 16 / value_bytes;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
@@ -1933,7 +1928,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
-        for (int slots = 1; slots <= 3; ++slots) {
+        for (int slots = 2; slots <= 3; ++slots) {
             for (int stages = 1; stages <= 2; ++stages) {
                 if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
@@ -1964,10 +1959,10 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int piec
     return true;
 }
 
-template <typename T, int KS, int PIECES, bool PAIRS>
+template <typename T, int KS, bool PAIRS>
 static cudaError_t launch_wide_convolution(
     const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
-    auto kernel = convolve_and_normalize_wide<T, KS, PIECES, PAIRS>;
+    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS>;
     Device device;
     cudaFuncAttributes attributes;
     cudaError_t error = current_device(&device);
@@ -1981,7 +1976,7 @@ static cudaError_t launch_wide_convolution(
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, PIECES, sizeof(T), device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -1992,7 +1987,7 @@ static cudaError_t launch_wide_convolution(
     operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
     operands.constants = operands.fragments + plan.fragment_words;
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
-    prepare_wide_weights<T, KS, PIECES><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
+    prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
     return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 #endif  // CUDART_VERSION >= 12000
@@ -2023,7 +2018,7 @@ extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(c
 // The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
 // 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
@@ -2038,12 +2033,11 @@ extern "C" int convolution_forward(
     if (sizes[1] > 64) return cudaSuccess;
 #if CUDART_VERSION >= 12000
     cudaError_t error = cudaSuccess;
-    if (dtype == 0 && three && tf32 && pairs) error = run(launch_wide_convolution<float, 3, 1, true>);
-    else if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, 2, true>);
-    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, 2, false>);
-    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, 2, true>);
-    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, 1, true>);
-    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, 1, true>);
+    if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
+    else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
+    else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
@@ -2649,7 +2643,8 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
 __device__ __forceinline__ float2 load_pair(const float* from) {
     float2 v;
-    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(uint32_t(__cvta_generic_to_shared(from))) : "memory");
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(from));
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
     return v;
 }
 
@@ -2670,8 +2665,8 @@ template <int LEFT> __device__ __forceinline__ void await_copies() {  // all but
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 #endif
 }
-// A warp copies ROWS rows of a strip, from column `first` on: rows `kTo` floats apart to shared memory, from rows `stride` apart; zeros where
-// exists(row) is false, and beyond the image. pairs: its rows start at whole 8 bytes.
+// A warp copies ROWS rows of a strip, from column `first` on, `stride` floats apart, to rows kTo apart in shared memory: zeros where
+// exists(row) is false, and beyond the image. pairs: the image's rows start at whole 8 bytes.
 template <int ROWS, int kTo, typename F>
 __device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t stride, int first, int width, bool pairs, const F& exists) {
     const int lane = threadIdx.x % 32;
@@ -2737,29 +2732,30 @@ template <int KS, int NT> __global__ void __launch_bounds__(kStripBlock) prepare
 }
 
 template <int KS> __device__ __noinline__ float correlate_one(const Correlation& c, int64_t sample, int channel, int row, int column) {
-    float sum = c.bias == nullptr ? 0.0f : __ldg(c.bias + channel);
+    double sum = 0;
     for (int from = 0; from < c.from_channels; ++from) {
         const float* const plane = c.from + (sample * c.from_channels + from) * c.height * c.width;
         for (int tap = 0; tap < KS * KS; ++tap) {
             const int y = row + tap / KS - c.pad, x = column + tap % KS - c.pad;
             const bool exists = y >= 0 && y < c.height && x >= 0 && x < c.width;
-            if (exists) sum = fmaf(__ldg(plane + int64_t(y) * c.width + x), weight_between<KS>(c, from, channel, tap / KS, tap % KS), sum);
+            if (!exists) continue;
+            sum += double(__ldg(plane + int64_t(y) * c.width + x)) * double(weight_between<KS>(c, from, channel, tap / KS, tap % KS));
         }
     }
-    return sum;
+    return float(c.bias == nullptr ? sum : sum + double(__ldg(c.bias + channel)));
 }
 
-template <int NT> constexpr int kCorrelateBlocks = 3;  // an SM
-
-// A block takes a run of tiles, each R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, from's channels in slabs of eight. A lane's
-// values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4) on. Of an mma's two
-// pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+// A block takes a run of tiles, R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of
+// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
+// on. Of an mma's two pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+constexpr int kCorrelateBlocks = 3;  // an SM
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
 static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
+constexpr int kLineRow = 32 + 4;  // of a row of a warp's results there
 
 template <int KS, int NT, int R>
-__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(const __grid_constant__ Correlation c) {
-    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow;
+__global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const __grid_constant__ Correlation c) {
+    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow, kLines = NT * 8 * R;
     constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
     constexpr int KYS = kAllWeights ? KS : 1;
     static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
@@ -2806,17 +2802,7 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
     for (int64_t i = begin; i < end; ++i) {
         const Tile next = i + 1 < end ? after(tile) : tile;
         const int channel_first = tile.block * NT * 8 + 2 * quarter;
-        float total[R][NT][MT][4];
-#pragma unroll
-        for (int k = 0; k < NT * 2; ++k) {
-            const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
-            const float bias = c.bias != nullptr && channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
-#pragma unroll
-            for (int r = 0; r < R; ++r) {
-#pragma unroll
-                for (int p = 0; p < 4; ++p) total[r][nt][p % 2][p / 2 * 2 + j] = bias;
-            }
-        }
+        float total[R][NT][MT][4] = {};
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
@@ -2882,36 +2868,56 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks<NT>) correlate(c
             }
             __syncthreads();
         }
+        if (c.bias != nullptr) {
+#pragma unroll
+            for (int k = 0; k < NT * 2; ++k) {
+                const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
+                const float bias = channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < R * 4; ++i) total[i / 4][nt][i % 2][i / 2 % 2 * 2 + j] += bias;
+            }
+        }
         const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
         const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
         const int64_t plane = int64_t(c.rows) * c.columns;
         float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
-        const auto store = [&](auto pack) {
-            constexpr int V = sizeof(pack) / sizeof(float);
+        // Rows that do not start at whole 16 bytes go through shared memory, so that a warp writes 128 neighbouring bytes at a time.
+        float* const lines = shared + 2 * kStage + warp * kLines * kLineRow;
 #pragma unroll
-            for (int k = 0; k < NT * 2 * R; ++k) {
-                const int nt = k / (2 * R), j = k / R % 2, r = k % R;
-                if (nt * 8 + j >= channels_left || r >= rows_left) continue;
+        for (int k = 0; k < NT * 2 * R; ++k) {
+            const int nt = k / (2 * R), j = k / R % 2, r = k % R, channel = nt * 8 + j;
+            const float4 v = make_float4(total[r][nt][0][j], total[r][nt][1][j], total[r][nt][0][2 + j], total[r][nt][1][2 + j]);
+            if (c.columns % 4 != 0) {
+                *reinterpret_cast<float4*>(lines + (r * NT * 8 + channel + 2 * quarter) * kLineRow + eighth * 4) = v;
+            } else if (channel < channels_left && r < rows_left) {
+                *reinterpret_cast<float4*>(to + channel * plane + r * c.columns) = v;
+            }
+        }
+        __syncwarp();
+        if (c.columns % 4 != 0) {
+            const int own_column = tile.column + warp * 32 + lane, first = tile.block * NT * 8, channels = min(NT * 8, c.to_channels - first);
+            float* row_to = c.to + (tile.sample * c.to_channels + first) * plane + int64_t(tile.row) * c.columns + own_column;
+            const float* row_lines = lines + lane;
+            for (int r = 0; r < min(R, rows_left) && own_column < c.columns; ++r, row_to += c.columns, row_lines += NT * 8 * kLineRow) {
+                float* at = row_to;
+                if (channels == NT * 8) {
 #pragma unroll
-                for (int p = 0; p < 4; p += V) {
-                    Pack<float, V> out;
-#pragma unroll
-                    for (int q = 0; q < V; ++q) out.value[q] = total[r][nt][(p + q) % 2][(p + q) / 2 * 2 + j];
-                    if (p < columns_left) *reinterpret_cast<Pack<float, V>*>(to + (nt * 8 + j) * plane + r * c.columns + p) = out;
+                    for (int channel = 0; channel < NT * 8; ++channel, at += plane) *at = row_lines[channel * kLineRow];
+                } else {
+                    for (int channel = 0; channel < channels; ++channel, at += plane) *at = row_lines[channel * kLineRow];
                 }
             }
-        };
-        if (c.columns % 4 == 0) store(Pack<float, 4>());
-        else if (c.columns % 2 == 0) store(Pack<float, 2>());
-        else store(Pack<float, 1>());
+            __syncwarp();
+        }
         float zero = 0;
 #pragma unroll
         for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
-        if (zero != 0.0f) {  // NaN
+        if (zero != 0.0f) {  // NaN: a value is not finite
             for (int k = 0; k < NT * 2 * R * 4; ++k) {
                 const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
                 if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
-                to[channel * plane + r * c.columns + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+                const float v = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
+                to[channel * plane + r * c.columns + p] = v;
             }
         }
         tile = next;
@@ -2962,15 +2968,15 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     };
     const auto copy = [&](const Unit& u, int stage) {
         const int column = u.strip * kStripWidth, out_left = p.out_channels - out_first - warp, in_left = p.in_channels - in_first;
-        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + int64_t(u.row) * p.columns + column;
+        const float* const grad = p.grad + (u.sample * p.out_channels + out_first + warp) * grad_plane + u.row * p.columns + column;
         copy_rows<kGradChannels / kStripWarps, kStripWarps * kSumRow>(shared_grad + stage * kGradStage + warp * kSumRow, grad,
             kStripWarps * grad_plane, column, p.columns, p.pairs, [&](int i) { return i * kStripWarps < out_left; });
-        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + int64_t(u.row) * p.width + column;
+        const float* const x = p.x + (u.sample * p.in_channels + in_first) * plane + u.row * p.width + column;
         for (int ky = u.first ? 0 : KS - 1; ky < KS; ++ky) {
             float* const to = shared_x + (u.slot + ky) % kSlots * kXRow;
             const float* const from = x + ky * p.width;
-            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column, p.width,
-                p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
+            copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kStripWarps * plane, column,
+                p.width, p.pairs, [&](int i) { return warp + i * kStripWarps < in_left; });
             if (KS > 1 && threadIdx.x < 8) {
                 const int channel = threadIdx.x;
                 copy_halo(to + channel * kSumRow, from + channel * plane, column, p.width, channel < in_left, p.pairs);
@@ -3002,7 +3008,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
                     *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
                     bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                    for (int k = 0; k < 4; ++k) {
+                        split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+                    }
                 }
             }
 #pragma unroll
@@ -3033,7 +3041,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
                     }
                 }
 #pragma unroll
-                for (int k = 0; k < MT * KS * 4; ++k) total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+                for (int k = 0; k < MT * KS * 4; ++k) {
+                    total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
+                }
             }
         }
         __syncthreads();
@@ -3098,7 +3108,7 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
     bool finite = true;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) finite = finite && isfinite(sums[tap]);
-    if (!finite) {
+    if (!finite) {  // the halves of an infinity may make a NaN: once more, whole
         float plain[TAPS] = {};
         const int pixels = p.rows * p.columns;
         for (int64_t s = 0; s < p.samples; ++s) {
@@ -3108,7 +3118,9 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
                 const int row = quotient(i, p.columns);
                 const float* const at = x + row * p.width + i - row * p.columns;
 #pragma unroll
-                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+                for (int tap = 0; tap < TAPS; ++tap) {
+                    plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
+                }
             }
         }
 #pragma unroll
@@ -3139,19 +3151,20 @@ template <typename K> static cudaError_t resident_blocks(K kernel, int shared_by
 
 template <int KS, int NT, int R>
 static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
-    constexpr int kShared = 2 * (R + KS - 1) * 8 * kImageRow * int(sizeof(float));
     c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
     c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
     c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
     c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
     c.pairs = c.width % 2 == 0;
+    const int lines = c.columns % 4 == 0 ? 0 : kStripWarps * NT * 8 * R;
+    const int shared_bytes = (2 * (R + KS - 1) * 8 * kImageRow + lines * kLineRow) * int(sizeof(float));
     auto kernel = correlate<KS, NT, R>;
     int64_t blocks;
-    const cudaError_t error = resident_blocks(kernel, kShared, device, &blocks);
+    const cudaError_t error = resident_blocks(kernel, shared_bytes, device, &blocks);
     if (error != cudaSuccess) return error;
     const int64_t lanes = int64_t(c.to_blocks) * c.slabs * KS * KS * NT * 32;
     prepare_fragments<KS, NT><<<unsigned(divide_up(lanes, kStripBlock)), kStripBlock, 0, stream>>>(c);
-    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, kShared, stream>>>(c);
+    kernel<<<unsigned(c.tiles < blocks ? c.tiles : blocks), kStripBlock, shared_bytes, stream>>>(c);
     return cudaGetLastError();
 }
 template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
@@ -3186,7 +3199,7 @@ static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int
     return cudaGetLastError();
 }
 
-// All in float32, contiguous, 16-byte aligned; sizes as above. With workspace null, only *workspace_bytes, or -1 where ATen's is to be taken.
+// All in float32, contiguous, 16-byte aligned; sizes as above. workspace null: only *workspace_bytes, -1 where ATen's is to be taken.
 extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     Device device;
@@ -3728,36 +3741,21 @@ static at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_we
 }
 #ifdef WITH_CUDA
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, bool tf32, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
-
-// Whether the user allows TF32 in convolutions, and in products too: PyTorch allows the former unasked.
-static bool tf32_is_allowed() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    const auto allows = [](at::Float32Op op) {
-        return at::globalContext().float32Precision(at::Float32Backend::CUDA, op) == at::Float32Precision::TF32;
-    };
-    return allows(at::Float32Op::CONV) && allows(at::Float32Op::MATMUL);
-#elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "conv") == "tf32" && at::globalContext().float32Precision("cuda", "matmul") == "tf32";
-#else
-    return at::globalContext().allowTF32CuDNN() && at::globalContext().allowTF32CuBLAS();
-#endif
-}
 
 static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     const auto type = x.scalar_type();
     const int64_t size = conv_weight.size(2);
-    const bool tf32 = tf32_is_allowed();
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
         const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
         const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 2 : 3;
         const int error = convolution_forward(
-            dtype, input, out, vectors, sizes, eps, tf32, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
+            dtype, input, out, vectors, sizes, eps, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "convolve: ", group_norm_error(error));
     };
     int64_t workspace_bytes = -1;

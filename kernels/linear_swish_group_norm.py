@@ -348,7 +348,7 @@ template <typename A> struct Scale {
     // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
-        if (image && !isfinite(a)) return a * v + (beta - a * hi);
+        if (!isfinite(a)) return image ? a * v + (beta - a * hi) : ((v - hi) - lo) * rstd * gamma + beta;
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>

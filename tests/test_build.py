@@ -214,11 +214,15 @@ def test_two_versions_of_pytorch_share_a_cache(stem, tmp_path):
 
 
 @builders
-def test_eight_processes_build_at_once(stem, tmp_path):
-    saved, options = saved_case(stem, tmp_path), {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+def test_eight_processes_build_once(stem, tmp_path):
+    calls, compiler = tmp_path / "calls", tmp_path / "counted-c++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> "{calls}"\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    saved, options = saved_case(stem, tmp_path), {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built", "CXX": compiler}
     processes = [start_python(IMPORT_AND_CHECK, kernel_file(stem), saved, **options) for _ in range(8)]
     results = [finish(process) for process in processes]
     assert [code for code, _, _ in results] == [0] * 8, results
+    assert sum(" -c " in call for call in calls.read_text().splitlines()) == 1, calls.read_text()
 
 
 @builders
