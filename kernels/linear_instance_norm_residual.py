@@ -636,7 +636,8 @@ constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
 // Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
-// bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of lines; kSlots: of that of slabs that are summed up.
+// bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of
+// lines; kSlots: of that of slabs that are summed up.
 template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, bool kTurnedA_ = false, bool kTurnedB_ = false>
 struct Products {
     using Value = Value_;
@@ -664,9 +665,9 @@ struct Slab {
     int row, column;
 };
 
-// A warp's 16 rows and 64 columns as the tensor cores leave them: of a lane rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j and the next,
-// j = 0..7. They go to 4 KiB of shared memory in units of four values, and come back as a Slab's: a lane's eight units lie, for each
-// instruction, in other banks than those of the seven lanes beside it.
+// A warp's 16 rows and 64 columns as the tensor cores leave them: of a lane rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j and the
+// next, j = 0..7. They go to 4 KiB of shared memory in units of four values, and come back as a Slab's: for each instruction a lane's unit
+// lies in other banks than those of the seven lanes beside it.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
 __device__ __forceinline__ void leave_sums(uint32_t to, const float* sum) {
 #pragma unroll
@@ -735,19 +736,21 @@ template <int kCount> struct Ring {
 };
 
 // A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to
-// warpgroup 2, whose threads go on with the values of their like while the next tile is multiplied. A thread of warpgroup 3 keeps the ring
-// of stages full. full[s]: the copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a
-// slab's values are in slot s, and have been read from it.
+// warpgroup 2, which finishes them while the next tile is multiplied. A thread of warpgroup 3 keeps the ring of stages full. full[s]: the
+// copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a slab's values are in slot s,
+// and have been read from it.
 template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef ON_HOPPER
-    constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs, kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
+    constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs;
+    constexpr int kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
     static_assert(kProductBytes<Kind, Epilogue> <= 227 * 1024, "one block's shared memory on sm_90");
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
     const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
-    const uint32_t full = margins_at + sizeof(Margins<Kind, Epilogue>), empty = full + kStages * 8, ready = empty + kStages * 8, taken = ready + kSlots * 8;
+    const uint32_t full = margins_at + sizeof(Margins<Kind, Epilogue>), empty = full + kStages * 8;
+    const uint32_t ready = empty + kStages * 8, taken = ready + kSlots * 8;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const Tiles<kTileN> tiles(epilogue.product.m, epilogue.product.n);
 
@@ -900,9 +903,13 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kInFlight> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory"); }
+template <int kInFlight> __device__ __forceinline__ void copies_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kInFlight) : "memory");
+}
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
+    asm volatile(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
 }
 __device__ __forceinline__ void mma(float* d, const uint32_t (&a)[4], const uint32_t* b) {
     asm volatile(
@@ -1465,7 +1472,8 @@ static cudaError_t launch_product(
     cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    if (device.major == 9 && !PORTABLE_PRODUCT) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
+    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
     else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
@@ -1474,7 +1482,8 @@ static cudaError_t launch_product(
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
     const Loop loop = loop_of_device();
-    return (loop == Loop::kHopper || (loop == Loop::kPortable && pieces == 2)) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    if (loop == Loop::kNone || (loop == Loop::kPortable && pieces != 2)) return false;
+    return n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
@@ -1494,7 +1503,8 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, boo
 // A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
 #if CUDART_VERSION >= 12000
-    if (fits_tensor_cores(128, n, tf32 ? 1 : 2) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, tf32 ? 1 : 2).frozen_bytes();
+    const int pieces = tf32 ? 1 : 2;
+    if (fits_tensor_cores(128, n, pieces) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, pieces).frozen_bytes();
 #endif
     return 0;
 }

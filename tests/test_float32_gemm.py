@@ -249,7 +249,9 @@ on_hopper = pytest.mark.skipif(
 
 
 @on_hopper
-@pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in CASES), (CASES[1], torch.float16), (CASES[1], torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"), [*((case, torch.float32) for case in CASES), (CASES[1], torch.float16), (CASES[1], torch.bfloat16)], ids=str
+)
 @torch.no_grad()
 def test_the_tensor_cores_run(case, dtype):
     """The product's kernel is ours."""
