@@ -4531,6 +4531,8 @@ class SigmoidGroupNorm(torch.autograd.Function):
 class Convolution(torch.autograd.Function):
     """h = conv2d(x, weight, bias), of stride 1 and without padding. One operator each way, ATen's for second derivatives."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x, weight, bias):
         return _convolution(x, weight, bias)
