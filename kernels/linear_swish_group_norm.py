@@ -3085,6 +3085,7 @@ CPP_SOURCE = r"""
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 #ifdef __F16C__
@@ -3770,7 +3771,7 @@ static void check_fused(
     TORCH_CHECK(groups > 0, "group_norm: num_groups must be greater than 0");
     TORCH_CHECK(weight.sym_size(0) % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
 }
-static std::vector<at::Tensor> linear_swish_group_norm_cpu(
+static std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cpu(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups, double eps, bool keep, const c10::optional<at::Tensor>&,
     at::IntArrayRef) {
@@ -3779,7 +3780,7 @@ static std::vector<at::Tensor> linear_swish_group_norm_cpu(
     const at::Tensor h = at::linear(x, weight, linear_bias), out = forward_on_cpu(h, {bias}, gamma, beta, groups, eps);
     return {out, keep ? h : at::empty({0}, x.options())};
 }
-static std::vector<at::Tensor> linear_swish_group_norm_meta(
+static std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_meta(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups, double, bool keep, const c10::optional<at::Tensor>&, at::IntArrayRef) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
@@ -3791,7 +3792,7 @@ extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
     double eps, bool tf32, void* workspace, const void* frozen, cudaStream_t stream);
 
-static std::vector<at::Tensor> linear_swish_group_norm_cuda(
+static std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma,
     const at::Tensor& beta, int64_t groups, double eps, bool keep, const c10::optional<at::Tensor>& frozen, at::IntArrayRef stamp) {
     check_fused(x, weight, linear_bias, bias, gamma, beta, groups);
@@ -4283,7 +4284,7 @@ TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
           "-> Tensor[]");
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
     m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, bool keep=False, "
-          "Tensor? frozen=None, int[] stamp=[]) -> Tensor[]");
+          "Tensor? frozen=None, int[] stamp=[]) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
     m.impl("forward", swish_group_norm_cpu);
@@ -4650,9 +4651,11 @@ class SwishGroupNorm(torch.autograd.Function):
 class LinearSwishGroupNorm(torch.autograd.Function):
     """The whole network and h, which it saves with x and the parameters. h is no one's to use: its own gradient is not asked for."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps):
-        return tuple(_fused(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps, True))
+        return _fused(x, linear_weight, linear_bias, bias, weight, group_bias, groups, eps, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
