@@ -128,6 +128,8 @@ def test_rejects(name, device):
 
 @pytest.mark.parametrize("name", HONEST)
 def test_accepts(name, device):
+    if name == "honest/compiled" and torch.__version__.startswith("2.8."):
+        pytest.skip("what PyTorch 2.8 compiles for another batch size ends the process: free(): invalid next size")
     as_expected, said = judge_candidate(name, device.type)
     assert as_expected, said
 
