@@ -647,6 +647,8 @@ struct Products {
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kStageBytes = kBytesA + kTileN * 128;
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
+    // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
+    static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
