@@ -24,6 +24,7 @@ LACKING = (
     ("2.1", r"not implemented for 'Half'|only support Bfloat16 as the autocast_cpu_dtype", "float16 on a CPU"),
     ("2.1", r"Python 3\.11\+ not yet supported for torch\.compile", "torch.compile with this Python"),
     ("2.1", r"no attribute '(export|jagged|opcheck|weight_norm)'|unexpected keyword argument 'materialize_grads'", "what the test asks with"),
+    ("2.6", r"no attribute 'aoti_compile_and_package'", "packages of AOTInductor"),
     ("2.5", r"ArgsMismatchError: too many positional arguments", "torch.compile of a Function in another's backward"),
 )
 

@@ -4,7 +4,6 @@ The static checker's patterns are held against the kernel files in test_copying.
 """
 
 import pytest
-import torch
 from cases import ROOT, STEMS
 from processes import run_python
 
