@@ -755,8 +755,11 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     const int own = threadIdx.x / group, lane = threadIdx.x % group, step = group * W;
     for (int s = own; s - own < here; s += kTileBlock / group) {
         // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
-        const int begin = min(s, here - 1) * n, words_begin = begin + (W == 2 ? begin & 1 : 0), words_end = words_begin + n / W * W;
-        const int loose = W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : words_end) : -1;
+        // Lanes without a slice come along to the shuffles, and read nothing: the last slice's owner may be writing there.
+        const bool exists = s < here;
+        const int begin = min(s, here - 1) * n, words_begin = begin + (W == 2 ? begin & 1 : 0);
+        const int words_end = words_begin + (exists ? n / W * W : 0);
+        const int loose = exists && W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : words_end) : -1;
         const auto each = [&](auto take) {
 #pragma unroll 4
             for (int i = words_begin + lane * W; i < words_end; i += step) {
@@ -770,7 +773,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
         };
         Statistics<T, OPERANDS> m;
         if constexpr (sizeof(T) == 2) {
-            const float anchor = to_acc(tile[begin]);
+            const float anchor = exists ? to_acc(tile[begin]) : 0.0f;
             AnchoredSums<OPERANDS> sums;
             each([&](const Values<T, OPERANDS>& values) { sums.add(values, anchor, share); });
             m = sums.template total<T>(anchor, n, [=](auto& v) { add_across_lanes(v, group); });
@@ -798,7 +801,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
             }
         }
         const Result<T, OPERANDS> result(m, A(n), eps);
-        if (s < here) {
+        if (exists) {
 #pragma unroll 4
             for (int i = words_begin + lane * W; i < words_end; i += step) {
                 Place<T, W, OPERANDS> place;

@@ -4524,7 +4524,7 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     for t in (x, weight, *vectors):
         if type(t) not in (torch.Tensor, nn.Parameter) or t.dtype is not dtype or t.device != device:
             return False
-    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return False
     features = weight.shape[:1]
     return all(v.shape == features for v in vectors)
