@@ -1134,12 +1134,11 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 #if CUDART_VERSION >= 12000
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 64;       // pixels, of a wgmma
-static_assert(kTaskPixels == 4 * kTileN, "a task's parts are written out");
+constexpr int kTileN = 128;      // pixels, of a wgmma
 constexpr int kConsumers = 2, kProducers = 2;  // warpgroups; the last one is three writers and the warp that merges
 constexpr int kWriters = 3;                    // warps
 constexpr int kWideBlock = 128 * (kConsumers + kProducers + 1);
-constexpr int kConsumerRegisters = 128, kOtherRegisters = 72;
+constexpr int kConsumerRegisters = 144, kOtherRegisters = 64;
 constexpr int kMostSlots = 4, kMostStages = 2;
 constexpr int kAhead = 2;        // units that x is brought into L2 ahead
 static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 1) <= 65536 / kWideBlock / 8 * 8 * (kWideBlock / 128),
@@ -1150,6 +1149,7 @@ struct WideShape : ConvShape {
     int band_rows, tasks;    // of a band; the last one may have fewer
     int pixels;              // most of a stage
     int slot_floats;
+    uint32_t taps[9];        // of each product, in a descriptor's form
 };
 struct WideOperands : ConvOperands {
     uint64_t* posts;   // the mailbox: of each slot, team, channel of the unit, task: hi, lo, M2, count
@@ -1160,6 +1160,7 @@ struct WideOperands : ConvOperands {
 __host__ __device__ __forceinline__ int channel_floats(int c, int plane) { return c * plane - c / 4 * 12; }
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
+template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
 
 // Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
@@ -1212,20 +1213,21 @@ __device__ __forceinline__ void peek(const uint64_t* from, uint64_t (&words)[4])
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i) : "memory");
     }
 }
-// Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block; K's second half is `half` bytes further on.
-__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t shared, uint32_t half) {
-    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t((half >> 4) & 0x3fff) << 16 | uint64_t(128 >> 4) << 32;
-}
+// Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
+// tap's pixels begin, and how much further on K's second half is, the other tap's.
+__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
+__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
 template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "     \
-        "{%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
-        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type            \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"       \
+        "%62,%63}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"                                                                            \
+        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 #undef WGMMA
@@ -1387,46 +1389,33 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
                     advance(8);
                 };
-                // Of the task's pixels from part * kTileN on.
-                const auto multiply = [&](float (&d)[kTileN / 2], int part) {
-                    const uint32_t x = shared_address(stages) + stage * stage_bytes + (task * kTaskPixels + part * kTileN) * 16;
-                    const auto multiply_slab = [&](int slab) {
-                        const uint32_t hi = x + slab * slab_bytes, row_bytes = s.width * 16;
-                        const auto pairs = [&](uint32_t from, bool keep) {  // of the first eight taps
-                            wgmma<T>(d, a[0], pixel_descriptor(from, 16), keep);
-                            wgmma<T>(d, a[1], pixel_descriptor(from + 32, row_bytes - 32), true);
-                            wgmma<T>(d, a[2], pixel_descriptor(from + row_bytes + 16, 16), true);
-                            wgmma<T>(d, a[3], pixel_descriptor(from + 2 * row_bytes, 16), true);
-                        };
+                begin();
+                // One copy of this code for all tiles: the roles' code together is as large as the instruction cache.
+#pragma unroll 1
+                for (int part = 0; part < kTaskPixels / kTileN; ++part) {
+                    float d[kTileN / 2];
+#pragma unroll 1
+                    for (int slab = 0; slab < s.slabs; ++slab) {
+                        const uint32_t x = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16 + task * kTaskPixels + part * kTileN;
                         if (s.slabs > 1) load_fragments(slab);
                         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                        if constexpr (KS == 1) {
-                            wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
-                        } else if constexpr (SPLIT) {
-                            pairs(hi + plane_bytes, slab > 0);
-                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 32, plane_bytes), true);
-                            pairs(hi, true);
-                        } else {
-                            pairs(hi, slab > 0);
-                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 16, 16), true);
+#pragma unroll
+                        for (int k = 0; k < kProducts<T, KS>; ++k) {
+                            wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                         }
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    };
-#pragma unroll 1
-                    for (int slab = 0; slab < s.slabs - 1; ++slab) {
-                        multiply_slab(slab);
-                        wgmma_wait(d);  // before a's registers change
+                        wgmma_wait(d);
                     }
-                    multiply_slab(s.slabs - 1);
-                };
-                const auto finish = [&](const float (&d)[kTileN / 2], bool first) {
+                    if (part == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
+                    has_slot = true;
                     float v[kTileN / 4];
 #pragma unroll
                     for (int i = 0; i < kTileN / 4; ++i) {
                         const int k = i / 2 * 4 + i % 2;
                         v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     }
-                    if (first) set_anchor(v[0]);
+                    if (part == 0) set_anchor(v[0]);
                     if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
@@ -1438,25 +1427,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
                     }
-                };
-                begin();
-                // One part's products run while the one before becomes v.
-                float even[kTileN / 2], odd[kTileN / 2];
-                multiply(even, 0);
-                wgmma_wait(even);
-                multiply(odd, 1);
-                if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
-                has_slot = true;
-                finish(even, true);
-                wgmma_wait(odd);
-                multiply(even, 2);
-                finish(odd, false);
-                wgmma_wait(even);
-                multiply(odd, 3);
-                finish(even, false);
-                wgmma_wait(odd);
-                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                finish(odd, false);
+                }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
@@ -1499,8 +1470,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
-        T raw[kItems][8];
-        const auto load = [&](int slab, int begin) {  // pixels begin + tid, and every kThreads-th after it
+        const auto load = [&](int slab, int begin, T (&raw)[kItems][8]) {  // pixels begin + tid, and every kThreads-th after it
             const int last = s.in_channels - slab * 8 - 1;
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
@@ -1508,12 +1478,12 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
+                    from_acc(0.0f, raw[i][c]);
                     if (begin + i * kThreads + tid < pixels) raw[i][c] = __ldg(from + i * kThreads);
                 }
             }
         };
-        if (unit < s.units) load(0, 0);
-        while (unit < s.units) {
+        for (; unit < s.units; next_unit()) {
             const int later = unit + kAhead * s.teams;
             if (tid < s.in_channels && later < s.units) {
                 const uintptr_t from = uintptr_t(band_of_x(quotient(later, s.units_per_sample), tid)), begin = from & ~uintptr_t(15);
@@ -1521,8 +1491,10 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
             }
             const float input_scale =
                 sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
-            mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
             for (int slab = 0, begin = 0; slab < s.slabs;) {
+                T raw[kItems][8];
+                load(slab, begin, raw);
+                if (slab == 0 && begin == 0) mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
                 unsigned char* const to = stages + stage * stage_bytes + slab * slab_bytes + (begin + tid) * 16;
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
@@ -1546,12 +1518,9 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 }
                 begin += kItems * kThreads;
                 if (begin >= pixels) begin = 0, ++slab;
-                if (slab < s.slabs) load(slab, begin);
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * stage);
-            next_unit();
-            if (unit < s.units) load(0, 0);
         }
     } else if (warp == kWriters) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
@@ -1934,6 +1903,15 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped.
     const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
+    // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
+    const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
+    const auto pair = [&](int k, int piece) {
+        const int one = 2 * k, two = one + 1, begin = piece * plane;
+        return tap_pair(begin + one / 3 * s.width + one % 3, begin + two / 3 * s.width + two % 3);
+    };
+    for (int k = 0; k < 4; ++k) s.taps[k] = pair(k, pieces - 1), s.taps[5 + k] = pair(k, 0);
+    s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
+    if (ks == 1) s.taps[0] = tap_pair(0, plane);
     plan->slices = s.units_per_sample * s.slices;
     plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
