@@ -221,7 +221,8 @@ def test_takes_no_more_memory_than_eager(dtype):
         return torch.cuda.max_memory_allocated() - before
 
     peak(model), peak(new)
-    assert peak(new) <= peak(model) * 1.001  # a slice read twice, of float64, leaves the statistics of its parts
+    parts = 0.001 if dtype is torch.float64 else 0  # slices read twice leave the statistics of their parts
+    assert peak(new) <= peak(model) * (1 + parts)
 
 
 def test_higher_derivatives(device):
