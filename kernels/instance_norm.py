@@ -1425,38 +1425,75 @@ CPP_SOURCE = r"""
 namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
-// The CPU kernels compute in float (double for double): a block of values at a time is widened into, and narrowed from, first-cache
-// buffers, so that every loop over values is one the compiler vectorises.
-template <typename T> using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+// The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises.
 constexpr int64_t kBlock = 1024;
 
-template <typename T> inline void load_values(const T* from, acc_t<T>* to, int64_t n) {
+inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-    }
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
-    for (; i < n; ++i) to[i] = static_cast<acc_t<T>>(from[i]);  // bfloat16: a shift, which the compiler vectorises
+    for (; i < n; ++i) to[i] = from[i];
 }
-template <typename T> inline void store_values(const acc_t<T>* from, T* to, int64_t n) {
+inline void widen(const at::BFloat16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i];  // a shift, which the compiler vectorises
+}
+inline void narrow(const float* from, at::Half* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-        }
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
-    if constexpr (std::is_same_v<T, at::BFloat16>) {
-        for (; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
-            uint32_t bits;
-            std::memcpy(&bits, from + i, sizeof(bits));
-            const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    for (; i < n; ++i) to[i] = from[i];
+}
+inline void narrow(const float* from, at::BFloat16* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
+        uint32_t bits;
+        std::memcpy(&bits, from + i, sizeof(bits));
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+// The values of a contiguous tensor for kernels that compute in A; of one without elements, a gradient that is not wanted, none.
+template <typename A> struct Values {
+    void* data;
+    at::ScalarType type;
+    bool wide;  // of type A in memory, too
+
+    explicit Values(const at::Tensor& t)
+        : data(t.numel() > 0 ? t.data_ptr() : nullptr), type(t.scalar_type()), wide(t.element_size() == sizeof(A)) {}
+    // Values from `at` on: those in memory, or else the buffer with copies of n of them.
+    const A* read(int64_t at, int64_t n, A* buffer) const {
+        if (wide) return static_cast<const A*>(data) + at;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) widen(static_cast<const at::Half*>(data) + at, buffer, n);
+            else widen(static_cast<const at::BFloat16*>(data) + at, buffer, n);
+        }
+        return buffer;
+    }
+    // Where values from `at` on are to be written before `leave`: to memory, or else to the buffer.
+    A* target(int64_t at, A* buffer) const { return wide && data != nullptr ? static_cast<A*>(data) + at : buffer; }
+    void leave(int64_t at, int64_t n, const A* buffer) const {
+        if (wide || data == nullptr) return;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) narrow(buffer, static_cast<at::Half*>(data) + at, n);
+            else narrow(buffer, static_cast<at::BFloat16*>(data) + at, n);
         }
     }
-    for (; i < n; ++i) to[i] = static_cast<T>(from[i]);
+};
+
+// compute(A()), with the type A to compute in.
+template <typename F> void in_type_for(const at::Tensor& t, const char* name, const F& compute) {
+    switch (t.scalar_type()) {
+        case at::kDouble: return compute(double());
+        case at::kFloat:
+        case at::kHalf:
+        case at::kBFloat16: return compute(float());
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": not implemented for ", t.scalar_type());
+    }
 }
 
 // Count, mean and sum of squared deviations; blocks are merged after Chan, Golub and LeVeque (1979).
@@ -1491,37 +1528,26 @@ template <typename A> inline Moments block_moments(const A* values, int64_t n) {
 }
 // --- end shared: cpu values ---
 
-template <typename T> Moments slice_moments(const T* x, int64_t n) {
-    acc_t<T> values[kBlock];
+template <typename A> Moments slice_moments(const Values<A>& x, int64_t begin, int64_t n) {
+    A buffer[kBlock];
     Moments m;
     for (int64_t i = 0; i < n; i += kBlock) {
         const int64_t count = std::min(kBlock, n - i);
-        if constexpr (std::is_same_v<T, acc_t<T>>) {
-            m.merge(block_moments(x + i, count));
-        } else {
-            load_values(x + i, values, count);
-            m.merge(block_moments(values, count));
-        }
+        m.merge(block_moments(x.read(begin + i, count, buffer), count));
     }
     return m;
 }
 
-template <typename T> void normalize(const T* x, T* y, int64_t begin, int64_t end, const Moments& m, double eps) {
-    using A = acc_t<T>;
+template <typename A> void normalize(const Values<A>& x, const Values<A>& y, int64_t begin, int64_t end, const Moments& m, double eps) {
     const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / m.count + eps));
-    const auto scale = [=](const A* from, A* to, int64_t n) {
-        for (int64_t j = 0; j < n; ++j) to[j] = ((from[j] - hi) - lo) * rstd;
-    };
-    if constexpr (std::is_same_v<T, A>) {
-        scale(x + begin, y + begin, end - begin);
-    } else {
-        A values[kBlock];
-        for (int64_t i = begin; i < end; i += kBlock) {
-            const int64_t count = std::min(kBlock, end - i);
-            load_values(x + i, values, count);
-            scale(values, values, count);
-            store_values(values, y + i, count);
-        }
+    A buffer[kBlock];
+    for (int64_t i = begin; i < end; i += kBlock) {
+        const int64_t count = std::min(kBlock, end - i);
+        const A* from = x.read(i, count, buffer);
+        A* to = y.target(i, buffer);
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) to[j] = ((from[j] - hi) - lo) * rstd;
+        y.leave(i, count, buffer);
     }
 }
 
@@ -1543,15 +1569,15 @@ struct Joint {
 
 // One sweep over a block in the first cache, around an anchor that is the slice's mean so far: how far the block's own mean is from it
 // counts in the slice's M2 as well, so nothing is lost that the slice would notice.
-template <typename T, typename A> inline Joint block_joint(const T* x, const T* g, int64_t n, A anchor) {
+template <typename A> inline Joint block_joint(const A* x, const A* g, int64_t n, A anchor) {
     A sum = 0, square = 0, g_sum = 0, product = 0;
 #pragma omp simd reduction(+ : sum, square, g_sum, product)
     for (int64_t i = 0; i < n; ++i) {
-        const A deviation = static_cast<A>(x[i]) - anchor, gradient = static_cast<A>(g[i]);
+        const A deviation = x[i] - anchor;
         sum += deviation;
         square += deviation * deviation;
-        g_sum += gradient;
-        product += deviation * gradient;
+        g_sum += g[i];
+        product += deviation * g[i];
     }
     const double mean = double(sum) / n;
     Joint m;
@@ -1563,69 +1589,45 @@ template <typename T, typename A> inline Joint block_joint(const T* x, const T* 
     return m;
 }
 
-// What the compiler widens and narrows by itself inside a loop; float16 takes instructions of its own.
-template <typename T> constexpr bool kInPlace = !std::is_same_v<T, at::Half>;
-
-template <typename T> Joint slice_joint(const T* x, const T* g, int64_t n) {
-    using A = acc_t<T>;
+template <typename A> Joint slice_joint(const Values<A>& x, const Values<A>& g, int64_t begin, int64_t n) {
+    A x_buffer[kBlock], g_buffer[kBlock];
     Joint m;
-    const auto gather = [&](const auto* x_from, const auto* g_from, int64_t count) {
-        A anchor = static_cast<A>(m.x.mean);
-        if (m.x.count == 0) {
-            const A share = A(1) / count;
-#pragma omp simd reduction(+ : anchor)
-            for (int64_t j = 0; j < count; ++j) anchor += static_cast<A>(x_from[j]) * share;
-        }
-        m.merge(block_joint(x_from, g_from, count, anchor));
-    };
     for (int64_t i = 0; i < n; i += kBlock) {
         const int64_t count = std::min(kBlock, n - i);
-        if constexpr (kInPlace<T>) {
-            gather(x + i, g + i, count);
-        } else {
-            A x_values[kBlock], g_values[kBlock];
-            load_values(x + i, x_values, count);
-            load_values(g + i, g_values, count);
-            gather(x_values, g_values, count);
+        const A *values = x.read(begin + i, count, x_buffer), *gradients = g.read(begin + i, count, g_buffer);
+        A anchor = static_cast<A>(m.x.mean);
+        if (i == 0) {
+            const A share = A(1) / count;
+#pragma omp simd reduction(+ : anchor)
+            for (int64_t j = 0; j < count; ++j) anchor += values[j] * share;
         }
+        m.merge(block_joint(values, gradients, count, anchor));
     }
     return m;
 }
 
 // dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * co / n)
-template <typename T> void differentiate(const T* x, const T* g, T* dx, int64_t begin, int64_t end, const Joint& m, double eps) {
-    using A = acc_t<T>;
+template <typename A> void differentiate(
+    const Values<A>& x, const Values<A>& g, const Values<A>& dx, int64_t begin, int64_t end, const Joint& m, double eps) {
     const double share = 1 / m.x.count, rstd2 = 1 / (m.x.m2 * share + eps);
     const A hi = static_cast<A>(m.x.mean), lo = static_cast<A>(m.x.mean - hi), rstd = static_cast<A>(std::sqrt(rstd2));
     const A g_mean = static_cast<A>(m.g * share), slope = static_cast<A>(rstd2 * (m.co * share));
-    const auto apply = [=](const auto* x_from, const auto* g_from, A* to, int64_t count) {
+    A x_buffer[kBlock], g_buffer[kBlock];
+    for (int64_t i = begin; i < end; i += kBlock) {
+        const int64_t count = std::min(kBlock, end - i);
+        const A *values = x.read(i, count, x_buffer), *gradients = g.read(i, count, g_buffer);
+        A* to = dx.target(i, x_buffer);
 #pragma omp simd
-        for (int64_t j = 0; j < count; ++j) {
-            to[j] = ((static_cast<A>(g_from[j]) - g_mean) - ((static_cast<A>(x_from[j]) - hi) - lo) * slope) * rstd;
-        }
-    };
-    if constexpr (std::is_same_v<T, A>) {
-        apply(x + begin, g + begin, dx + begin, end - begin);
-    } else {
-        A x_values[kBlock], g_values[kBlock];
-        for (int64_t i = begin; i < end; i += kBlock) {
-            const int64_t count = std::min(kBlock, end - i);
-            if constexpr (kInPlace<T>) {
-                apply(x + i, g + i, x_values, count);
-            } else {
-                load_values(x + i, x_values, count);
-                load_values(g + i, g_values, count);
-                apply(x_values, g_values, x_values, count);
-            }
-            store_values(x_values, dx + i, count);
-        }
+        for (int64_t j = 0; j < count; ++j) to[j] = ((gradients[j] - g_mean) - ((values[j] - hi) - lo) * slope) * rstd;
+        dx.leave(i, count, x_buffer);
     }
 }
 
 // Whole slices to each thread where there are enough of them, or else parts of one slice after the other. `gather(begin, count)` gives the
 // statistics of values from `begin` on, `write(begin, end, statistics)` the result of a slice's values in [begin, end).
-template <typename S, typename Gather, typename Write>
-void each_slice(int64_t slices, int64_t n, const Gather& gather, const Write& write) {
+template <typename S, typename Gather, typename Write> void each_slice(const at::Tensor& x, const Gather& gather, const Write& write) {
+    if (x.numel() == 0) return;
+    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     if (slices >= at::get_num_threads()) {
         at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
             for (int64_t s = begin; s < end; ++s) write(s * n, s * n + n, gather(s * n, n));
@@ -1644,31 +1646,17 @@ void each_slice(int64_t slices, int64_t n, const Gather& gather, const Write& wr
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) { write(first + begin * part, first + std::min(n, end * part), m); });
     }
 }
-template <typename T> void forward_cpu(const T* x, T* y, int64_t slices, int64_t n, double eps) {
-    each_slice<Moments>(
-        slices, n, [=](int64_t begin, int64_t count) { return slice_moments(x + begin, count); },
-        [=](int64_t begin, int64_t end, const Moments& m) { normalize(x, y, begin, end, m, eps); });
-}
-template <typename T> void backward_cpu(const T* g, const T* x, T* dx, int64_t slices, int64_t n, double eps) {
-    each_slice<Joint>(
-        slices, n, [=](int64_t begin, int64_t count) { return slice_joint(x + begin, g + begin, count); },
-        [=](int64_t begin, int64_t end, const Joint& m) { differentiate(x, g, dx, begin, end, m, eps); });
-}
 
 // x (..., H, W), H * W > 0; y contiguous, as InstanceNorm2d's is.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
-    TORCH_CHECK_NOT_IMPLEMENTED(at::isFloatingType(x.scalar_type()), "instance_norm: not implemented for ", x.scalar_type());
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input);
-    if (x.numel() == 0) return y;
-    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    switch (x.scalar_type()) {
-        case at::kFloat: forward_cpu(input.data_ptr<float>(), y.data_ptr<float>(), slices, n, eps); break;
-        case at::kDouble: forward_cpu(input.data_ptr<double>(), y.data_ptr<double>(), slices, n, eps); break;
-        case at::kHalf: forward_cpu(input.data_ptr<at::Half>(), y.data_ptr<at::Half>(), slices, n, eps); break;
-        case at::kBFloat16: forward_cpu(input.data_ptr<at::BFloat16>(), y.data_ptr<at::BFloat16>(), slices, n, eps); break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "instance_norm: not implemented for ", x.scalar_type());
-    }
+    in_type_for(x, "instance_norm", [&](auto zero) {
+        const Values<decltype(zero)> from(input), to(y);
+        each_slice<Moments>(
+            x, [=](int64_t begin, int64_t count) { return slice_moments(from, begin, count); },
+            [=](int64_t begin, int64_t end, const Moments& m) { normalize(from, to, begin, end, m, eps); });
+    });
     return y;
 }
 
@@ -1682,19 +1670,12 @@ at::Tensor instance_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& 
     check_gradient(grad, x);
     const at::Tensor input = x.contiguous(), gradient = grad.contiguous();
     at::Tensor dx = at::empty_like(input);
-    if (x.numel() == 0) return dx;
-    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    const auto run = [&](auto zero) {
-        using T = decltype(zero);
-        backward_cpu(gradient.data_ptr<T>(), input.data_ptr<T>(), dx.data_ptr<T>(), slices, n, eps);
-    };
-    switch (x.scalar_type()) {
-        case at::kFloat: run(float()); break;
-        case at::kDouble: run(double()); break;
-        case at::kHalf: run(at::Half()); break;
-        case at::kBFloat16: run(at::BFloat16()); break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "instance_norm: not implemented for ", x.scalar_type());
-    }
+    in_type_for(x, "instance_norm", [&](auto zero) {
+        const Values<decltype(zero)> from(input), given(gradient), to(dx);
+        each_slice<Joint>(
+            x, [=](int64_t begin, int64_t count) { return slice_joint(from, given, begin, count); },
+            [=](int64_t begin, int64_t end, const Joint& m) { differentiate(from, given, to, begin, end, m, eps); });
+    });
     return dx;
 }
 
@@ -1803,7 +1784,7 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
+    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")

@@ -2285,38 +2285,75 @@ CPP_SOURCE = r"""
 namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
-// The CPU kernels compute in float (double for double): a block of values at a time is widened into, and narrowed from, first-cache
-// buffers, so that every loop over values is one the compiler vectorises.
-template <typename T> using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+// The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises.
 constexpr int64_t kBlock = 1024;
 
-template <typename T> inline void load_values(const T* from, acc_t<T>* to, int64_t n) {
+inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-    }
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
-    for (; i < n; ++i) to[i] = static_cast<acc_t<T>>(from[i]);  // bfloat16: a shift, which the compiler vectorises
+    for (; i < n; ++i) to[i] = from[i];
 }
-template <typename T> inline void store_values(const acc_t<T>* from, T* to, int64_t n) {
+inline void widen(const at::BFloat16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i];  // a shift, which the compiler vectorises
+}
+inline void narrow(const float* from, at::Half* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-        }
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
-    if constexpr (std::is_same_v<T, at::BFloat16>) {
-        for (; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
-            uint32_t bits;
-            std::memcpy(&bits, from + i, sizeof(bits));
-            const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    for (; i < n; ++i) to[i] = from[i];
+}
+inline void narrow(const float* from, at::BFloat16* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
+        uint32_t bits;
+        std::memcpy(&bits, from + i, sizeof(bits));
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+// The values of a contiguous tensor for kernels that compute in A; of one without elements, a gradient that is not wanted, none.
+template <typename A> struct Values {
+    void* data;
+    at::ScalarType type;
+    bool wide;  // of type A in memory, too
+
+    explicit Values(const at::Tensor& t)
+        : data(t.numel() > 0 ? t.data_ptr() : nullptr), type(t.scalar_type()), wide(t.element_size() == sizeof(A)) {}
+    // Values from `at` on: those in memory, or else the buffer with copies of n of them.
+    const A* read(int64_t at, int64_t n, A* buffer) const {
+        if (wide) return static_cast<const A*>(data) + at;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) widen(static_cast<const at::Half*>(data) + at, buffer, n);
+            else widen(static_cast<const at::BFloat16*>(data) + at, buffer, n);
+        }
+        return buffer;
+    }
+    // Where values from `at` on are to be written before `leave`: to memory, or else to the buffer.
+    A* target(int64_t at, A* buffer) const { return wide && data != nullptr ? static_cast<A*>(data) + at : buffer; }
+    void leave(int64_t at, int64_t n, const A* buffer) const {
+        if (wide || data == nullptr) return;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) narrow(buffer, static_cast<at::Half*>(data) + at, n);
+            else narrow(buffer, static_cast<at::BFloat16*>(data) + at, n);
         }
     }
-    for (; i < n; ++i) to[i] = static_cast<T>(from[i]);
+};
+
+// compute(A()), with the type A to compute in.
+template <typename F> void in_type_for(const at::Tensor& t, const char* name, const F& compute) {
+    switch (t.scalar_type()) {
+        case at::kDouble: return compute(double());
+        case at::kFloat:
+        case at::kHalf:
+        case at::kBFloat16: return compute(float());
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": not implemented for ", t.scalar_type());
+    }
 }
 
 // Count, mean and sum of squared deviations; blocks are merged after Chan, Golub and LeVeque (1979).
@@ -2351,32 +2388,23 @@ template <typename A> inline Moments block_moments(const A* values, int64_t n) {
 }
 // --- end shared: cpu values ---
 
-template <typename T> void finish_row(const T* h, const T* y, T* out, int64_t n, double eps) {
-    using A = acc_t<T>;
-    A values[kBlock], others[kBlock];
+// The row of n values from `at` on.
+template <typename A> void finish_row(const Values<A>& h, const Values<A>& y, const Values<A>& out, int64_t at, int64_t n, double eps) {
+    A buffer[kBlock], y_buffer[kBlock];
     Moments m;
     for (int64_t i = 0; i < n; i += kBlock) {
         const int64_t count = std::min(kBlock, n - i);
-        load_values(h + i, values, count);
-        m.merge(block_moments(values, count));
+        m.merge(block_moments(h.read(at + i, count, buffer), count));
     }
     const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / n + eps));
-    for (int64_t i = 0; i < n; i += kBlock) {
-        const int64_t count = std::min(kBlock, n - i);
-        load_values(h + i, values, count);
-        load_values(y + i, others, count);
-        for (int64_t j = 0; j < count; ++j) values[j] = (((values[j] - hi) - lo) * rstd + others[j]) * others[j];
-        store_values(values, out + i, count);
+    for (int64_t i = at; i < at + n; i += kBlock) {
+        const int64_t count = std::min(kBlock, at + n - i);
+        const A *values = h.read(i, count, buffer), *others = y.read(i, count, y_buffer);
+        A* to = out.target(i, buffer);
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) to[j] = (((values[j] - hi) - lo) * rstd + others[j]) * others[j];
+        out.leave(i, count, buffer);
     }
-}
-
-template <typename T> void forward_cpu(const at::Tensor& h, const at::Tensor& y, at::Tensor& out, double eps) {
-    const int64_t n = h.size(-1);
-    const T *gh = h.data_ptr<T>(), *gy = y.data_ptr<T>();
-    T* gout = out.data_ptr<T>();
-    at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; ++r) finish_row(gh + r * n, gy + r * n, gout + r * n, n, eps);
-    });
 }
 
 void check(const at::Tensor& h, const at::Tensor& y) {
@@ -2392,13 +2420,13 @@ at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, doubl
     const at::Tensor first = h.contiguous(), second = y.contiguous();
     at::Tensor out = at::empty_like(first);
     if (h.numel() == 0) return out;
-    switch (h.scalar_type()) {
-        case at::kFloat: forward_cpu<float>(first, second, out, eps); break;
-        case at::kDouble: forward_cpu<double>(first, second, out, eps); break;
-        case at::kHalf: forward_cpu<at::Half>(first, second, out, eps); break;
-        case at::kBFloat16: forward_cpu<at::BFloat16>(first, second, out, eps); break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "row_norm_residual: not implemented for ", h.scalar_type());
-    }
+    in_type_for(h, "row_norm_residual", [&](auto zero) {
+        const Values<decltype(zero)> of_h(first), of_y(second), to(out);
+        const int64_t n = h.size(-1);
+        at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+            for (int64_t at = begin * n; at < end * n; at += n) finish_row(of_h, of_y, to, at, n, eps);
+        });
+    });
     return out;
 }
 
@@ -2675,51 +2703,35 @@ template <typename A> inline Joint block_joint(const A* values, const A* grads, 
     return joint;
 }
 // --- end shared: cpu joint moments ---
-template <typename T> struct RowDifferentiator {
-    using A = acc_t<T>;
-    A values[kBlock], others[kBlock], given[kBlock], of_h[kBlock], of_y[kBlock];
 
-    void load(const T* grad, const T* h, const T* y, int64_t count) {
-        load_values(h, values, count);
-        load_values(y, others, count);
-        load_values(grad, given, count);
+// The gradients of the row of n values from `at` on.
+template <typename A> void differentiate_row(const Values<A>& grad, const Values<A>& h, const Values<A>& y, const Values<A>& grad_h,
+    const Values<A>& grad_y, int64_t at, int64_t n, double eps) {
+    A h_buffer[kBlock], y_buffer[kBlock], buffer[kBlock], of_h[kBlock], of_y[kBlock];
+    Joint joint;
+    for (int64_t i = at; i < at + n; i += kBlock) {
+        const int64_t count = std::min(kBlock, at + n - i);
+        const A *given = grad.read(i, count, buffer), *others = y.read(i, count, y_buffer);
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) of_h[j] = given[j] * others[j];
+        joint.merge(block_joint(h.read(i, count, h_buffer), of_h, count));
     }
-    void operator()(const T* grad, const T* h, const T* y, T* grad_h, T* grad_y, int64_t n, double eps) {
-        Joint joint;
-        for (int64_t i = 0; i < n; i += kBlock) {
-            const int64_t count = std::min(kBlock, n - i);
-            load(grad + i, h + i, y + i, count);
-            for (int64_t j = 0; j < count; ++j) given[j] *= others[j];
-            joint.merge(block_joint(values, given, count));
+    const Moments& m = joint.v;
+    const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / n + eps));
+    const A mean = static_cast<A>(joint.sum / n), slope = static_cast<A>(rstd * joint.co / n);
+    for (int64_t i = at; i < at + n; i += kBlock) {
+        const int64_t count = std::min(kBlock, at + n - i);
+        const A *values = h.read(i, count, h_buffer), *others = y.read(i, count, y_buffer), *given = grad.read(i, count, buffer);
+        A *to_h = grad_h.target(i, of_h), *to_y = grad_y.target(i, of_y);
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) {
+            const A normal = ((values[j] - hi) - lo) * rstd;
+            to_h[j] = rstd * ((given[j] * others[j] - mean) - normal * slope);
+            to_y[j] = given[j] * (normal + 2 * others[j]);
         }
-        const Moments& m = joint.v;
-        const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / n + eps));
-        const A mean = static_cast<A>(joint.sum / n), slope = static_cast<A>(rstd * joint.co / n);
-        for (int64_t i = 0; i < n; i += kBlock) {
-            const int64_t count = std::min(kBlock, n - i);
-            if (n > kBlock || i == 0) load(grad + i, h + i, y + i, count);
-            for (int64_t j = 0; j < count; ++j) {
-                const A normal = ((values[j] - hi) - lo) * rstd;
-                of_h[j] = rstd * ((given[j] * others[j] - mean) - normal * slope);
-                of_y[j] = given[j] * (normal + 2 * others[j]);
-            }
-            if (grad_h != nullptr) store_values(of_h, grad_h + i, count);
-            if (grad_y != nullptr) store_values(of_y, grad_y + i, count);
-        }
+        grad_h.leave(i, count, of_h);
+        grad_y.leave(i, count, of_y);
     }
-};
-
-template <typename T> void backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& y, double eps,
-    std::array<bool, 2> needs, std::vector<at::Tensor>& results) {
-    const int64_t n = h.size(-1);
-    const T *ggrad = grad.data_ptr<T>(), *gh = h.data_ptr<T>(), *gy = y.data_ptr<T>();
-    T *of_h = needs[0] ? results[0].data_ptr<T>() : nullptr, *of_y = needs[1] ? results[1].data_ptr<T>() : nullptr;
-    at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-        RowDifferentiator<T> differentiate;
-        for (int64_t at = begin * n; at < end * n; at += n) {
-            differentiate(ggrad + at, gh + at, gy + at, of_h ? of_h + at : nullptr, of_y ? of_y + at : nullptr, n, eps);
-        }
-    });
 }
 
 // The gradients of h and y; one that is not needed comes back without elements.
@@ -2739,13 +2751,13 @@ std::vector<at::Tensor> row_norm_residual_backward_cpu(
     std::vector<at::Tensor> results = row_norm_residual_backward_meta(grad, h, y, eps, needs);
     if (h.numel() == 0) return results;
     const at::Tensor given = grad.contiguous(), first = h.contiguous(), second = y.contiguous();
-    switch (h.scalar_type()) {
-        case at::kFloat: backward_cpu<float>(given, first, second, eps, needs, results); break;
-        case at::kDouble: backward_cpu<double>(given, first, second, eps, needs, results); break;
-        case at::kHalf: backward_cpu<at::Half>(given, first, second, eps, needs, results); break;
-        case at::kBFloat16: backward_cpu<at::BFloat16>(given, first, second, eps, needs, results); break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "row_norm_residual: not implemented for ", h.scalar_type());
-    }
+    in_type_for(h, "row_norm_residual", [&](auto zero) {
+        const Values<decltype(zero)> of_grad(given), of_h(first), of_y(second), to_h(results[0]), to_y(results[1]);
+        const int64_t n = h.size(-1);
+        at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+            for (int64_t at = begin * n; at < end * n; at += n) differentiate_row(of_grad, of_h, of_y, to_h, to_y, at, n, eps);
+        });
+    });
     return results;
 }
 
@@ -2816,7 +2828,7 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
+    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")

@@ -3097,38 +3097,75 @@ CPP_SOURCE = r"""
 namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
-// The CPU kernels compute in float (double for double): a block of values at a time is widened into, and narrowed from, first-cache
-// buffers, so that every loop over values is one the compiler vectorises.
-template <typename T> using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+// The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises.
 constexpr int64_t kBlock = 1024;
 
-template <typename T> inline void load_values(const T* from, acc_t<T>* to, int64_t n) {
+inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-    }
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
-    for (; i < n; ++i) to[i] = static_cast<acc_t<T>>(from[i]);  // bfloat16: a shift, which the compiler vectorises
+    for (; i < n; ++i) to[i] = from[i];
 }
-template <typename T> inline void store_values(const acc_t<T>* from, T* to, int64_t n) {
+inline void widen(const at::BFloat16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i];  // a shift, which the compiler vectorises
+}
+inline void narrow(const float* from, at::Half* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
-    if constexpr (std::is_same_v<T, at::Half>) {
-        for (; i + 8 <= n; i += 8) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-        }
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
     }
 #endif
-    if constexpr (std::is_same_v<T, at::BFloat16>) {
-        for (; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
-            uint32_t bits;
-            std::memcpy(&bits, from + i, sizeof(bits));
-            const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-            to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    for (; i < n; ++i) to[i] = from[i];
+}
+inline void narrow(const float* from, at::BFloat16* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {  // round to nearest even without a branch; NaN becomes the quiet one, as in PyTorch
+        uint32_t bits;
+        std::memcpy(&bits, from + i, sizeof(bits));
+        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i].x = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+// The values of a contiguous tensor for kernels that compute in A; of one without elements, a gradient that is not wanted, none.
+template <typename A> struct Values {
+    void* data;
+    at::ScalarType type;
+    bool wide;  // of type A in memory, too
+
+    explicit Values(const at::Tensor& t)
+        : data(t.numel() > 0 ? t.data_ptr() : nullptr), type(t.scalar_type()), wide(t.element_size() == sizeof(A)) {}
+    // Values from `at` on: those in memory, or else the buffer with copies of n of them.
+    const A* read(int64_t at, int64_t n, A* buffer) const {
+        if (wide) return static_cast<const A*>(data) + at;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) widen(static_cast<const at::Half*>(data) + at, buffer, n);
+            else widen(static_cast<const at::BFloat16*>(data) + at, buffer, n);
+        }
+        return buffer;
+    }
+    // Where values from `at` on are to be written before `leave`: to memory, or else to the buffer.
+    A* target(int64_t at, A* buffer) const { return wide && data != nullptr ? static_cast<A*>(data) + at : buffer; }
+    void leave(int64_t at, int64_t n, const A* buffer) const {
+        if (wide || data == nullptr) return;
+        if constexpr (std::is_same_v<A, float>) {
+            if (type == at::kHalf) narrow(buffer, static_cast<at::Half*>(data) + at, n);
+            else narrow(buffer, static_cast<at::BFloat16*>(data) + at, n);
         }
     }
-    for (; i < n; ++i) to[i] = static_cast<T>(from[i]);
+};
+
+// compute(A()), with the type A to compute in.
+template <typename F> void in_type_for(const at::Tensor& t, const char* name, const F& compute) {
+    switch (t.scalar_type()) {
+        case at::kDouble: return compute(double());
+        case at::kFloat:
+        case at::kHalf:
+        case at::kBFloat16: return compute(float());
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": not implemented for ", t.scalar_type());
+    }
 }
 
 // Count, mean and sum of squared deviations; blocks are merged after Chan, Golub and LeVeque (1979).
@@ -3263,35 +3300,22 @@ template <typename A> struct Spread {
 constexpr int64_t kMostWaiting = 1 << 22;
 
 // One thread's work: activate, take the moments, normalise. [begin, end) are values of a slice.
-template <typename T> struct Normalizer {
-    using A = acc_t<T>;
-    const T* h;
-    T* out;
+template <typename A> struct Normalizer {
+    const Values<A> h, out;
     const Vectors<A>& vectors;
     const Sizes sizes;
     const double eps;
     Spread<A> operands[kOperands], gammas, betas;
     A block[kBlock];
-    A* const buffer;  // of max(n, kBlock) values where the slice waits there
-    static constexpr bool kInPlace = std::is_same_v<T, A>;
+    A* const buffer;  // of buffer_size values
 
-    Normalizer(const T* h, T* out, const Vectors<A>& vectors, const Sizes& sizes, double eps, A* buffer)
+    Normalizer(const Values<A>& h, const Values<A>& out, const Vectors<A>& vectors, const Sizes& sizes, double eps, A* buffer)
         : h(h), out(out), vectors(vectors), sizes(sizes), eps(eps), buffer(buffer) {}
-    static int64_t buffer_size(int64_t n) { return kInPlace ? 0 : n > kMostWaiting ? kBlock : std::max(n, kBlock); }
-    bool waits() const { return kInPlace || sizes.n <= kMostWaiting; }
+    static int64_t buffer_size(const Values<A>& out, int64_t n) { return out.wide || n > kMostWaiting ? 0 : std::max(n, kBlock); }
 
     // Where value `begin` of the slice, and those after it, wait.
     A* waiting(int64_t slice, int64_t begin) {
-        if constexpr (kInPlace) return out + slice * sizes.n + begin;
-        else return waits() ? buffer + begin : block;
-    }
-    // Where results go before `leave`.
-    A* destination(int64_t at) {
-        if constexpr (kInPlace) return out + at;
-        else return block;
-    }
-    void leave(int64_t at, int64_t count) {
-        if constexpr (!kInPlace) store_values(block, out + at, count);
+        return out.wide ? out.target(slice * sizes.n + begin, block) : sizes.n <= kMostWaiting ? buffer + begin : block;
     }
 
     // Of a value of a slice: its channel, and its pixel there.
@@ -3307,9 +3331,7 @@ template <typename T> struct Normalizer {
     void activate_block(int64_t slice, int64_t begin, int64_t count, A* to) {
         const int64_t at = slice * sizes.n + begin;
         const Place place(sizes, slice, begin);
-        const A* from = to;
-        if constexpr (kInPlace) from = h + at;
-        else load_values(h + at, to, count);
+        const A* from = h.read(at, count, to);
         std::array<const A*, kOperands> operand;
         for (int k = 0; k < kOperands; ++k) {
             operand[k] = vectors.full[k] ? vectors.operand[k] + at
@@ -3348,11 +3370,11 @@ template <typename T> struct Normalizer {
             const int64_t count = std::min(kBlock, end - i), at = slice * sizes.n + i;
             const Place place(sizes, slice, i);
             A* values = waiting(slice, i);
-            if (!waits()) activate_block(slice, i, count, values);
+            if (values == block) activate_block(slice, i, count, values);
             const A* gamma = gammas(vectors.gamma, place.channel, place.pixel, count, sizes.spatial);
             const A* beta = betas(vectors.beta, place.channel, place.pixel, count, sizes.spatial);
-            scale(values, destination(at), count, gamma, beta, m);
-            leave(at, count);
+            scale(values, out.target(at, block), count, gamma, beta, m);
+            out.leave(at, count, block);
         }
     }
 
@@ -3368,23 +3390,22 @@ template <typename T> struct Normalizer {
             const int64_t channel = Place(sizes, s, 0).channel;
             const A* gamma = gammas(vectors.gamma, channel, 0, run * n, sizes.spatial);
             const A* beta = betas(vectors.beta, channel, 0, run * n, sizes.spatial);
-            A *values = waiting(s, 0), *to = destination(s * n);
+            A *values = waiting(s, 0), *to = out.target(s * n, block);
             activate_block(s, 0, run * n, values);
             for (int64_t i = 0; i < run * n; i += n) scale(values + i, to + i, n, gamma + i, beta + i, block_moments(values + i, n));
-            leave(s * n, run * n);
+            out.leave(s * n, run * n, block);
         }
     }
 };
 
 // Whole slices to each thread where there are enough of them, or else parts of one slice after the other.
-template <typename T>
-void forward_cpu(const T* h, T* out, const Vectors<acc_t<T>>& vectors, const Sizes& sizes, double eps) {
-    using A = acc_t<T>;
-    const int64_t n = sizes.n, buffered = Normalizer<T>::buffer_size(n);
+template <typename A>
+void forward_cpu(const Values<A>& h, const Values<A>& out, const Vectors<A>& vectors, const Sizes& sizes, double eps) {
+    const int64_t n = sizes.n, buffered = Normalizer<A>::buffer_size(out, n);
     if (sizes.slices >= at::get_num_threads() || n <= 8 * kBlock) {
         at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
             std::vector<A> buffer(buffered);
-            Normalizer<T>(h, out, vectors, sizes, eps, buffer.data()).slices(begin, end);
+            Normalizer<A>(h, out, vectors, sizes, eps, buffer.data()).slices(begin, end);
         });
         return;
     }
@@ -3393,13 +3414,13 @@ void forward_cpu(const T* h, T* out, const Vectors<acc_t<T>>& vectors, const Siz
     std::vector<Moments> moments(parts);
     for (int64_t s = 0; s < sizes.slices; ++s) {
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
+            Normalizer<A> own(h, out, vectors, sizes, eps, buffer.data());
             for (int64_t p = begin; p < end; ++p) moments[p] = own.moments(s, p * part, std::min(n, (p + 1) * part));
         });
         Moments m;
         for (const Moments& other : moments) m.merge(other);
         at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
-            Normalizer<T> own(h, out, vectors, sizes, eps, buffer.data());
+            Normalizer<A> own(h, out, vectors, sizes, eps, buffer.data());
             own.normalize(s, begin * part, std::min(n, end * part), m);
         });
     }
@@ -3460,10 +3481,7 @@ at::Tensor prepared(const at::Tensor& vector, const at::Tensor& h) {
     return prepared(vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
 }
 
-template <typename T>
-void forward_cpu(const at::Tensor& h, at::Tensor& out, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias,
-    int64_t groups, double eps) {
-    using A = acc_t<T>;
+template <typename A> Vectors<A> vectors_of(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias) {
     Vectors<A> vectors;
     for (int k = 0; k < kOperands; ++k) {
         vectors.operand[k] = operands[k].data_ptr<A>();
@@ -3473,7 +3491,7 @@ void forward_cpu(const at::Tensor& h, at::Tensor& out, const Operands& operands,
     vectors.beta = bias.data_ptr<A>();
     vectors.largest_gamma = 0;
     for (int64_t c = 0; c < weight.numel(); ++c) vectors.largest_gamma = std::max(vectors.largest_gamma, std::fabs(vectors.gamma[c]));
-    forward_cpu(h.data_ptr<T>(), out.data_ptr<T>(), vectors, sizes_of(h, groups), eps);
+    return vectors;
 }
 
 at::Tensor forward_on_cpu(
@@ -3484,13 +3502,10 @@ at::Tensor forward_on_cpu(
     if (h.numel() == 0) return out;
     Operands ready;
     for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
-    switch (h.scalar_type()) {
-        case at::kFloat: forward_cpu<float>(input, out, ready, gamma, beta, groups, eps); break;
-        case at::kDouble: forward_cpu<double>(input, out, ready, gamma, beta, groups, eps); break;
-        case at::kHalf: forward_cpu<at::Half>(input, out, ready, gamma, beta, groups, eps); break;
-        case at::kBFloat16: forward_cpu<at::BFloat16>(input, out, ready, gamma, beta, groups, eps); break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
-    }
+    in_type_for(h, "group_norm", [&](auto zero) {
+        using A = decltype(zero);
+        forward_cpu(Values<A>(input), Values<A>(out), vectors_of<A>(ready, gamma, beta), sizes_of(h, groups), eps);
+    });
     return out;
 }
 
@@ -3883,24 +3898,18 @@ template <typename A> struct SliceGradient {
     }
 };
 
-// One thread's work. Results that are not wanted are null.
-template <typename T> struct Differentiator {
-    using A = acc_t<T>;
-    const T *grad, *h;
-    T* grad_h;
+// One thread's work.
+template <typename A> struct Differentiator {
+    const Values<A> grad, h, grad_h;
     const Vectors<A>& vectors;
     const Sizes sizes;
     const double eps;
     A raw[kBlock], given[kBlock], v[kBlock], normal[kBlock], grad_v[kBlock], out[kBlock], of_operand[kOperands][kBlock];
     Spread<A> operands[kOperands];
 
-    Differentiator(const T* grad, const T* h, T* grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
+    Differentiator(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
         : grad(grad), h(h), grad_h(grad_h), vectors(vectors), sizes(sizes), eps(eps) {}
 
-    static const A* loaded(const T* from, A* to, int64_t count) {
-        if constexpr (std::is_same_v<T, A>) return from;
-        else return load_values(from, to, count), to;
-    }
     // `values` are those of h from `at` on, their channels' pixels from `channel` on.
     const A* activated(const A* values, int64_t channel, int64_t count, std::array<const A*, kOperands>& operand) {
         for (int k = 0; k < kOperands; ++k) operand[k] = operands[k](vectors.operand[k], channel, 0, count, sizes.spatial);
@@ -3915,14 +3924,10 @@ template <typename T> struct Differentiator {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
             grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
         }
-        A* to = out;
-        if constexpr (std::is_same_v<T, A>) to = grad_h == nullptr ? out : grad_h + at;
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
-        differentiate(values, operand, v, grad_v, to, of, count);
-        if constexpr (!std::is_same_v<T, A>) {
-            if (grad_h != nullptr) store_values(out, grad_h + at, count);
-        }
+        differentiate(values, operand, v, grad_v, grad_h.target(at, out), of, count);
+        grad_h.leave(at, count, out);
     }
 
     // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
@@ -3941,8 +3946,8 @@ template <typename T> struct Differentiator {
         Joint joint;
         for (int64_t c = channel; c < channel + n; c += kBlock) {
             const int64_t count = std::min(kBlock, channel + n - c);
-            activated(loaded(h + at + c, raw, count), c, count, operand);
-            const A *grads = loaded(grad + at + c, given, count), *gamma = vectors.gamma + c;
+            activated(h.read(at + c, count, raw), c, count, operand);
+            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
 #pragma omp simd
             for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
             joint.merge(block_joint(v, grad_v, count));
@@ -3952,7 +3957,7 @@ template <typename T> struct Differentiator {
         slice.slope = static_cast<A>(slice.rstd * joint.co / n);
         for (int64_t c = channel; c < channel + n; c += kBlock) {
             const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = loaded(h + at + c, raw, count), *grads = loaded(grad + at + c, given, count), *gamma = vectors.gamma + c;
+            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
             if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
             finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
             for (int k = 0; k < kOperands; ++k) {
@@ -3976,8 +3981,8 @@ template <typename T> struct Differentiator {
         std::array<const A*, kOperands> operand;
         for (int64_t p = pixel; p < pixel + count; p += kBlock) {
             const int64_t at = row * sizes.spatial + p, size = std::min(kBlock, pixel + count - p);
-            activated(loaded(h + at, raw, size), row % (sizes.groups * sizes.channels), size, operand);
-            joint.merge(block_joint(v, loaded(grad + at, given, size), size));
+            activated(h.read(at, size, raw), row % (sizes.groups * sizes.channels), size, operand);
+            joint.merge(block_joint(v, grad.read(at, size, given), size));
         }
         return joint;
     }
@@ -3986,7 +3991,7 @@ template <typename T> struct Differentiator {
         const int64_t channel = row % (sizes.groups * sizes.channels);
         for (int64_t p = pixel; p < pixel + count; p += kBlock) {
             const int64_t at = row * sizes.spatial + p, size = std::min(kBlock, pixel + count - p);
-            const A *values = loaded(h + at, raw, size), *grads = loaded(grad + at, given, size), gamma = vectors.gamma[channel];
+            const A *values = h.read(at, size, raw), *grads = grad.read(at, size, given), gamma = vectors.gamma[channel];
             activated(values, channel, size, operand);
             finish(slice, values, grads, [&](int64_t) { return gamma; }, operand, at, size);
             for (int k = 0; k < kOperands; ++k) {
@@ -4000,13 +4005,13 @@ template <typename T> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename T> void backward_of_vectors(const T* grad, const T* h, T* grad_h, const Vectors<acc_t<T>>& vectors, const Sizes& sizes,
-    double eps, const std::array<bool, kSums>& wanted, double* sums) {
+template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
+    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
     const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
     std::vector<double> partial(chunks * kSums * channels);
     at::parallel_for(0, chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
         for (int64_t c = begin; c < end; ++c) {
             own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
         }
@@ -4017,17 +4022,16 @@ template <typename T> void backward_of_vectors(const T* grad, const T* h, T* gra
 }
 
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
-template <typename T> void backward_of_images(const T* grad, const T* h, T* grad_h, const Vectors<acc_t<T>>& vectors, const Sizes& sizes,
-    double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    using A = acc_t<T>;
+template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
+    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t spatial = sizes.spatial, part = 8 * kBlock, parts = (spatial + part - 1) / part;
     const int64_t channels = sizes.groups * sizes.channels, rows = sizes.slices * sizes.channels;
-    bool second = grad_h != nullptr;
+    bool second = grad_h.data != nullptr;
     for (int k = 0; k < kOperands; ++k) second = second || wanted[k];
     std::vector<Joint> joints(rows * parts);
     std::vector<SliceGradient<A>> slices(sizes.slices);
     std::vector<double> row_sums(rows * parts * kOperands), norm_sums(rows * 2);
-    const auto first_read = [&](Differentiator<T>& own, int64_t unit) {
+    const auto first_read = [&](Differentiator<A>& own, int64_t unit) {
         const int64_t row = unit / parts, pixel = unit % parts * part;
         joints[unit] = own.joint_of(row, pixel, std::min(part, spatial - pixel));
     };
@@ -4054,14 +4058,14 @@ template <typename T> void backward_of_images(const T* grad, const T* h, T* grad
         slice.slope = static_cast<A>(rstd * co / sizes.n);
         slices[s] = slice;
     };
-    const auto second_read = [&](Differentiator<T>& own, int64_t unit) {
+    const auto second_read = [&](Differentiator<A>& own, int64_t unit) {
         const int64_t row = unit / parts, pixel = unit % parts * part;
         own.gradients_of(row, pixel, std::min(part, spatial - pixel), slices[row / sizes.channels], &row_sums[unit * kOperands]);
     };
     const int64_t slice_units = sizes.channels * parts;
     if (sizes.slices >= at::get_num_threads()) {
         at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / sizes.n), [&](int64_t begin, int64_t end) {
-            Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+            Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
             for (int64_t s = begin; s < end; ++s) {
                 for (int64_t u = s * slice_units; u < (s + 1) * slice_units; ++u) first_read(own, u);
                 merge_slice(s);
@@ -4071,7 +4075,7 @@ template <typename T> void backward_of_images(const T* grad, const T* h, T* grad
     } else {
         const auto all_units = [&](const auto& visit) {
             at::parallel_for(0, rows * parts, std::max<int64_t>(1, 8192 / spatial), [&](int64_t begin, int64_t end) {
-                Differentiator<T> own(grad, h, grad_h, vectors, sizes, eps);
+                Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
                 for (int64_t u = begin; u < end; ++u) visit(own, u);
             });
         };
@@ -4110,21 +4114,6 @@ std::vector<at::Tensor> backward_meta(
     return of;
 }
 
-template <typename T> void backward_cpu(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
-    int64_t groups, double eps, const Needs& needs, at::Tensor& grad_h, double* sums) {
-    Vectors<acc_t<T>> vectors;
-    for (int k = 0; k < kOperands; ++k) {
-        vectors.operand[k] = operands[k].data_ptr<acc_t<T>>();
-        vectors.full[k] = false;
-    }
-    vectors.gamma = vectors.beta = weight.data_ptr<acc_t<T>>();
-    std::array<bool, kSums> wanted;
-    std::copy_n(needs.begin() + 1, kSums, wanted.begin());
-    const Sizes sizes = sizes_of(h, groups);
-    const auto backward = sizes.spatial == 1 ? backward_of_vectors<T> : backward_of_images<T>;
-    backward(grad.data_ptr<T>(), h.data_ptr<T>(), needs[0] ? grad_h.data_ptr<T>() : nullptr, vectors, sizes, eps, wanted, sums);
-}
-
 std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
     int64_t groups, double eps, const Needs& needs) {
     std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, needs);
@@ -4133,14 +4122,15 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         const at::Tensor input = h.contiguous(), given = grad.contiguous(), gamma = prepared(weight, h);
         Operands ready;
         for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
-        double* to = sums.data_ptr<double>();
-        switch (h.scalar_type()) {
-            case at::kFloat: backward_cpu<float>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
-            case at::kDouble: backward_cpu<double>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
-            case at::kHalf: backward_cpu<at::Half>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
-            case at::kBFloat16: backward_cpu<at::BFloat16>(given, input, ready, gamma, groups, eps, needs, results[0], to); break;
-            default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
-        }
+        std::array<bool, kSums> wanted;
+        std::copy_n(needs.begin() + 1, kSums, wanted.begin());
+        in_type_for(h, "group_norm", [&](auto zero) {
+            using A = decltype(zero);
+            const Sizes sizes = sizes_of(h, groups);
+            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
+            backward(Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready, gamma, gamma), sizes, eps, wanted,
+                sums.data_ptr<double>());
+        });
     }
     for (int k = 0; k < kSums; ++k) {
         if (needs[k + 1]) results[k + 1].copy_(sums.select(0, k));
@@ -4329,7 +4319,7 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    cpp_flags = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
+    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
