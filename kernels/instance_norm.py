@@ -823,8 +823,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes a slice when it has room for one, and each of its blocks a contiguous part of the slice, in chunks of
-// 14 KiB. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
+// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
 // The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in turn,
 // so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at once,
 // and leaves the others where they are until the slice's statistics are complete. Blocks tell each other their parts' moments by st.async,
@@ -919,24 +918,25 @@ __device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>
 }
 #endif
 
-// A block's part of a slice, counted in packs of one operand; parts are whole 128-byte lines but for the last.
-template <typename T, int OPERANDS> struct Part {
-    static constexpr int kChunkPacks = kChunkBytes / 16 / OPERANDS;
-    int packs, chunks;
+// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the slice
+// together. Chunks are whole 128-byte lines but for the last.
+template <typename T> struct Part {
+    int chunk_packs, stride, packs, chunks;  // packs: from the part's first one to the slice's end
     int64_t first_value;  // of the part's first pack, in the tensor
-    __device__ __forceinline__ Part(int64_t slice, int n, int rank, int part_packs) {
+    __device__ __forceinline__ Part(int64_t slice, int n, int rank, int blocks, int chunk_packs)
+        : chunk_packs(chunk_packs), stride(blocks * chunk_packs) {
         const Span<kPack<T>> span(slice * n, n);
-        packs = min(max(int(span.packs) - rank * part_packs, 0), part_packs);
-        chunks = (packs + kChunkPacks - 1) / kChunkPacks;
-        first_value = slice * n + span.head + int64_t(rank) * part_packs * kPack<T>;
+        packs = max(int(span.packs) - rank * chunk_packs, 0);
+        chunks = (packs + stride - 1) / stride;
+        first_value = slice * n + span.head + int64_t(rank) * chunk_packs * kPack<T>;
     }
-    __device__ __forceinline__ int chunk_packs(int c) const { return min(kChunkPacks, packs - c * kChunkPacks); }
-    __device__ __forceinline__ int64_t chunk_value(int c) const { return first_value + int64_t(c) * kChunkPacks * kPack<T>; }
+    __device__ __forceinline__ int packs_of(int c) const { return min(chunk_packs, packs - c * stride); }
+    __device__ __forceinline__ int64_t value_of(int c) const { return first_value + int64_t(c) * stride * kPack<T>; }
 };
 
 template <typename T, int OPERANDS>
 __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int part_packs, float eps, int* taken) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int chunk_packs, float eps, int* taken) {
 #if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     using S = Statistics<T, OPERANDS>;
     constexpr int V = kPack<T>, kPlaces = kHeldPacks / OPERANDS;  // of a chunk, a thread
@@ -979,14 +979,14 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
                 // The first block asks for the next slice while it loads this one, then tells all.
                 const int next = rank > 0 || taken == nullptr ? slices : clusters + atomicAdd(taken, 1);
-                const Part<T, OPERANDS> part(slice, n, rank, part_packs);
+                const Part<T> part(slice, n, rank, blocks, chunk_packs);
                 for (int c = 0; c < part.chunks; ++c, advance(stage, phase)) {
-                    const int bytes = part.chunk_packs(c) * 16;
+                    const int bytes = part.packs_of(c) * 16;
                     unsigned char* to = ring + stage * kChunkBytes;
                     mbarrier_wait(&empty[stage], phase ^ 1);
                     mbarrier_expect_bytes(&full[stage], OPERANDS * bytes);
-                    bulk_load(to, x + part.chunk_value(c), bytes, &full[stage]);
-                    if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.chunk_value(c), bytes, &full[stage]);
+                    bulk_load(to, x + part.value_of(c), bytes, &full[stage]);
+                    if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.value_of(c), bytes, &full[stage]);
                 }
                 const int q = round % kQueue;
                 if (blocks == 1) {
@@ -1005,14 +1005,13 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
         };
         int round = 0;
         for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
-            const Part<T, OPERANDS> part(slice, n, rank, part_packs);
+            const Part<T> part(slice, n, rank, blocks, chunk_packs);
             if ((round & 1) != team) {  // the other team's
                 for (int c = 0; c < part.chunks; ++c) advance(stage, phase);
                 continue;
             }
-            // Place k of this thread is pack k * kTeam + tid of the part, as long as k < mine.
-            const int mine = (part.packs - tid + kTeam - 1) / kTeam;
-            T* const gy = y + part.first_value + tid * V;
+            // Place i of a chunk is pack i * kTeam + tid of it: a thread has this many.
+            const auto places_of = [&](int c) { return (part.packs_of(c) - tid + kTeam - 1) / kTeam; };
             const auto my_place = [&](int s, int i) {
                 Place<T, V, OPERANDS> place;
 #pragma unroll
@@ -1050,20 +1049,21 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
                 if (c < part.chunks) {
+                    const int count = places_of(c);
                     mbarrier_wait(&full[stage], phase);
 #pragma unroll
                     for (int i = 0; i < kPlaces; ++i) {
-                        if (c * kPlaces + i < mine) held[c][i] = my_place(stage, i);
+                        if (i < count) held[c][i] = my_place(stage, i);
                     }
                     leave_stage(stage);
-                    gather(mine - c * kPlaces, [&](int i) { return held[c][i]; });
+                    gather(count, [&](int i) { return held[c][i]; });
                     advance(stage, phase);
                 }
             }
             // The others stay in the ring.
             for (int c = kHeldChunks, s = stage, p = phase; c < part.chunks; ++c, advance(s, p)) {
                 mbarrier_wait(&full[s], p);
-                gather(mine - c * kPlaces, [&](int i) { return my_place(s, i); });
+                gather(places_of(c), [&](int i) { return my_place(s, i); });
             }
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
@@ -1086,21 +1086,20 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             const Result<T, OPERANDS> result(m, float(n), eps);
 
             if (loose >= 0) y[int64_t(slice) * n + loose] = result(loose_values);
+            const auto store = [&](int c, auto place) {
+                const int count = places_of(c);
+                T* const to = y + part.value_of(c) + tid * V;
+#pragma unroll
+                for (int i = 0; i < kPlaces; ++i) {
+                    if (i < count) store_streaming(to + i * (kTeam * V), result(place(i)));
+                }
+            };
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
-#pragma unroll
-                for (int i = 0; i < kPlaces; ++i) {
-                    const int k = c * kPlaces + i;
-                    keep_packed(held[c][i]);
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(held[c][i]));
-                }
+                if (c < part.chunks) store(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
             }
             for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
-#pragma unroll
-                for (int i = 0; i < kPlaces; ++i) {
-                    const int k = c * kPlaces + i;
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(my_place(stage, i)));
-                }
+                store(c, [&](int i) { return my_place(stage, i); });
                 leave_stage(stage);
             }
         }
@@ -1322,9 +1321,11 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     int* taken = task.slices > clusters ? static_cast<int*>(task.workspace) : nullptr;  // counts the slices beyond each cluster's first
     if (taken != nullptr) error = cudaMemsetAsync(taken, 0, sizeof(int), task.stream);
     if (error != cudaSuccess) return error;
-    const int part_packs = int(divide_up(divide_up(task.n / kPack<T>, blocks), 8) * 8);
+    // Equal chunks, as many for every block.
+    const int64_t packs = task.n / kPack<T>, chunks = divide_up(packs, blocks * (kChunkBytes / 16 / OPERANDS)) * blocks;
+    const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
-        int(task.slices), int(task.n), part_packs, float(task.eps), taken);
+        int(task.slices), int(task.n), chunk_packs, float(task.eps), taken);
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
