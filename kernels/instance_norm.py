@@ -1109,46 +1109,54 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Any slice: it waits nowhere. Two kernels: block (part, slice) leaves the moments of its part in global memory, then merges those of
-// its slice and normalises its part. With one part a slice the second kernel takes the moments itself.
+// Any slice: it waits nowhere. Two kernels: block (part, slice) leaves the statistics of its part, then merges those of its slice and
+// normalises its part. With one part a slice the second kernel takes the statistics itself. Otherwise they lie where the slice's first
+// outputs will be, behind a count of the blocks that have read them: the last to do so writes those outputs too.
+// The second kernel goes backwards: what the first has read last may still be in L2.
 
 constexpr int kStreamBlock = 512;
 
-template <typename T> struct StreamPart {
+template <typename T, int OPERANDS> struct StreamPart {
+    using S = Statistics<T, OPERANDS>;
     static constexpr int V = kPack<T>;
-    int64_t slice, first, packs, loose;  // the first value and the loose one's place, in the tensor
-    __device__ __forceinline__ StreamPart(int64_t n, int64_t part_packs, int parts) {
-        slice = blockIdx.x / parts;
-        const int64_t skipped = int64_t(blockIdx.x % parts) * part_packs;
+    int64_t begin, first, end, loose;  // of the slice the first pack's value; of the part packs of the slice; the loose value in the tensor
+    __device__ __forceinline__ StreamPart(int64_t block, int64_t n, int64_t part_packs, int parts) {
+        const int64_t slice = block / parts;
         const Span<V> span(slice * n, n);
-        first = slice * n + span.head + skipped * V;
-        packs = min(part_packs, span.packs - skipped);
-        loose = skipped == 0 ? span.loose(threadIdx.x) : -1;
+        begin = slice * n + span.head;
+        first = block % parts * part_packs;
+        end = min(first + part_packs, span.packs);
+        loose = first == 0 ? span.loose(threadIdx.x) : -1;
         if (loose >= 0) loose += slice * n;
+    }
+    __device__ __forceinline__ static int64_t packs_of_statistics(int parts) { return parts > 1 ? 4 + parts * int64_t(sizeof(S) / 16) : 0; }
+    __device__ __forceinline__ int* readers(T* y) const { return reinterpret_cast<int*>(y + begin); }
+    __device__ __forceinline__ S* statistics(T* y) const {
+        return reinterpret_cast<S*>((reinterpret_cast<uintptr_t>(y + begin) + 16 + 63) / 64 * 64);
     }
 };
 
 template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
-    const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T>& part) {
+    const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T, OPERANDS>& part) {
     constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
     using S = Statistics<T, OPERANDS>;
     __shared__ S warp_statistics[kStreamBlock / 32];
     Gatherer<T, V, OPERANDS, false> gatherer;
     const auto place_at = [&](int64_t j) {
         Place<T, V, OPERANDS> place;
-        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.first)[j];
-        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.first)[j];
+        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.begin)[j];
+        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.begin)[j];
         return place;
     };
-    int64_t j = threadIdx.x;
+    int64_t j = part.first + threadIdx.x;
 #pragma unroll 2
-    for (; j + (kBatch - 1) * kStreamBlock < part.packs; j += kBatch * kStreamBlock) {
+    for (; j + (kBatch - 1) * kStreamBlock < part.end; j += kBatch * kStreamBlock) {
         Place<T, V, OPERANDS> batch[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) batch[b] = place_at(j + b * kStreamBlock);
         gatherer.add(batch);
     }
-    for (; j < part.packs; j += kStreamBlock) {
+    for (; j < part.end; j += kStreamBlock) {
         const Place<T, V, OPERANDS> last[1] = {place_at(j)};
         gatherer.add(last);
     }
@@ -1163,30 +1171,42 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
 }
 
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) statistics_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n,
-    int64_t part_packs, int parts) {
-    const auto m = statistics_of_block<T, OPERANDS>(x, g, StreamPart<T>(n, part_packs, parts));
-    if (threadIdx.x == 0) statistics[blockIdx.x] = m;
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t n, int64_t part_packs, int parts) {
+    const StreamPart<T, OPERANDS> part(blockIdx.x, n, part_packs, parts);
+    const auto m = statistics_of_block<T, OPERANDS>(x, g, part);
+    if (threadIdx.x == 0) part.statistics(y)[blockIdx.x % parts] = m;
+    if (threadIdx.x == 0 && part.first == 0) *part.readers(y) = 0;
 }
 
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) norm_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y,
-    const Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n, int64_t part_packs, int parts, Acc<T> eps) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t n, int64_t part_packs, int parts, Acc<T> eps) {
     constexpr int V = kPack<T>;
-    const StreamPart<T> part(n, part_packs, parts);
+    const StreamPart<T, OPERANDS> part(gridDim.x - 1 - blockIdx.x, n, part_packs, parts);
+    const int64_t kept = part.packs_of_statistics(parts);
+    __shared__ bool last_reader;
     Statistics<T, OPERANDS> m;
     if (parts == 1) {
         m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
-        m = merge_parts(statistics + part.slice * parts, parts);
+        m = merge_parts(part.statistics(y), parts);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            last_reader = atomicAdd(part.readers(y), 1) == parts - 1;
+            __threadfence();
+        }
+        __syncthreads();
     }
     const Result<T, OPERANDS> result(m, Acc<T>(n), eps);
-    if (part.loose >= 0) y[part.loose] = result(load_values<OPERANDS>(x, g, part.loose));
-    T* gy = y + part.first;
+    const auto write = [&](int64_t first, int64_t end) {
 #pragma unroll 4
-    for (int64_t j = threadIdx.x; j < part.packs; j += kStreamBlock) {
-        store_streaming(gy + j * V, result(load_place<V, OPERANDS>(x, g, part.first + j * V)));
-    }
+        for (int64_t j = first + threadIdx.x; j < end; j += kStreamBlock) {
+            store_streaming(y + part.begin + j * V, result(load_place<V, OPERANDS>(x, g, part.begin + j * V)));
+        }
+    };
+    write(max(part.first, kept), part.end);
+    if (parts > 1 && last_reader) write(0, kept);
+    if (part.loose >= 0) y[part.loose] = result(load_values<OPERANDS>(x, g, part.loose));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -1329,20 +1349,18 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
-    constexpr int V = kPack<T>;
     const T *x = static_cast<const T*>(task.x), *g = static_cast<const T*>(task.g);
-    int parts = task.workspace != nullptr ? stream_parts(task.slices, task.n * sizeof(T), task.device.sms) : 1;
-    const int64_t part_packs = divide_up(divide_up(task.n / V, parts), 8) * 8;
-    parts = int(divide_up(task.n / V, part_packs));
-    auto* statistics = static_cast<Statistics<T, OPERANDS>*>(task.workspace);
+    T* const y = static_cast<T*>(task.y);
+    const int64_t packs = task.n / kPack<T>;
+    const int64_t part_packs = divide_up(divide_up(packs, stream_parts(task.slices, task.n * sizeof(T), task.device.sms)), 8) * 8;
+    const int parts = int(divide_up(packs, part_packs));
     const dim3 grid(unsigned(task.slices * parts));
-    if (parts > 1) statistics_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, statistics, task.n, part_packs, parts);
-    norm_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(
-        x, g, static_cast<T*>(task.y), statistics, task.n, part_packs, parts, Acc<T>(task.eps));
+    if (parts > 1) statistics_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, y, task.n, part_packs, parts);
+    norm_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, y, task.n, part_packs, parts, Acc<T>(task.eps));
     return cudaGetLastError();
 }
 
-template <typename T, int OPERANDS> static cudaError_t launch(Task task) {
+template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
     if (!aligned_16(task.x, task.y) || !aligned_16(task.g, task.y)) return cudaErrorMisalignedAddress;
     const int64_t bytes = task.n * sizeof(T);
     if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
@@ -1357,18 +1375,14 @@ template <typename T, int OPERANDS> static cudaError_t launch(Task task) {
         bool launched = false;
         const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
         if (launched || error != cudaSuccess) return error;
-        if (blocks > 0) task.workspace = nullptr;  // was for a cluster: the parts are whole slices then
     }
     return launch_two_reads<T, OPERANDS>(task);
 }
 
-// Clusters count the slices they have taken, and slices that are cut into parts leave their statistics.
-template <typename T, int OPERANDS> static int64_t workspace(int64_t slices, int64_t n, const Device& device) {
+// Clusters count the slices they have taken.
+template <typename T, int OPERANDS> static int64_t workspace(int64_t n, const Device& device) {
     const int64_t bytes = n * sizeof(T);
-    if (bytes <= kMaxGroup * kRegisterItems * 16) return 0;
-    if (cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return sizeof(int);
-    const int parts = stream_parts(slices, bytes, device.sms);
-    return parts > 1 ? slices * parts * int64_t(sizeof(Statistics<T, OPERANDS>)) : 0;
+    return bytes > kMaxGroup * kRegisterItems * 16 && cluster_blocks_for<T, OPERANDS>(bytes, device) > 0 ? sizeof(int) : 0;
 }
 
 template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
@@ -1383,17 +1397,11 @@ template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
 }
 
 // dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. workspace: instance_norm_workspace bytes, or null if those are none.
-template <int OPERANDS> static int64_t workspace(int dtype, int64_t slices, int64_t n) {
-    Device device;
-    if (current_device(&device) != cudaSuccess) return 0;
-    switch (dtype) {
-        case 0: return workspace<float, OPERANDS>(slices, n, device);
-        case 1: return workspace<double, OPERANDS>(slices, n, device);
-        default: return workspace<__half, OPERANDS>(slices, n, device);
-    }
-}
 extern "C" int64_t instance_norm_workspace(int backward, int dtype, int64_t slices, int64_t n) {
-    return backward ? workspace<2>(dtype, slices, n) : workspace<1>(dtype, slices, n);
+    Device device;
+    if (dtype == 1 || current_device(&device) != cudaSuccess) return 0;
+    if (dtype == 0) return backward ? workspace<float, 2>(n, device) : workspace<float, 1>(n, device);
+    return backward ? workspace<__half, 2>(n, device) : workspace<__half, 1>(n, device);
 }
 extern "C" int instance_norm_forward(
     int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
