@@ -234,7 +234,6 @@ template <typename A> struct Finish {
 constexpr int kRegisterItems = 8;
 constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
 
-// --- shared: group sum (home: kernels/instance_norm.py) ---
 // The sum over `group` threads, a power of two, that are part of a warp or else whole warps of the block.
 template <typename A> __device__ __forceinline__ A sum_across_group(A v, int group, A* warp_sums) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
@@ -247,9 +246,7 @@ template <typename A> __device__ __forceinline__ A sum_across_group(A v, int gro
     for (int w = 0; w < group / 32; ++w) v += own[w];
     return v;
 }
-// --- end shared: group sum ---
 
-// --- shared: moments in registers (home: kernels/instance_norm.py) ---
 // Of n values that a group holds, `packs` packs and one loose value a thread; in all of its threads. Two sweeps over registers.
 template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ Moments<A> moments_in_registers(
     Pack<T, V> (&r)[ITEMS], int packs, bool has_loose, A loose_value, int n, int lane, int group, A* warp_sums) {
@@ -288,7 +285,6 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
     if (isinf(m.m2)) m.lo = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
     return m;
 }
-// --- end shared: moments in registers ---
 
 template <typename T, int V, int ITEMS>
 __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
