@@ -136,52 +136,6 @@ template <typename A> __device__ __forceinline__ Moments<A> merge(const Moments<
     return r;
 }
 
-// One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
-// outlier spoils this thread's share alone.
-template <typename A> struct Accumulator {
-    A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
-
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
-    template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
-    }
-    template <int V> __device__ __forceinline__ Moments<A> moments() const {
-        Moments<A> r;
-        r.count = packs * V;
-        r.hi = anchor + mean;
-        r.lo = mean - (r.hi - anchor);
-        r.m2 = m2;
-        return r;
-    }
-};
-
 // Of a single value.
 template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
     Moments<A> r;
