@@ -366,7 +366,7 @@ template <typename T> struct Span {
     __device__ __forceinline__ Span(int64_t begin, int64_t n) {
         const int unit = n < kLine ? V : kLine;
         head = int(min(-begin & (unit - 1), n));
-        packs = (n - head) / unit * (unit / V);
+        packs = ((n - head) & -unit) / V;
         tail = int(n - head - packs * V);
     }
     // Where thread `tid`'s loose value is in the slice, or -1.
@@ -444,14 +444,20 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> an
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 16 KiB: the slice waits in registers.
+// Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or the whole block.
 
-constexpr int kRegisterItems = 4;
-constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
+constexpr int kFewItems = 2;
+template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? 4 : 8;
+template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
+template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
+constexpr int kRegisterBlock = 256;  // threads of a block at least, whole groups of it
+constexpr int kMaxWarps = 16;
+// As many blocks as hide each other's waiting, as far as registers reach.
+template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
 
 // Several sums at once over `group` threads, part of a warp or whole warps of the block. Every call has warp_sums of its own.
-template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxGroup / 32]) {
+template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
     add_across_lanes(v, min(group, 32));
     if (group <= 32) return;
 #pragma unroll
@@ -467,11 +473,11 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
 }
 
 template <typename T, int ITEMS, int OPERANDS>
-__global__ void __launch_bounds__(kMaxGroup, 1) norm_in_registers(
+__global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
-    const int64_t slice = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
     const Span<T> span(slice * n, slice < slices ? n : 0);
     const int packs = int(span.packs), loose = int(span.loose(lane));
@@ -502,7 +508,7 @@ __global__ void __launch_bounds__(kMaxGroup, 1) norm_in_registers(
             if (lane + i * group < packs) take(r[i]);
         }
     };
-    __shared__ A warp_sums[2 * OPERANDS + 1][kMaxGroup / 32];
+    __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
     int row = 0;
     const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) {
         add_across_group(v, group, warp_sums + row);
@@ -682,12 +688,12 @@ constexpr int kClusterSharedBytes = kRingSharedBytes + 3072;
 static_assert(kClusterSharedBytes <= 227 * 1024, "the ring, its barriers and inboxes are one block's shared memory on sm_90");
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
-static_assert(kTeam >= 128 && kMaxGroup >= 128, "a thread for each loose value of two bytes");
+static_assert(kTeam >= 128, "a thread for each loose value of two bytes");
 static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
 // The producer is at most kRingStages chunks ahead of the team that gathers, which is at most two slices ahead of the last one that every
 // block has gathered, and so has heard of.
-static_assert(kMaxGroup * kRegisterItems * 16 > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
+static_assert(kMostInRegisters<float, 2> > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
 
 // --- shared: cluster (home: kernels/instance_norm.py) ---
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -977,11 +983,19 @@ template <typename T, int OPERANDS> struct StreamPart {
     }
 };
 
+template <typename S> __device__ __forceinline__ S merge_across_block(S m) {
+    __shared__ S warp_statistics[kStreamBlock / 32];
+    m = merge_across_warp(m);
+    if (threadIdx.x % 32 == 0) warp_statistics[threadIdx.x / 32] = m;
+    __syncthreads();
+    m = warp_statistics[0];
+    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_statistics[w]);
+    return m;
+}
+
 template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
     const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T, OPERANDS>& part) {
     constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
-    using S = Statistics<T, OPERANDS>;
-    __shared__ S warp_statistics[kStreamBlock / 32];
     Gatherer<T, V, OPERANDS, false> gatherer;
     const auto place_at = [&](int64_t j) {
         Place<T, V, OPERANDS> place;
@@ -1001,14 +1015,9 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
         const Place<T, V, OPERANDS> last[1] = {place_at(j)};
         gatherer.add(last);
     }
-    S m = gatherer.total();
+    Statistics<T, OPERANDS> m = gatherer.total();
     if (part.loose >= 0) m = merge(m, statistics_of(load_place<1, OPERANDS>(x, g, part.loose)));
-    m = merge_across_warp(m);
-    if (threadIdx.x % 32 == 0) warp_statistics[threadIdx.x / 32] = m;
-    __syncthreads();
-    m = warp_statistics[0];
-    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_statistics[w]);
-    return m;
+    return merge_across_block(m);
 }
 
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) statistics_of_parts(
@@ -1029,8 +1038,8 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
     if (parts == 1) {
         m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
-        m = merge_parts(part.statistics(y), parts);
-        __syncthreads();
+        for (int p = threadIdx.x; p < parts; p += kStreamBlock) m = merge(m, part.statistics(y)[p]);
+        m = merge_across_block(m);
         if (threadIdx.x == 0) {
             __threadfence();
             last_reader = atomicAdd(part.readers(y), 1) == parts - 1;
@@ -1092,9 +1101,9 @@ struct Task {
     Device device;
 };
 
-// Parts of a slice in the two-read kernels: enough blocks for several waves, none under 64 KiB.
+// Parts of a slice in the two-read kernels: enough blocks for several waves, none under 128 KiB.
 static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
-    const int64_t wanted = divide_up(32 * sms, slices), most = slice_bytes / (64 * 1024);
+    const int64_t wanted = divide_up(32 * sms, slices), most = slice_bytes / (128 * 1024);
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
@@ -1103,11 +1112,10 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     constexpr int V = kPack<T>;
     const int n = int(task.n), packs = int(divide_up(n, V));
     int group = task.n * sizeof(T) % 128 == 0 || task.n * sizeof(T) < 128 ? 1 : 128;  // a thread has one loose value at most
-    while (group * kRegisterItems < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
-    const int items = int(divide_up(packs, group));
-    auto kernel = norm_in_registers<T, kRegisterItems, OPERANDS>;
-    if (items <= 2) kernel = norm_in_registers<T, 2, OPERANDS>;
-    kernel<<<unsigned(divide_up(task.slices, kMaxGroup / group)), kMaxGroup, 0, task.stream>>>(
+    while (group * kRegisterItems<T, OPERANDS> < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
+    const auto kernel = packs <= kFewItems * group ? norm_in_registers<T, kFewItems, OPERANDS> : norm_in_registers<T, kRegisterItems<T, OPERANDS>, OPERANDS>;
+    const int block = group > kRegisterBlock ? group : kRegisterBlock;
+    kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), group);
     return cudaGetLastError();
 }
@@ -1220,7 +1228,7 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
     int slices, group;
     const bool in_lines = bytes % 128 == 0 || 128 % bytes == 0;
     if (!in_lines && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
-    if (bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, OPERANDS>(task);
+    if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
     const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
         bool launched = false;
@@ -1233,7 +1241,7 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
 // Clusters count the slices they have taken.
 template <typename T, int OPERANDS> static int64_t workspace(int64_t n, const Device& device) {
     const int64_t bytes = n * sizeof(T);
-    return bytes > kMaxGroup * kRegisterItems * 16 && cluster_blocks_for<T, OPERANDS>(bytes, device) > 0 ? sizeof(int) : 0;
+    return bytes > kMostInRegisters<T, OPERANDS> && cluster_blocks_for<T, OPERANDS>(bytes, device) > 0 ? sizeof(int) : 0;
 }
 
 template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
