@@ -136,52 +136,6 @@ template <typename A> __device__ __forceinline__ Moments<A> merge(const Moments<
     return r;
 }
 
-// One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
-// outlier spoils this thread's share alone.
-template <typename A> struct Accumulator {
-    A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
-
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
-    template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
-    }
-    template <int V> __device__ __forceinline__ Moments<A> moments() const {
-        Moments<A> r;
-        r.count = packs * V;
-        r.hi = anchor + mean;
-        r.lo = mean - (r.hi - anchor);
-        r.m2 = m2;
-        return r;
-    }
-};
-
 // Of a single value.
 template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
     Moments<A> r;
@@ -231,17 +185,12 @@ template <typename T, int V, int OPERANDS> struct Place {
 template <typename T, int OPERANDS> struct Values {
     Acc<T> of[OPERANDS];
 };
+template <typename T, int V, int OPERANDS> __device__ constexpr int values_of(const Place<T, V, OPERANDS>&) { return V; }
 template <typename T, int V, int OPERANDS>
 __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERANDS>& place, int i) {
     Values<T, OPERANDS> values;
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) values.of[o] = to_acc(place.of[o].value[i]);
-    return values;
-}
-template <int OPERANDS, typename T> __device__ __forceinline__ Values<T, OPERANDS> load_values(const T* x, const T* g, int64_t i) {
-    Values<T, OPERANDS> values;
-    values.of[0] = to_acc(x[i]);
-    if constexpr (OPERANDS == 2) values.of[1] = to_acc(g[i]);
     return values;
 }
 template <int V, int OPERANDS, typename T> __device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i) {
@@ -366,14 +315,15 @@ template <typename T, int V, int OPERANDS, bool PLAIN> struct Gatherer {
 };
 
 // Of one value.
-template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of(const Values<T, OPERANDS>& values) {
+template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of(const Place<T, 1, OPERANDS>& place) {
+    const Values<T, OPERANDS> values = values_at(place, 0);
     Statistics<T, OPERANDS> r;
     moments_in(r) = moments_of(values.of[0]);
     if constexpr (OPERANDS == 2) r.g = values.of[1];
     return r;
 }
 
-// What is written: y or dx, of a value or of a place. In two bytes nobody sees what the mean's rounding left over.
+// What is written: y or dx. In two bytes nobody sees what the mean's rounding left over.
 template <typename T, int OPERANDS> struct Result {
     using A = Acc<T>;
     A hi, lo, rstd, g, slope;
@@ -387,19 +337,17 @@ template <typename T, int OPERANDS> struct Result {
         slope = rstd * rstd * (m.co * reciprocal(n));
     }
     __device__ __forceinline__ A deviation(A value) const { return sizeof(T) == 2 ? value - hi : (value - hi) - lo; }
-    __device__ __forceinline__ T operator()(const Values<T, OPERANDS>& values) const {
-        T out;
-        if constexpr (OPERANDS == 1) {
-            from_acc(deviation(values.of[0]) * rstd, out);
-        } else {
-            from_acc(((values.of[1] - g) - deviation(values.of[0]) * slope) * rstd, out);
-        }
-        return out;
-    }
     template <int V> __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
-        for (int i = 0; i < V; ++i) out.value[i] = (*this)(values_at(place, i));
+        for (int i = 0; i < V; ++i) {
+            const Values<T, OPERANDS> values = values_at(place, i);
+            if constexpr (OPERANDS == 1) {
+                from_acc(deviation(values.of[0]) * rstd, out.value[i]);
+            } else {
+                from_acc(((values.of[1] - g) - deviation(values.of[0]) * slope) * rstd, out.value[i]);
+            }
+        }
         return out;
     }
 };
@@ -408,14 +356,17 @@ template <typename T, int V, int OPERANDS> __device__ __forceinline__ void keep_
     for (int o = 0; o < OPERANDS; ++o) keep_packed(place.of[o]);
 }
 
-// A slice of n values that begins at value `begin` of a 16-byte aligned tensor: up to V - 1 values before the first whole pack, the packs,
-// and up to V - 1 values after them. The loose ones belong to the first threads of the slice, one each.
-template <int V> struct Span {
+// A slice of n values that begins at value `begin` of the tensor: the values before its first whole line, the packs of its lines, and the
+// values behind them. The loose ones belong to the first threads of the slice, one each. (Packs that began amid a line would make warps
+// write parts of two lines, which costs up to a quarter of the speed.) Slices shorter than a line are whole packs.
+template <typename T> struct Span {
+    static constexpr int V = kPack<T>, kLine = 128 / sizeof(T);
     int head, tail;
     int64_t packs;
     __device__ __forceinline__ Span(int64_t begin, int64_t n) {
-        head = int(min(-begin & (V - 1), n));
-        packs = (n - head) / V;
+        const int unit = n < kLine ? V : kLine;
+        head = int(min(-begin & (unit - 1), n));
+        packs = ((n - head) & -unit) / V;
         tail = int(n - head - packs * V);
     }
     // Where thread `tid`'s loose value is in the slice, or -1.
@@ -433,183 +384,143 @@ template <typename A, int K> __device__ __forceinline__ void add_across_lanes(A 
     }
 }
 
-// Types of two bytes: a slice's statistics in one sweep around an anchor that all its threads know, its first value or the mean of its
-// first few. What Gatherer says of precision holds here too.
-template <int OPERANDS> struct AnchoredSums {
-    float of[2 * OPERANDS] = {};  // of deviations, their squares; of g, products
-    template <typename T> __device__ __forceinline__ void add(const Values<T, OPERANDS>& values, float anchor, float share) {
-        const float deviation = values.of[0] - anchor;
-        of[0] += deviation * share;
-        of[1] += deviation * deviation;
-        if constexpr (OPERANDS == 2) of[2] += values.of[1] * share, of[3] += deviation * values.of[1];
+// A slice's statistics, in all of its threads. `each(take)` hands `take` every place that this thread holds, `add_up` adds an array up over
+// the slice's threads. Types of two bytes take one sweep around an anchor that all threads know, one of the slice's values or the mean of a
+// few; what Gatherer says of precision holds here too. The others take two: deviations from the rounded mean give M2 and what the rounding
+// left over.
+template <typename T, int OPERANDS, typename Each, typename AddUp>
+__device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> anchor, int n, const Each& each, const AddUp& add_up) {
+    using A = Acc<T>;
+    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
+    Statistics<T, OPERANDS> r;
+    Moments<A>& m = moments_in(r);
+    m.count = n;
+    if constexpr (sizeof(T) == 2) {
+        A sums[2 * OPERANDS] = {};  // of deviations, their squares; of g, products
+        each([&](const auto& place) {
+#pragma unroll
+            for (int i = 0; i < values_of(place); ++i) {
+                const Values<T, OPERANDS> values = values_at(place, i);
+                const A deviation = values.of[0] - anchor;
+                sums[0] += deviation * share;
+                sums[1] += deviation * deviation;
+                if constexpr (OPERANDS == 2) sums[2] += values.of[1] * share, sums[3] += deviation * values.of[1];
+            }
+        });
+        add_up(sums);
+        m.hi = anchor + sums[0];
+        m.m2 = isinf(sums[1]) ? sums[1] : sums[1] - sums[0] * sums[0] * n;
+        if constexpr (OPERANDS == 2) r.g = sums[2], r.co = sums[3] - sums[0] * sums[2] * n;
+    } else {
+        A means[OPERANDS] = {}, sums[OPERANDS + 1] = {};  // of x and g; of deviations, their squares, products
+        each([&](const auto& place) {
+#pragma unroll
+            for (int i = 0; i < values_of(place); ++i) {
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) means[o] += values_at(place, i).of[o] * share;
+            }
+        });
+        add_up(means);
+        each([&](const auto& place) {
+            A own[OPERANDS + 1] = {};  // sums of sums: one outlier must not drown the others
+#pragma unroll
+            for (int i = 0; i < values_of(place); ++i) {
+                const Values<T, OPERANDS> values = values_at(place, i);
+                const A deviation = values.of[0] - means[0];
+                own[0] += deviation;
+                own[1] += deviation * deviation;
+                if constexpr (OPERANDS == 2) own[2] += deviation * values.of[1];
+            }
+#pragma unroll
+            for (int k = 0; k <= OPERANDS; ++k) sums[k] += own[k];
+        });
+        add_up(sums);
+        m.hi = means[0];
+        m.m2 = sums[1];
+        m.lo = isinf(m.m2) ? A(0) : sums[0] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        if constexpr (OPERANDS == 2) r.g = means[1], r.co = sums[2] - m.lo * means[1] * n;
     }
-    // `add_up` does so over the slice's threads.
-    template <typename T, typename AddUp> __device__ __forceinline__ Statistics<T, OPERANDS> total(float anchor, float n, AddUp add_up) {
-        add_up(of);
-        Statistics<T, OPERANDS> r;
-        Moments<float>& m = moments_in(r);
-        m.count = n;
-        m.hi = anchor + of[0];
-        m.m2 = isinf(of[1]) ? of[1] : of[1] - of[0] * of[0] * n;
-        if constexpr (OPERANDS == 2) {
-            r.g = of[2];
-            r.co = of[3] - of[0] * of[2] * n;
-        }
-        return r;
-    }
-};
+    return r;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 16 KiB: the slice waits in registers.
+// Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or the whole block.
 
-constexpr int kRegisterItems = 4;
-constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
+constexpr int kFewItems = 2;
+template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? 4 : 8;
+template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
+template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
+constexpr int kRegisterBlock = 256;  // threads of a block at least, whole groups of it
+constexpr int kMaxWarps = 16;
+// As many blocks as hide each other's waiting, as far as registers reach.
+template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
 
-// --- shared: group sum (home: kernels/instance_norm.py) ---
-// The sum over `group` threads, a power of two, that are part of a warp or else whole warps of the block.
-template <typename A> __device__ __forceinline__ A sum_across_group(A v, int group, A* warp_sums) {
-    for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
-    if (group <= 32) return v;
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = 0;
-    const A* own = warp_sums + threadIdx.x / group * (group / 32);
-    for (int w = 0; w < group / 32; ++w) v += own[w];
-    return v;
-}
-// --- end shared: group sum ---
-
-// --- shared: moments in registers (home: kernels/instance_norm.py) ---
-// Of n values that a group holds, `packs` packs and one loose value a thread; in all of its threads. Two sweeps over registers.
-template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ Moments<A> moments_in_registers(
-    Pack<T, V> (&r)[ITEMS], int packs, bool has_loose, A loose_value, int n, int lane, int group, A* warp_sums) {
-    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    A sum = has_loose ? loose_value * share : A(0);
+// Several sums at once over `group` threads, part of a warp or whole warps of the block. Every call has warp_sums of its own.
+template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
+    add_across_lanes(v, min(group, 32));
+    if (group <= 32) return;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) {
-#pragma unroll
-            for (int j = 0; j < V; ++j) sum += to_acc(r[i].value[j]) * share;
-        }
+    for (int k = 0; k < K; ++k) {
+        if (threadIdx.x % 32 == 0) warp_sums[k][threadIdx.x / 32] = v[k];
+        v[k] = 0;
     }
-    // Deviations from the rounded mean give M2 and what the rounding left over.
-    Moments<A> m;
-    m.count = n;
-    m.hi = sum_across_group(sum, group, warp_sums);
-    A rest = has_loose ? loose_value - m.hi : A(0);
-    m.m2 = rest * rest;
+    __syncthreads();
+    for (int w = threadIdx.x / group * (group / 32), end = w + group / 32; w < end; ++w) {
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        keep_packed(r[i]);
-        if (lane + i * group < packs) {
-            A pack_rest = 0, pack_m2 = 0;  // sums of sums: one outlier must not drown the others
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-                const A deviation = to_acc(r[i].value[j]) - m.hi;
-                pack_rest += deviation;
-                pack_m2 += deviation * deviation;
-            }
-            rest += pack_rest;
-            m.m2 += pack_m2;
-        }
+        for (int k = 0; k < K; ++k) v[k] += warp_sums[k][w];
     }
-    m.lo = sum_across_group(rest, group, warp_sums) * share;
-    m.m2 = sum_across_group(m.m2, group, warp_sums);
-    if (isinf(m.m2)) m.lo = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
-    return m;
 }
-// --- end shared: moments in registers ---
 
 template <typename T, int ITEMS, int OPERANDS>
-__global__ void __launch_bounds__(kMaxGroup, 1) norm_in_registers(
+__global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
-    const int64_t slice = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
-    const Span<V> span(slice * n, slice < slices ? n : 0);
+    const Span<T> span(slice * n, slice < slices ? n : 0);
     const int packs = int(span.packs), loose = int(span.loose(lane));
     x += slice * n, g += slice * n, y += slice * n;
 
     Place<T, V, OPERANDS> r[ITEMS];
-    Values<T, OPERANDS> loose_values = {};
-    if (loose >= 0) loose_values = load_values<OPERANDS>(x, g, loose);
+    Place<T, 1, OPERANDS> loose_place;
+    if (loose >= 0) loose_place = load_place<1, OPERANDS>(x, g, loose);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) r[i] = load_place<V, OPERANDS>(x, g, span.head + (lane + i * group) * V);
     }
-    const A share = reciprocal(A(n));
-    Statistics<T, OPERANDS> m;
-    if constexpr (sizeof(T) == 2) {
-        __shared__ float warp_sums[2 * OPERANDS][kMaxGroup / 32];
-        float anchor = slice < slices ? to_acc(x[0]) : 0.0f;
-        if (group > 32 && slice < slices) {  // many values: an outlier among them as anchor would cost more
+    A anchor = 0;
+    if (sizeof(T) == 2 && slice < slices) {
+        anchor = to_acc(x[0]);
+        if (group > 32) {  // many values: an outlier among them as anchor would cost more
             const Pack<T, V> first = load_streaming<T, V>(x + span.head);
             anchor = 0;
 #pragma unroll
             for (int j = 0; j < V; ++j) anchor += to_acc(first.value[j]) * (1.0f / V);
         }
-        AnchoredSums<OPERANDS> sums;
-        if (loose >= 0) sums.add(loose_values, anchor, share);
+    }
+    const auto each = [&](auto take) {
+        if (loose >= 0) take(loose_place);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            if (lane + i * group < packs) {
-#pragma unroll
-                for (int j = 0; j < V; ++j) sums.add(values_at(r[i], j), anchor, share);
-            }
+            keep_packed(r[i]);
+            if (lane + i * group < packs) take(r[i]);
         }
-        m = sums.template total<T>(anchor, n, [&](auto& v) {
-            add_across_lanes(v, min(group, 32));
-            if (group <= 32) return;
-#pragma unroll
-            for (int k = 0; k < 2 * OPERANDS; ++k) {
-                if (threadIdx.x % 32 == 0) warp_sums[k][threadIdx.x / 32] = v[k];
-                v[k] = 0;
-            }
-            __syncthreads();
-            for (int w = threadIdx.x / group * (group / 32), end = w + group / 32; w < end; ++w) {
-#pragma unroll
-                for (int k = 0; k < 2 * OPERANDS; ++k) v[k] += warp_sums[k][w];
-            }
-        });
-    } else {
-        __shared__ A warp_sums[kMaxGroup / 32];
-        const auto across = [&](A v) { return sum_across_group(v, group, warp_sums); };
-        Pack<T, V> rx[ITEMS];
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) rx[i] = r[i].of[0];
-        moments_in(m) = moments_in_registers(rx, packs, loose >= 0, loose_values.of[0], n, lane, group, warp_sums);
-        if constexpr (OPERANDS == 2) {
-            const auto deviation = [&](A value) { return (value - m.x.hi) - m.x.lo; };
-            A g_mean = loose_values.of[1] * share, co = loose >= 0 ? deviation(loose_values.of[0]) * loose_values.of[1] : A(0);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                keep_packed(r[i]);
-                if (lane + i * group < packs) {
-                    A pack_g = 0, pack_co = 0;  // sums of sums, as in moments_in_registers
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        const Values<T, OPERANDS> values = values_at(r[i], j);
-                        pack_g += values.of[1] * share;
-                        pack_co += deviation(values.of[0]) * values.of[1];
-                    }
-                    g_mean += pack_g;
-                    co += pack_co;
-                }
-            }
-            m.g = across(g_mean);
-            m.co = across(co);
-        }
-    }
+    };
+    __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
+    int row = 0;
+    const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) {
+        add_across_group(v, group, warp_sums + row);
+        row += OPERANDS;
+    });
     const Result<T, OPERANDS> result(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if constexpr (ITEMS > 2) keep_packed(r[i]);
         if (lane + i * group < packs) store_streaming(y + span.head + (lane + i * group) * V, result(r[i]));
     }
-    if (loose >= 0) y[loose] = result(loose_values);
+    if (loose >= 0) store_streaming(y + loose, result(loose_place));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -645,28 +556,17 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
         Pack<T, V> out;
 #pragma unroll
         for (int s = 0; s < V; s += N) {
-            Statistics<T, OPERANDS> m;
-            Moments<A>& moments = moments_in(m);
-            A mean = 0, rest = 0;
+            Place<T, N, OPERANDS> slice;
 #pragma unroll
-            for (int i = s; i < s + N; ++i) {
-                const Values<T, OPERANDS> at = values_at(places[p], i);
-                mean += at.of[0] * (A(1) / N);
-                if constexpr (OPERANDS == 2) m.g += at.of[1] * (A(1) / N);
+            for (int i = 0; i < N; ++i) {
+#pragma unroll
+                for (int o = 0; o < OPERANDS; ++o) slice.of[o].value[i] = places[p].of[o].value[s + i];
             }
+            const auto m = statistics_of_slice<T, OPERANDS>(
+                to_acc(slice.of[0].value[0]), N, [&](auto take) { take(slice); }, [](auto&) {});
+            const Pack<T, N> normed = Result<T, OPERANDS>(m, A(N), eps)(slice);
 #pragma unroll
-            for (int i = s; i < s + N; ++i) {
-                const Values<T, OPERANDS> at = values_at(places[p], i);
-                const A deviation = at.of[0] - mean;
-                rest += deviation;
-                moments.m2 += deviation * deviation;
-                if constexpr (OPERANDS == 2) m.co += deviation * (at.of[1] - m.g);
-            }
-            moments.hi = mean;
-            moments.lo = isinf(moments.m2) ? A(0) : rest * (A(1) / N);
-            const Result<T, OPERANDS> result(m, A(N), eps);
-#pragma unroll
-            for (int i = s; i < s + N; ++i) out.value[i] = result(values_at(places[p], i));
+            for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
         if (begin + V <= values) {
             store_streaming(y + begin, out);
@@ -687,23 +587,6 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 constexpr int kTileBlock = 256;
 constexpr int kTileBytes = 36 * 1024;  // at most; six blocks' are a multiprocessor's
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
-
-template <typename T> __device__ __forceinline__ Pack<T, kWord<T>> load_word(const T* p) {
-    Pack<T, kWord<T>> word;
-    if constexpr (sizeof(T) < 4) {
-        *reinterpret_cast<uint32_t*>(&word) = *reinterpret_cast<const uint32_t*>(p);
-    } else {
-        word.value[0] = *p;
-    }
-    return word;
-}
-template <typename T> __device__ __forceinline__ void store_word(T* p, const Pack<T, kWord<T>>& word) {
-    if constexpr (sizeof(T) < 4) {
-        *reinterpret_cast<uint32_t*>(p) = *reinterpret_cast<const uint32_t*>(&word);
-    } else {
-        *p = word.value[0];
-    }
-}
 
 // 16 bytes into shared memory, under way until wait_for_copies.
 __device__ __forceinline__ void begin_copy(void* shared, const void* global) {
@@ -751,7 +634,6 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     wait_for_copies();
     __syncthreads();
 
-    const A share = reciprocal(A(n));
     const int own = threadIdx.x / group, lane = threadIdx.x % group, step = group * W;
     for (int s = own; s - own < here; s += kTileBlock / group) {
         // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
@@ -762,54 +644,18 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
         const int loose = exists && W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : words_end) : -1;
         const auto each = [&](auto take) {
 #pragma unroll 4
-            for (int i = words_begin + lane * W; i < words_end; i += step) {
-                Place<T, W, OPERANDS> place;
-                place.of[0] = load_word(tile + i);
-                if constexpr (OPERANDS == 2) place.of[1] = load_word(g_tile + i);
-#pragma unroll
-                for (int j = 0; j < W; ++j) take(values_at(place, j));
-            }
-            if (loose >= 0) take(load_values<OPERANDS>(tile, g_tile, loose));
+            for (int i = words_begin + lane * W; i < words_end; i += step) take(load_place<W, OPERANDS>(tile, g_tile, i));
+            if (loose >= 0) take(load_place<1, OPERANDS>(tile, g_tile, loose));
         };
-        Statistics<T, OPERANDS> m;
-        if constexpr (sizeof(T) == 2) {
-            const float anchor = exists ? to_acc(tile[begin]) : 0.0f;
-            AnchoredSums<OPERANDS> sums;
-            each([&](const Values<T, OPERANDS>& values) { sums.add(values, anchor, share); });
-            m = sums.template total<T>(anchor, n, [=](auto& v) { add_across_lanes(v, group); });
-        } else {
-            A means[OPERANDS] = {}, sums[OPERANDS + 1] = {};  // of x and g; of what the mean's rounding left, squares, products
-            each([&](const Values<T, OPERANDS>& values) {
-#pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) means[o] += values.of[o] * share;
-            });
-            add_across_lanes(means, group);
-            each([&](const Values<T, OPERANDS>& values) {
-                const A deviation = values.of[0] - means[0];
-                sums[0] += deviation;
-                sums[1] += deviation * deviation;
-                if constexpr (OPERANDS == 2) sums[2] += deviation * values.of[1];
-            });
-            add_across_lanes(sums, group);
-            Moments<A>& moments = moments_in(m);
-            moments.hi = means[0];
-            moments.m2 = sums[1];
-            moments.lo = isinf(sums[1]) ? A(0) : sums[0] * share;
-            if constexpr (OPERANDS == 2) {
-                m.g = means[1];
-                m.co = sums[2] - moments.lo * means[1] * n;
-            }
-        }
+        const A anchor = sizeof(T) == 2 && exists ? to_acc(tile[begin]) : A(0);
+        const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) { add_across_lanes(v, group); });
         const Result<T, OPERANDS> result(m, A(n), eps);
         if (exists) {
 #pragma unroll 4
             for (int i = words_begin + lane * W; i < words_end; i += step) {
-                Place<T, W, OPERANDS> place;
-                place.of[0] = load_word(tile + i);
-                if constexpr (OPERANDS == 2) place.of[1] = load_word(g_tile + i);
-                store_word(tile + i, result(place));
+                store_streaming(tile + i, result(load_place<W, OPERANDS>(tile, g_tile, i)));
             }
-            if (loose >= 0) tile[loose] = result(load_values<OPERANDS>(tile, g_tile, loose));
+            if (loose >= 0) store_streaming(tile + loose, result(load_place<1, OPERANDS>(tile, g_tile, loose)));
         }
     }
     __syncthreads();
@@ -823,8 +669,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes a slice when it has room for one, and each of its blocks a contiguous part of the slice, in chunks of
-// 14 KiB. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
+// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
 // The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in turn,
 // so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at once,
 // and leaves the others where they are until the slice's statistics are complete. Blocks tell each other their parts' moments by st.async,
@@ -843,11 +688,12 @@ constexpr int kClusterSharedBytes = kRingSharedBytes + 3072;
 static_assert(kClusterSharedBytes <= 227 * 1024, "the ring, its barriers and inboxes are one block's shared memory on sm_90");
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
+static_assert(kTeam >= 128, "a thread for each loose value of two bytes");
 static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
 // The producer is at most kRingStages chunks ahead of the team that gathers, which is at most two slices ahead of the last one that every
 // block has gathered, and so has heard of.
-static_assert(kMaxGroup * kRegisterItems * 16 > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
+static_assert(kMostInRegisters<float, 2> > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
 
 // --- shared: cluster (home: kernels/instance_norm.py) ---
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -919,24 +765,25 @@ __device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>
 }
 #endif
 
-// A block's part of a slice, counted in packs of one operand; parts are whole 128-byte lines but for the last.
-template <typename T, int OPERANDS> struct Part {
-    static constexpr int kChunkPacks = kChunkBytes / 16 / OPERANDS;
-    int packs, chunks;
+// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the slice
+// together. Chunks are whole 128-byte lines but for the last.
+template <typename T> struct Part {
+    int chunk_packs, stride, packs, chunks;  // packs: from the part's first one to the slice's end
     int64_t first_value;  // of the part's first pack, in the tensor
-    __device__ __forceinline__ Part(int64_t slice, int n, int rank, int part_packs) {
-        const Span<kPack<T>> span(slice * n, n);
-        packs = min(max(int(span.packs) - rank * part_packs, 0), part_packs);
-        chunks = (packs + kChunkPacks - 1) / kChunkPacks;
-        first_value = slice * n + span.head + int64_t(rank) * part_packs * kPack<T>;
+    __device__ __forceinline__ Part(int64_t slice, int n, int rank, int blocks, int chunk_packs)
+        : chunk_packs(chunk_packs), stride(blocks * chunk_packs) {
+        const Span<T> span(slice * n, n);
+        packs = max(int(span.packs) - rank * chunk_packs, 0);
+        chunks = (packs + stride - 1) / stride;
+        first_value = slice * n + span.head + int64_t(rank) * chunk_packs * kPack<T>;
     }
-    __device__ __forceinline__ int chunk_packs(int c) const { return min(kChunkPacks, packs - c * kChunkPacks); }
-    __device__ __forceinline__ int64_t chunk_value(int c) const { return first_value + int64_t(c) * kChunkPacks * kPack<T>; }
+    __device__ __forceinline__ int packs_of(int c) const { return min(chunk_packs, packs - c * stride); }
+    __device__ __forceinline__ int64_t value_of(int c) const { return first_value + int64_t(c) * stride * kPack<T>; }
 };
 
 template <typename T, int OPERANDS>
 __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int part_packs, float eps, int* taken) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int chunk_packs, float eps, int* taken) {
 #if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     using S = Statistics<T, OPERANDS>;
     constexpr int V = kPack<T>, kPlaces = kHeldPacks / OPERANDS;  // of a chunk, a thread
@@ -979,14 +826,14 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
                 // The first block asks for the next slice while it loads this one, then tells all.
                 const int next = rank > 0 || taken == nullptr ? slices : clusters + atomicAdd(taken, 1);
-                const Part<T, OPERANDS> part(slice, n, rank, part_packs);
+                const Part<T> part(slice, n, rank, blocks, chunk_packs);
                 for (int c = 0; c < part.chunks; ++c, advance(stage, phase)) {
-                    const int bytes = part.chunk_packs(c) * 16;
+                    const int bytes = part.packs_of(c) * 16;
                     unsigned char* to = ring + stage * kChunkBytes;
                     mbarrier_wait(&empty[stage], phase ^ 1);
                     mbarrier_expect_bytes(&full[stage], OPERANDS * bytes);
-                    bulk_load(to, x + part.chunk_value(c), bytes, &full[stage]);
-                    if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.chunk_value(c), bytes, &full[stage]);
+                    bulk_load(to, x + part.value_of(c), bytes, &full[stage]);
+                    if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.value_of(c), bytes, &full[stage]);
                 }
                 const int q = round % kQueue;
                 if (blocks == 1) {
@@ -1005,14 +852,13 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
         };
         int round = 0;
         for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
-            const Part<T, OPERANDS> part(slice, n, rank, part_packs);
+            const Part<T> part(slice, n, rank, blocks, chunk_packs);
             if ((round & 1) != team) {  // the other team's
                 for (int c = 0; c < part.chunks; ++c) advance(stage, phase);
                 continue;
             }
-            // Place k of this thread is pack k * kTeam + tid of the part, as long as k < mine.
-            const int mine = (part.packs - tid + kTeam - 1) / kTeam;
-            T* const gy = y + part.first_value + tid * V;
+            // Place i of a chunk is pack i * kTeam + tid of it: a thread has this many.
+            const auto places_of = [&](int c) { return (part.packs_of(c) - tid + kTeam - 1) / kTeam; };
             const auto my_place = [&](int s, int i) {
                 Place<T, V, OPERANDS> place;
 #pragma unroll
@@ -1022,9 +868,9 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                 }
                 return place;
             };
-            const int64_t loose = rank == 0 ? Span<V>(int64_t(slice) * n, n).loose(tid) : -1;
-            Values<T, OPERANDS> loose_values = {};
-            if (loose >= 0) loose_values = load_values<OPERANDS>(x, g, int64_t(slice) * n + loose);
+            const int64_t loose = rank == 0 ? Span<T>(int64_t(slice) * n, n).loose(tid) : -1;
+            Place<T, 1, OPERANDS> loose_place;
+            if (loose >= 0) loose_place = load_place<1, OPERANDS>(x, g, int64_t(slice) * n + loose);
 
             // A stage's parity tells its last two fillings apart and no more: wait for none before the other team has had all of its own.
             mbarrier_wait(&gathered[team ^ 1], ((round - 1) >> 1) & 1);
@@ -1050,25 +896,26 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
                 if (c < part.chunks) {
+                    const int count = places_of(c);
                     mbarrier_wait(&full[stage], phase);
 #pragma unroll
                     for (int i = 0; i < kPlaces; ++i) {
-                        if (c * kPlaces + i < mine) held[c][i] = my_place(stage, i);
+                        if (i < count) held[c][i] = my_place(stage, i);
                     }
                     leave_stage(stage);
-                    gather(mine - c * kPlaces, [&](int i) { return held[c][i]; });
+                    gather(count, [&](int i) { return held[c][i]; });
                     advance(stage, phase);
                 }
             }
             // The others stay in the ring.
             for (int c = kHeldChunks, s = stage, p = phase; c < part.chunks; ++c, advance(s, p)) {
                 mbarrier_wait(&full[s], p);
-                gather(mine - c * kPlaces, [&](int i) { return my_place(s, i); });
+                gather(places_of(c), [&](int i) { return my_place(s, i); });
             }
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
             S m = gatherer.total();
-            if (loose >= 0) m = merge(m, statistics_of(loose_values));
+            if (loose >= 0) m = merge(m, statistics_of(loose_place));
             m = merge_across_warp(m);
             if (tid % 32 == 0) warp_statistics[team][tid / 32] = m;
             asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory");  // the team alone
@@ -1085,22 +932,21 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             for (int r = 1; r < blocks; ++r) m = merge(m, inbox[team][turn][r]);
             const Result<T, OPERANDS> result(m, float(n), eps);
 
-            if (loose >= 0) y[int64_t(slice) * n + loose] = result(loose_values);
+            if (loose >= 0) store_streaming(y + int64_t(slice) * n + loose, result(loose_place));
+            const auto store = [&](int c, auto place) {
+                const int count = places_of(c);
+                T* const to = y + part.value_of(c) + tid * V;
+#pragma unroll
+                for (int i = 0; i < kPlaces; ++i) {
+                    if (i < count) store_streaming(to + i * (kTeam * V), result(place(i)));
+                }
+            };
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
-#pragma unroll
-                for (int i = 0; i < kPlaces; ++i) {
-                    const int k = c * kPlaces + i;
-                    keep_packed(held[c][i]);
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(held[c][i]));
-                }
+                if (c < part.chunks) store(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
             }
             for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
-#pragma unroll
-                for (int i = 0; i < kPlaces; ++i) {
-                    const int k = c * kPlaces + i;
-                    if (k < mine) store_streaming(gy + k * (kTeam * V), result(my_place(stage, i)));
-                }
+                store(c, [&](int i) { return my_place(stage, i); });
                 leave_stage(stage);
             }
         }
@@ -1110,51 +956,35 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Any slice: it waits nowhere. Two kernels: block (part, slice) leaves the moments of its part in global memory, then merges those of
-// its slice and normalises its part. With one part a slice the second kernel takes the moments itself.
+// Any slice: it waits nowhere. Two kernels: block (part, slice) leaves the statistics of its part, then merges those of its slice and
+// normalises its part. With one part a slice the second kernel takes the statistics itself. Otherwise they lie where the slice's first
+// outputs will be, behind a count of the blocks that have read them: the last to do so writes those outputs too.
+// The second kernel goes backwards: what the first has read last may still be in L2.
 
 constexpr int kStreamBlock = 512;
 
-template <typename T> struct StreamPart {
+template <typename T, int OPERANDS> struct StreamPart {
+    using S = Statistics<T, OPERANDS>;
     static constexpr int V = kPack<T>;
-    int64_t slice, first, packs, loose;  // the first value and the loose one's place, in the tensor
-    __device__ __forceinline__ StreamPart(int64_t n, int64_t part_packs, int parts) {
-        slice = blockIdx.x / parts;
-        const int64_t skipped = int64_t(blockIdx.x % parts) * part_packs;
-        const Span<V> span(slice * n, n);
-        first = slice * n + span.head + skipped * V;
-        packs = min(part_packs, span.packs - skipped);
-        loose = skipped == 0 ? span.loose(threadIdx.x) : -1;
+    int64_t begin, first, end, loose;  // of the slice the first pack's value; of the part packs of the slice; the loose value in the tensor
+    __device__ __forceinline__ StreamPart(int64_t block, int64_t n, int64_t part_packs, int parts) {
+        const int64_t slice = block / parts;
+        const Span<T> span(slice * n, n);
+        begin = slice * n + span.head;
+        first = block % parts * part_packs;
+        end = min(first + part_packs, span.packs);
+        loose = first == 0 ? span.loose(threadIdx.x) : -1;
         if (loose >= 0) loose += slice * n;
+    }
+    __device__ __forceinline__ static int64_t packs_of_statistics(int parts) { return parts > 1 ? 4 + parts * int64_t(sizeof(S) / 16) : 0; }
+    __device__ __forceinline__ int* readers(T* y) const { return reinterpret_cast<int*>(y + begin); }
+    __device__ __forceinline__ S* statistics(T* y) const {
+        return reinterpret_cast<S*>((reinterpret_cast<uintptr_t>(y + begin) + 16 + 63) / 64 * 64);
     }
 };
 
-template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
-    const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T>& part) {
-    constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
-    using S = Statistics<T, OPERANDS>;
+template <typename S> __device__ __forceinline__ S merge_across_block(S m) {
     __shared__ S warp_statistics[kStreamBlock / 32];
-    Gatherer<T, V, OPERANDS, false> gatherer;
-    const auto place_at = [&](int64_t j) {
-        Place<T, V, OPERANDS> place;
-        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.first)[j];
-        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.first)[j];
-        return place;
-    };
-    int64_t j = threadIdx.x;
-#pragma unroll 2
-    for (; j + (kBatch - 1) * kStreamBlock < part.packs; j += kBatch * kStreamBlock) {
-        Place<T, V, OPERANDS> batch[kBatch];
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) batch[b] = place_at(j + b * kStreamBlock);
-        gatherer.add(batch);
-    }
-    for (; j < part.packs; j += kStreamBlock) {
-        const Place<T, V, OPERANDS> last[1] = {place_at(j)};
-        gatherer.add(last);
-    }
-    S m = gatherer.total();
-    if (part.loose >= 0) m = merge(m, statistics_of(load_values<OPERANDS>(x, g, part.loose)));
     m = merge_across_warp(m);
     if (threadIdx.x % 32 == 0) warp_statistics[threadIdx.x / 32] = m;
     __syncthreads();
@@ -1163,31 +993,80 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
     return m;
 }
 
+template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
+    const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T, OPERANDS>& part) {
+    constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
+    Gatherer<T, V, OPERANDS, false> gatherer;
+    const auto place_at = [&](int64_t j) {
+        Place<T, V, OPERANDS> place;
+        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.begin)[j];
+        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.begin)[j];
+        return place;
+    };
+    int64_t j = part.first + threadIdx.x;
+#pragma unroll 2
+    for (; j + (kBatch - 1) * kStreamBlock < part.end; j += kBatch * kStreamBlock) {
+        Place<T, V, OPERANDS> batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) batch[b] = place_at(j + b * kStreamBlock);
+        gatherer.add(batch);
+    }
+    for (; j < part.end; j += kStreamBlock) {
+        const Place<T, V, OPERANDS> last[1] = {place_at(j)};
+        gatherer.add(last);
+    }
+    Statistics<T, OPERANDS> m = gatherer.total();
+    if (part.loose >= 0) m = merge(m, statistics_of(load_place<1, OPERANDS>(x, g, part.loose)));
+    return merge_across_block(m);
+}
+
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) statistics_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n,
-    int64_t part_packs, int parts) {
-    const auto m = statistics_of_block<T, OPERANDS>(x, g, StreamPart<T>(n, part_packs, parts));
-    if (threadIdx.x == 0) statistics[blockIdx.x] = m;
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t n, int64_t part_packs, int parts) {
+    const StreamPart<T, OPERANDS> part(blockIdx.x, n, part_packs, parts);
+    const auto m = statistics_of_block<T, OPERANDS>(x, g, part);
+    if (threadIdx.x == 0) part.statistics(y)[blockIdx.x % parts] = m;
+    if (threadIdx.x == 0 && part.first == 0) *part.readers(y) = 0;
 }
 
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) norm_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y,
-    const Statistics<T, OPERANDS>* __restrict__ statistics, int64_t n, int64_t part_packs, int parts, Acc<T> eps) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t n, int64_t part_packs, int parts, Acc<T> eps) {
     constexpr int V = kPack<T>;
-    const StreamPart<T> part(n, part_packs, parts);
+    const StreamPart<T, OPERANDS> part(gridDim.x - 1 - blockIdx.x, n, part_packs, parts);
+    const int64_t kept = part.packs_of_statistics(parts);
+    __shared__ bool last_reader;
     Statistics<T, OPERANDS> m;
     if (parts == 1) {
         m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
-        m = merge_parts(statistics + part.slice * parts, parts);
+        for (int p = threadIdx.x; p < parts; p += kStreamBlock) m = merge(m, part.statistics(y)[p]);
+        m = merge_across_block(m);
+        if (threadIdx.x == 0) {
+            __threadfence();
+            last_reader = atomicAdd(part.readers(y), 1) == parts - 1;
+            __threadfence();
+        }
+        __syncthreads();
     }
     const Result<T, OPERANDS> result(m, Acc<T>(n), eps);
-    if (part.loose >= 0) y[part.loose] = result(load_values<OPERANDS>(x, g, part.loose));
-    T* gy = y + part.first;
-#pragma unroll 4
-    for (int64_t j = threadIdx.x; j < part.packs; j += kStreamBlock) {
-        store_streaming(gy + j * V, result(load_place<V, OPERANDS>(x, g, part.first + j * V)));
-    }
+    const auto write = [&](int64_t first, int64_t end) {
+        constexpr int kBatch = 4;
+        for (int64_t j = first + threadIdx.x; j < end; j += kBatch * kStreamBlock) {
+            Place<T, V, OPERANDS> batch[kBatch];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int64_t at = j + b * kStreamBlock;
+                if (at < end) batch[b] = load_place<V, OPERANDS>(x, g, part.begin + at * V);
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+                const int64_t at = j + b * kStreamBlock;
+                if (at < end) store_streaming(y + part.begin + at * V, result(batch[b]));
+            }
+        }
+    };
+    write(max(part.first, kept), part.end);
+    if (parts > 1 && last_reader) write(0, kept);
+    if (part.loose >= 0) store_streaming(y + part.loose, result(load_place<1, OPERANDS>(x, g, part.loose)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -1222,9 +1101,9 @@ struct Task {
     Device device;
 };
 
-// Parts of a slice in the two-read kernels: enough blocks for several waves, none under 64 KiB.
+// Parts of a slice in the two-read kernels: enough blocks for several waves, none under 128 KiB.
 static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
-    const int64_t wanted = divide_up(32 * sms, slices), most = slice_bytes / (64 * 1024);
+    const int64_t wanted = divide_up(32 * sms, slices), most = slice_bytes / (128 * 1024);
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
@@ -1232,12 +1111,11 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but side by side they fill 64 bytes.
     constexpr int V = kPack<T>;
     const int n = int(task.n), packs = int(divide_up(n, V));
-    int group = n % V == 0 ? 1 : 32;  // a thread has one loose value at most
-    while (group * kRegisterItems < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
-    const int items = int(divide_up(packs, group));
-    auto kernel = norm_in_registers<T, kRegisterItems, OPERANDS>;
-    if (items <= 2) kernel = norm_in_registers<T, 2, OPERANDS>;
-    kernel<<<unsigned(divide_up(task.slices, kMaxGroup / group)), kMaxGroup, 0, task.stream>>>(
+    int group = task.n * sizeof(T) % 128 == 0 || task.n * sizeof(T) < 128 ? 1 : 128;  // a thread has one loose value at most
+    while (group * kRegisterItems<T, OPERANDS> < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
+    const auto kernel = packs <= kFewItems * group ? norm_in_registers<T, kFewItems, OPERANDS> : norm_in_registers<T, kRegisterItems<T, OPERANDS>, OPERANDS>;
+    const int block = group > kRegisterBlock ? group : kRegisterBlock;
+    kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), group);
     return cudaGetLastError();
 }
@@ -1322,26 +1200,26 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     int* taken = task.slices > clusters ? static_cast<int*>(task.workspace) : nullptr;  // counts the slices beyond each cluster's first
     if (taken != nullptr) error = cudaMemsetAsync(taken, 0, sizeof(int), task.stream);
     if (error != cudaSuccess) return error;
-    const int part_packs = int(divide_up(divide_up(task.n / kPack<T>, blocks), 8) * 8);
+    // Equal chunks, as many for every block.
+    const int64_t packs = task.n / kPack<T>, chunks = divide_up(packs, blocks * (kChunkBytes / 16 / OPERANDS)) * blocks;
+    const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
-        int(task.slices), int(task.n), part_packs, float(task.eps), taken);
+        int(task.slices), int(task.n), chunk_packs, float(task.eps), taken);
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
-    constexpr int V = kPack<T>;
     const T *x = static_cast<const T*>(task.x), *g = static_cast<const T*>(task.g);
-    int parts = task.workspace != nullptr ? stream_parts(task.slices, task.n * sizeof(T), task.device.sms) : 1;
-    const int64_t part_packs = divide_up(divide_up(task.n / V, parts), 8) * 8;
-    parts = int(divide_up(task.n / V, part_packs));
-    auto* statistics = static_cast<Statistics<T, OPERANDS>*>(task.workspace);
+    T* const y = static_cast<T*>(task.y);
+    const int64_t packs = task.n / kPack<T>;
+    const int64_t part_packs = divide_up(divide_up(packs, stream_parts(task.slices, task.n * sizeof(T), task.device.sms)), 8) * 8;
+    const int parts = int(divide_up(packs, part_packs));
     const dim3 grid(unsigned(task.slices * parts));
-    if (parts > 1) statistics_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, statistics, task.n, part_packs, parts);
-    norm_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(
-        x, g, static_cast<T*>(task.y), statistics, task.n, part_packs, parts, Acc<T>(task.eps));
+    if (parts > 1) statistics_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, y, task.n, part_packs, parts);
+    norm_of_parts<T, OPERANDS><<<grid, kStreamBlock, 0, task.stream>>>(x, g, y, task.n, part_packs, parts, Acc<T>(task.eps));
     return cudaGetLastError();
 }
 
-template <typename T, int OPERANDS> static cudaError_t launch(Task task) {
+template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
     if (!aligned_16(task.x, task.y) || !aligned_16(task.g, task.y)) return cudaErrorMisalignedAddress;
     const int64_t bytes = task.n * sizeof(T);
     if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
@@ -1350,24 +1228,20 @@ template <typename T, int OPERANDS> static cudaError_t launch(Task task) {
     int slices, group;
     const bool in_lines = bytes % 128 == 0 || 128 % bytes == 0;
     if (!in_lines && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
-    if (bytes <= kMaxGroup * kRegisterItems * 16) return launch_in_registers<T, OPERANDS>(task);
+    if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
     const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
         bool launched = false;
         const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
         if (launched || error != cudaSuccess) return error;
-        if (blocks > 0) task.workspace = nullptr;  // was for a cluster: the parts are whole slices then
     }
     return launch_two_reads<T, OPERANDS>(task);
 }
 
-// Clusters count the slices they have taken, and slices that are cut into parts leave their statistics.
-template <typename T, int OPERANDS> static int64_t workspace(int64_t slices, int64_t n, const Device& device) {
+// Clusters count the slices they have taken.
+template <typename T, int OPERANDS> static int64_t workspace(int64_t n, const Device& device) {
     const int64_t bytes = n * sizeof(T);
-    if (bytes <= kMaxGroup * kRegisterItems * 16) return 0;
-    if (cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return sizeof(int);
-    const int parts = stream_parts(slices, bytes, device.sms);
-    return parts > 1 ? slices * parts * int64_t(sizeof(Statistics<T, OPERANDS>)) : 0;
+    return bytes > kMostInRegisters<T, OPERANDS> && cluster_blocks_for<T, OPERANDS>(bytes, device) > 0 ? sizeof(int) : 0;
 }
 
 template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
@@ -1382,17 +1256,11 @@ template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
 }
 
 // dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. workspace: instance_norm_workspace bytes, or null if those are none.
-template <int OPERANDS> static int64_t workspace(int dtype, int64_t slices, int64_t n) {
-    Device device;
-    if (current_device(&device) != cudaSuccess) return 0;
-    switch (dtype) {
-        case 0: return workspace<float, OPERANDS>(slices, n, device);
-        case 1: return workspace<double, OPERANDS>(slices, n, device);
-        default: return workspace<__half, OPERANDS>(slices, n, device);
-    }
-}
 extern "C" int64_t instance_norm_workspace(int backward, int dtype, int64_t slices, int64_t n) {
-    return backward ? workspace<2>(dtype, slices, n) : workspace<1>(dtype, slices, n);
+    Device device;
+    if (dtype == 1 || current_device(&device) != cudaSuccess) return 0;
+    if (dtype == 0) return backward ? workspace<float, 2>(n, device) : workspace<float, 1>(n, device);
+    return backward ? workspace<__half, 2>(n, device) : workspace<__half, 1>(n, device);
 }
 extern "C" int instance_norm_forward(
     int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {

@@ -130,6 +130,43 @@ template <typename A> __device__ __forceinline__ Moments<A> merge(const Moments<
     return r;
 }
 
+// Of a single value.
+template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
+    Moments<A> r;
+    r.count = 1;
+    r.hi = value;
+    return r;
+}
+
+template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        Moments<A> other;
+        other.count = __shfl_down_sync(~0u, m.count, offset);
+        other.hi = __shfl_down_sync(~0u, m.hi, offset);
+        other.lo = __shfl_down_sync(~0u, m.lo, offset);
+        other.m2 = __shfl_down_sync(~0u, m.m2, offset);
+        m = merge(m, other);
+    }
+    return m;  // complete in lane 0
+}
+
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
+// --- end shared: moments ---
+
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
@@ -175,42 +212,7 @@ template <typename A> struct Accumulator {
         return r;
     }
 };
-
-// Of a single value.
-template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
-    Moments<A> r;
-    r.count = 1;
-    r.hi = value;
-    return r;
-}
-
-template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Moments<A> other;
-        other.count = __shfl_down_sync(~0u, m.count, offset);
-        other.hi = __shfl_down_sync(~0u, m.hi, offset);
-        other.lo = __shfl_down_sync(~0u, m.lo, offset);
-        other.m2 = __shfl_down_sync(~0u, m.m2, offset);
-        m = merge(m, other);
-    }
-    return m;  // complete in lane 0
-}
-
-template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
-    m.count = __shfl_sync(~0u, m.count, 0);
-    m.hi = __shfl_sync(~0u, m.hi, 0);
-    m.lo = __shfl_sync(~0u, m.lo, 0);
-    m.m2 = __shfl_sync(~0u, m.m2, 0);
-    return m;
-}
-// Of `parts` neighbours in memory; every warp takes them all.
-template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
-    M m;
-    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
-    return in_all_lanes(merge_across_warp(m));
-}
-// --- end shared: moments ---
+// --- end shared: running moments ---
 
 // (h - mean) * rstd, then (that + y) * y
 template <typename A> struct Finish {
@@ -234,7 +236,6 @@ template <typename A> struct Finish {
 constexpr int kRegisterItems = 8;
 constexpr int kMaxGroup = 256;  // threads of a block, whole groups of it
 
-// --- shared: group sum (home: kernels/instance_norm.py) ---
 // The sum over `group` threads, a power of two, that are part of a warp or else whole warps of the block.
 template <typename A> __device__ __forceinline__ A sum_across_group(A v, int group, A* warp_sums) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
@@ -247,9 +248,7 @@ template <typename A> __device__ __forceinline__ A sum_across_group(A v, int gro
     for (int w = 0; w < group / 32; ++w) v += own[w];
     return v;
 }
-// --- end shared: group sum ---
 
-// --- shared: moments in registers (home: kernels/instance_norm.py) ---
 // Of n values that a group holds, `packs` packs and one loose value a thread; in all of its threads. Two sweeps over registers.
 template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ Moments<A> moments_in_registers(
     Pack<T, V> (&r)[ITEMS], int packs, bool has_loose, A loose_value, int n, int lane, int group, A* warp_sums) {
@@ -288,7 +287,6 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
     if (isinf(m.m2)) m.lo = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
     return m;
 }
-// --- end shared: moments in registers ---
 
 template <typename T, int V, int ITEMS>
 __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(

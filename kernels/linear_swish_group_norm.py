@@ -140,6 +140,43 @@ template <typename A> __device__ __forceinline__ Moments<A> merge(const Moments<
     return r;
 }
 
+// Of a single value.
+template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
+    Moments<A> r;
+    r.count = 1;
+    r.hi = value;
+    return r;
+}
+
+template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        Moments<A> other;
+        other.count = __shfl_down_sync(~0u, m.count, offset);
+        other.hi = __shfl_down_sync(~0u, m.hi, offset);
+        other.lo = __shfl_down_sync(~0u, m.lo, offset);
+        other.m2 = __shfl_down_sync(~0u, m.m2, offset);
+        m = merge(m, other);
+    }
+    return m;  // complete in lane 0
+}
+
+template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
+    m.count = __shfl_sync(~0u, m.count, 0);
+    m.hi = __shfl_sync(~0u, m.hi, 0);
+    m.lo = __shfl_sync(~0u, m.lo, 0);
+    m.m2 = __shfl_sync(~0u, m.m2, 0);
+    return m;
+}
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
+// --- end shared: moments ---
+
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
@@ -185,42 +222,7 @@ template <typename A> struct Accumulator {
         return r;
     }
 };
-
-// Of a single value.
-template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) {
-    Moments<A> r;
-    r.count = 1;
-    r.hi = value;
-    return r;
-}
-
-template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Moments<A> other;
-        other.count = __shfl_down_sync(~0u, m.count, offset);
-        other.hi = __shfl_down_sync(~0u, m.hi, offset);
-        other.lo = __shfl_down_sync(~0u, m.lo, offset);
-        other.m2 = __shfl_down_sync(~0u, m.m2, offset);
-        m = merge(m, other);
-    }
-    return m;  // complete in lane 0
-}
-
-template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
-    m.count = __shfl_sync(~0u, m.count, 0);
-    m.hi = __shfl_sync(~0u, m.hi, 0);
-    m.lo = __shfl_sync(~0u, m.lo, 0);
-    m.m2 = __shfl_sync(~0u, m.m2, 0);
-    return m;
-}
-// Of `parts` neighbours in memory; every warp takes them all.
-template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
-    M m;
-    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
-    return in_all_lanes(merge_across_warp(m));
-}
-// --- end shared: moments ---
+// --- end shared: running moments ---
 
 // --- shared: sigmoid (home: kernels/linear_swish_group_norm.py) ---
 // 1 / (1 + exp(-v)) to two or three ulps; 0 and 1 at the infinities.
