@@ -290,74 +290,6 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
 }
 // --- end shared: moments in registers ---
 
-template <typename T, int V, int ITEMS>
-__global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
-    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, Acc<T> eps, int group) {
-    using A = Acc<T>;
-    __shared__ A warp_sums[kMaxGroup / 32];
-    const int64_t row = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
-
-    Pack<T, V> r[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) r[i] = load_streaming<T, V>(h + row * n + int64_t(lane + i * group) * V);
-    }
-    const Moments<A> m = moments_in_registers(r, packs, false, A(0), n, lane, group, warp_sums);
-    const Finish<A> finish(m, A(n), eps);
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int64_t at = row * n + int64_t(lane + i * group) * V;
-        if (lane + i * group < packs) store_streaming(out + at, finish(r[i], load_streaming<T, V>(y + at)));
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Any row: it waits nowhere. Two kernels: block (part, row) leaves the moments of its part in global memory, then merges those of its row
-// and finishes its part. With one part a row the second kernel takes the moments itself.
-
-constexpr int kStreamBlock = 512;
-
-template <typename T, int V> __device__ __forceinline__ Moments<Acc<T>> moments_of_block(const T* __restrict__ gh, int64_t values) {
-    using A = Acc<T>;
-    __shared__ Moments<A> warp_moments[kStreamBlock / 32];
-    Accumulator<A> accumulator;
-#pragma unroll 4
-    for (int64_t j = threadIdx.x; j < values / V; j += kStreamBlock) accumulator.add(*reinterpret_cast<const Pack<T, V>*>(gh + j * V));
-    Moments<A> m = merge_across_warp(accumulator.template moments<V>());
-    if (threadIdx.x % 32 == 0) warp_moments[threadIdx.x / 32] = m;
-    __syncthreads();
-    m = warp_moments[0];
-    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_moments[w]);
-    return m;
-}
-
-template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) moments_of_parts(
-    const T* __restrict__ h, Moments<Acc<T>>* __restrict__ moments, int64_t n, int64_t part_values, int parts) {
-    const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts, begin = part * part_values;
-    const Moments<Acc<T>> m = moments_of_block<T, V>(h + row * n + begin, min(part_values, n - begin));
-    if (threadIdx.x == 0) moments[blockIdx.x] = m;
-}
-
-template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) finish_parts(
-    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, const Moments<Acc<T>>* __restrict__ moments, int64_t n,
-    int64_t part_values, int parts, Acc<T> eps) {
-    using A = Acc<T>;
-    const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts, begin = part * part_values;
-    const int64_t at = row * n + begin, packs = min(part_values, n - begin) / V;
-    Moments<A> m;
-    if (parts == 1) {
-        m = moments_of_block<T, V>(h + at, n);
-    } else {
-        m = merge_parts(moments + row * parts, parts);
-    }
-    const Finish<A> finish(m, A(n), eps);
-#pragma unroll 4
-    for (int64_t j = threadIdx.x; j < packs; j += kStreamBlock) {
-        store_streaming(out + at + j * V, finish(load_streaming<T, V>(h + at + j * V), load_streaming<T, V>(y + at + j * V)));
-    }
-}
-
 // --- shared: product (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
 // x W^T on fp16 tensor cores, with the accuracy of float32. `x` (m, k), `weight` (n, k), their product (m, n), all row-major.
@@ -392,8 +324,8 @@ struct Product {
     int* flags;  // of each block of kBlockSide^2 outputs, row by row
     int m, n, k;
     bool turned_x, turned_w;  // stored as (k, m), (k, n)
-    __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
-    __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
+    __host__ __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
+    __host__ __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
 
 #ifndef PORTABLE_PRODUCT
@@ -408,9 +340,8 @@ struct Product {
 
 constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
 constexpr int kSplitItems = 8;    // quads a thread holds
-constexpr int kSplitBlock = 256;  // threads; kSplitBlockLong for rows longer than 8192
-constexpr int kSplitBlockLong = 1024;
-constexpr int kLongestRow = kSplitBlockLong * kSplitItems * 4;
+constexpr int kSplitBlock = 256;  // threads
+constexpr int kLongestRow = 32768;
 constexpr float kLargestScale = 0x1p60f;
 constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 
@@ -460,21 +391,16 @@ struct Operand {
     int64_t rows;
 };
 
-// `group` threads, a power of two and whole warps, own a row, which waits in their registers; the first blocks_x blocks have rows of x.
+// `group` threads, a power of two and whole warps of a block of `threads`, split a row of k values: kHeld quads a thread at a time. A longer
+// row is read twice, the second time from its end, which is still in registers. warp_values: for groups of several warps.
 // The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
 // numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
-template <int kPieces>
-__global__ void __launch_bounds__(kSplitBlockLong) split_rows(
-    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-#if defined(ON_HOPPER) || defined(ON_OTHERS)
-    __shared__ float warp_values[4][kSplitBlockLong / 32];
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
-
-    const bool of_x = blockIdx.x < blocks_x;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (blockDim.x / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0;
-    const float* values = (of_x ? x.values : weight.values) + row * k;
-    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
+template <int kPieces, int kHeld>
+__device__ __forceinline__ void split_row(
+    const Operand& operand, int64_t row, int k, int lane, int group, float (*warp_values)[kSplitBlock / 32]) {
+    const int quads = row < operand.rows ? padded_k(k) / 4 : 0, step = group * kHeld;
+    const float* values = operand.values + row * k;
+    __half* pieces = operand.pieces + row * padded_k(k) * kPieces;
     const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
         if (group == 32) return v;
         if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
@@ -485,17 +411,24 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
         return v;
     };
 
-    float4 held[kSplitItems];
+    float4 held[kHeld];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int at = (first + lane + i * group) * 4;
+            held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
+        }
+    };
     uint32_t largest = 0;
+    int first = 0;
+    for (;; first += step) {
+        load(first);
 #pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        const int at = (lane + i * group) * 4;
-        held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        const float4 v = held[i];
-        largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+        for (int i = 0; i < kHeld; ++i) {
+            const float4 v = held[i];
+            largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+        }
+        if (first + step >= quads) break;
     }
     largest = __reduce_max_sync(~0u, largest);
     largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
@@ -512,14 +445,19 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
         if (magnitude < kKept && magnitude > 0) lost += 1;
         if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
     };
+    for (;; load(first)) {
 #pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        if (lane + i * group < quads) {
-            float4 v = held[i];
-            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-            store_pieces<kPieces>(pieces, (lane + i * group) * 4, v);
-            count(v.x), count(v.y), count(v.z), count(v.w);
+        for (int i = 0; i < kHeld; ++i) {
+            const int quad = first + lane + i * group;
+            if (quad < quads) {
+                float4 v = held[i];
+                v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+                store_pieces<kPieces>(pieces, quad * 4, v);
+                count(v.x), count(v.y), count(v.z), count(v.w);
+            }
         }
+        first -= step;
+        if (first < 0) break;
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -535,9 +473,67 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
         result.doubt = kPieces == 2 ? 0x1p14f * lost : 2.0f * lost;
         if (result.unscale > kLargestScale || (kPieces == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
         if (largest == 0) result.doubt = -INFINITY;  // its outputs are 0, whatever the other row is
-        (of_x ? x.scales : weight.scales)[row] = result;
+        operand.scales[row] = result;
     }
+}
+
+// A group owns a row; the first blocks_x blocks have rows of x.
+template <int kPieces>
+__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
+    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    __shared__ float warp_values[4][kSplitBlock / 32];
+    allow_successor();
+    for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
+    const bool of_x = blockIdx.x < blocks_x;
+    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
+    split_row<kPieces, kSplitItems>(of_x ? x : weight, row, k, threadIdx.x % group, group, warp_values);
 #endif
+}
+
+// The rows that split_rows has not split: those of W from first_w on, then those of x from first_x on. The product's idle warps split them
+// while it runs, in this order, a row each that they take by number; who multiplies rows waits until they are there.
+struct Rest {
+    Operand x, weight;
+    int first_x, first_w;  // whole blocks of kBlockSide rows, or all
+    int* progress;         // the next number; then how many rows of each block of W, and of each of x, are there
+};
+
+__device__ __forceinline__ int* progress_of(const Rest& rest, bool of_x, int row) {
+    return rest.progress + 1 + (of_x ? (int(rest.weight.rows) + kBlockSide - 1) / kBlockSide : 0) + row / kBlockSide;
+}
+
+// By a warp. What it writes the copy engine reads: another proxy of memory.
+template <int kPieces, int kHeld> __device__ __forceinline__ void split_rest(const Rest& rest, int k, int lane) {
+    const int of_weight = int(rest.weight.rows) - rest.first_w, count = of_weight + int(rest.x.rows) - rest.first_x;
+    if (count == 0) return;
+    const auto take = [&] { return lane == 0 ? atomicAdd(rest.progress, 1) : 0; };
+    for (int next = take();;) {
+        const int number = __shfl_sync(~0u, next, 0);
+        if (number >= count) return;
+        next = take();  // while this one is split
+        const bool of_x = number >= of_weight;
+        const int row = of_x ? rest.first_x + number - of_weight : rest.first_w + number;
+        split_row<kPieces, kHeld>(of_x ? rest.x : rest.weight, row, k, lane, 32, nullptr);
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(progress_of(rest, of_x, row)) : "memory");
+    }
+}
+
+// By a warp: until `rows` rows of x from `x` on, and `columns` of W from `w` on, are there.
+__device__ __forceinline__ void wait_for_rest(const Rest& rest, int x, int rows, int w, int columns, int lane) {
+    const bool of_x = lane < rows / kBlockSide;
+    const int own = of_x ? x + lane * kBlockSide : w + (lane - rows / kBlockSide) * kBlockSide;
+    const int last = int(of_x ? rest.x.rows : rest.weight.rows);
+    if (lane < (rows + columns) / kBlockSide && own < last && own >= (of_x ? rest.first_x : rest.first_w)) {
+        const int* progress = progress_of(rest, of_x, own);
+        int there;
+        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(progress) : "memory");
+        while (there < min(kBlockSide, last - own));
+    }
+    __syncwarp();
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // PTX, one instruction a wrapper. First what Hopper brought: it is compiled for no other chip.
@@ -629,11 +625,10 @@ WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98, 99, 100)
 
 constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
 constexpr int kProductThreads = (kConsumers + 2) * 128;
-constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
+constexpr int kRegisters = 65536 / 128;   // of a thread of each warpgroup, together
 constexpr int kTileM = kConsumers * 64;
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
 constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
-static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
 // Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
 // bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of
@@ -646,12 +641,19 @@ struct Products {
     template <bool kTurnedA, bool kTurnedB> using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kTurnedA, kTurnedB>;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kStageBytes = kBytesA + kTileN * 128;
+    static constexpr int kRegisters = kPieces == 2 ? 160 : kAccumulators + 48;
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
+
+// Registers of a thread of the last warpgroup: what the others leave. A thread that splits holds some quads in them.
+template <class Kind, class Epilogue> constexpr int kProducerRegisters = kRegisters - Epilogue::kRegisters - kConsumers * Kind::kRegisters;
+template <class Kind, class Epilogue> constexpr bool kSplitsRest = Epilogue::kScaled && !Kind::kTurnedB;
+template <class Kind, class Epilogue> constexpr int kRestItems =
+    kProducerRegisters<Kind, Epilogue> >= 136 ? 24 : kProducerRegisters<Kind, Epilogue> >= 72 ? 8 : 4;
 
 // What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
 template <class Kind, class Epilogue> struct Margins {
@@ -743,7 +745,7 @@ template <int kCount> struct Ring {
 // and have been read from it.
 template <class Kind, class Epilogue>
 __global__ void __launch_bounds__(kProductThreads, 1) multiply(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Rest rest, const Epilogue epilogue) {
 #ifdef ON_HOPPER
     constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs;
     constexpr int kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
@@ -778,12 +780,14 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         if (lane == 0) mbarrier_arrive(bar);
     };
     if (warpgroup == kConsumers + 1) {
-        registers_down<kProducerRegisters>();
-        if (thread == 0) {
-            prefetch_map(&map_a);
-            prefetch_map(&map_b);
+        if constexpr (kProducerRegisters<Kind, Epilogue> > 128) registers_up<kProducerRegisters<Kind, Epilogue>>();
+        else registers_down<kProducerRegisters<Kind, Epilogue>>();
+        if (warp == 0) {
+            if (lane == 0) prefetch_map(&map_a), prefetch_map(&map_b);
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
+                if constexpr (kSplitsRest<Kind, Epilogue>) wait_for_rest(rest, corner.row, kTileM, corner.column, kTileN, lane);
+                if (lane > 0) continue;
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
@@ -792,16 +796,20 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
             }
+        } else if constexpr (kSplitsRest<Kind, Epilogue>) {
+            split_rest<Kind::kPieces, kRestItems<Kind, Epilogue>>(rest, epilogue.product.k, lane);
         }
         __syncwarp();
     } else if (warpgroup == kConsumers) {
-        registers_up<kEpilogueRegisters>();
+        if constexpr (Epilogue::kRegisters > 128) registers_up<Epilogue::kRegisters>();
+        else registers_down<Epilogue::kRegisters>();
         auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
         constexpr int kVectors = Epilogue::kVectors, kRounds = (kTileN + 127) / 128;
         float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
         const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
             const Slab corner = tiles.find(min(tile, tiles.count - 1));
+            if constexpr (kSplitsRest<Kind, Epilogue>) wait_for_rest(rest, corner.row, kTileM, corner.column, kTileN, lane);
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
                 const int own = min(corner.column + thread + i * 128, epilogue.product.n - 1);
@@ -845,7 +853,8 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             }
         }
     } else {
-        registers_up<kConsumerRegisters>();
+        if constexpr (Kind::kRegisters > 128) registers_up<Kind::kRegisters>();
+        else registers_down<Kind::kRegisters>();
         const uint64_t tile_a = tile_descriptor<Kind::kTurnedA>(stages + warpgroup * 64 * 128);
         const uint64_t tile_b = tile_descriptor<Kind::kTurnedB>(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
@@ -1101,7 +1110,8 @@ __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
-    static constexpr int kVectors = 2;
+    static constexpr bool kScaled = true;
+    static constexpr int kVectors = 2, kRegisters = 120;
     Product product;
     float* out;
 
@@ -1146,6 +1156,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
 
+    allow_successor();
     wait_for_predecessor();
 
     const auto finish_block = [&](int row0, int column0) {
@@ -1240,6 +1251,87 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
+#if CUDART_VERSION >= 12000
+// Into L2: whole units of 16 bytes.
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+#endif
+
+template <typename T, int V, int ITEMS>
+__global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
+    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, Acc<T> eps, int group) {
+    using A = Acc<T>;
+    __shared__ A warp_sums[kMaxGroup / 32];
+    const int64_t row = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
+
+#if CUDART_VERSION >= 12000
+    if (V > 1 && lane == 0 && packs > 0) prefetch(y + row * n, n * int(sizeof(T)));
+    wait_for_predecessor();
+#endif
+    Pack<T, V> r[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (lane + i * group < packs) r[i] = load_streaming<T, V>(h + row * n + int64_t(lane + i * group) * V);
+    }
+    const Moments<A> m = moments_in_registers(r, packs, false, A(0), n, lane, group, warp_sums);
+    const Finish<A> finish(m, A(n), eps);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        const int64_t at = row * n + int64_t(lane + i * group) * V;
+        if (lane + i * group < packs) store_streaming(out + at, finish(r[i], load_streaming<T, V>(y + at)));
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// Any row: it waits nowhere. Two kernels: block (part, row) leaves the moments of its part in global memory, then merges those of its row
+// and finishes its part. With one part a row the second kernel takes the moments itself.
+
+constexpr int kStreamBlock = 512;
+
+template <typename T, int V> __device__ __forceinline__ Moments<Acc<T>> moments_of_block(const T* __restrict__ gh, int64_t values) {
+    using A = Acc<T>;
+    __shared__ Moments<A> warp_moments[kStreamBlock / 32];
+    Accumulator<A> accumulator;
+#pragma unroll 4
+    for (int64_t j = threadIdx.x; j < values / V; j += kStreamBlock) accumulator.add(*reinterpret_cast<const Pack<T, V>*>(gh + j * V));
+    Moments<A> m = merge_across_warp(accumulator.template moments<V>());
+    if (threadIdx.x % 32 == 0) warp_moments[threadIdx.x / 32] = m;
+    __syncthreads();
+    m = warp_moments[0];
+    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_moments[w]);
+    return m;
+}
+
+template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) moments_of_parts(
+    const T* __restrict__ h, Moments<Acc<T>>* __restrict__ moments, int64_t n, int64_t part_values, int parts) {
+    const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts, begin = part * part_values;
+    const Moments<Acc<T>> m = moments_of_block<T, V>(h + row * n + begin, min(part_values, n - begin));
+    if (threadIdx.x == 0) moments[blockIdx.x] = m;
+}
+
+template <typename T, int V> __global__ void __launch_bounds__(kStreamBlock, 1) finish_parts(
+    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, const Moments<Acc<T>>* __restrict__ moments, int64_t n,
+    int64_t part_values, int parts, Acc<T> eps) {
+    using A = Acc<T>;
+    const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts, begin = part * part_values;
+    const int64_t at = row * n + begin, packs = min(part_values, n - begin) / V;
+    Moments<A> m;
+    if (parts == 1) {
+        m = moments_of_block<T, V>(h + at, n);
+    } else {
+        m = merge_parts(moments + row * parts, parts);
+    }
+    const Finish<A> finish(m, A(n), eps);
+#pragma unroll 4
+    for (int64_t j = threadIdx.x; j < packs; j += kStreamBlock) {
+        store_streaming(out + at + j * V, finish(load_streaming<T, V>(h + at + j * V), load_streaming<T, V>(y + at + j * V)));
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
 
@@ -1261,78 +1353,6 @@ static bool aligned_16(const void* x, const void* y) { return ((uintptr_t(x) | u
 
 // --- end shared: launching ---
 
-// Parts of a row in the two-read kernels: enough blocks for two waves, none under 64 KiB.
-static int stream_parts(int64_t rows, int64_t row_bytes, int sms) {
-    const int64_t wanted = divide_up(8 * sms, rows), most = row_bytes / (64 * 1024);
-    return int(wanted < most ? wanted : (most > 1 ? most : 1));
-}
-
-template <typename T, int V>
-static cudaError_t launch_in_registers(const T* h, const T* y, T* out, int64_t rows, int n, double eps, cudaStream_t stream) {
-    const int packs = n / V;
-    int group = 1;
-    while (V > 1 && group < 32 && group < packs) group *= 2;
-    while (group < kMaxGroup && group * kRegisterItems < packs) group *= 2;
-    const int items = V > 1 ? int(divide_up(packs, group)) : kRegisterItems;
-    auto kernel = finish_in_registers<T, V, kRegisterItems>;
-    if constexpr (V > 1) {
-        if (items == 1) kernel = finish_in_registers<T, V, 1>;
-        else if (items <= 4) kernel = finish_in_registers<T, V, 4>;
-    }
-    kernel<<<unsigned(divide_up(rows, kMaxGroup / group)), kMaxGroup, 0, stream>>>(h, y, out, rows, n, Acc<T>(eps), group);
-    return cudaGetLastError();
-}
-
-template <typename T, int V>
-static cudaError_t launch_two_reads(
-    const T* h, const T* y, T* out, int64_t rows, int64_t n, double eps, void* workspace, int sms, cudaStream_t stream) {
-    int parts = stream_parts(rows, n * sizeof(T), sms);
-    const int64_t part_values = divide_up(divide_up(n, parts), kPack<T>) * kPack<T>;
-    parts = int(divide_up(n, part_values));
-    auto* moments = static_cast<Moments<Acc<T>>*>(workspace);
-    const dim3 grid(unsigned(rows * parts));
-    if (parts > 1) moments_of_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(h, moments, n, part_values, parts);
-    finish_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(h, y, out, moments, n, part_values, parts, Acc<T>(eps));
-    return cudaGetLastError();
-}
-
-template <typename T>
-static cudaError_t launch(
-    const void* hv, const void* yv, void* outv, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    const T* h = static_cast<const T*>(hv);
-    const T* y = static_cast<const T*>(yv);
-    T* out = static_cast<T*>(outv);
-    Device device;
-    const cudaError_t error = current_device(&device);
-    if (error != cudaSuccess) return error;
-    const int64_t bytes = n * sizeof(T);
-    const bool aligned = aligned_16(h, out) && aligned_16(y, out) && bytes % 16 == 0;
-    if (!aligned && n <= kMaxGroup * kRegisterItems) return launch_in_registers<T, 1>(h, y, out, rows, int(n), eps, stream);
-    if (aligned && bytes <= kMaxGroup * kRegisterItems * 16) {
-        return launch_in_registers<T, kPack<T>>(h, y, out, rows, int(n), eps, stream);
-    }
-    if (aligned) return launch_two_reads<T, kPack<T>>(h, y, out, rows, n, eps, workspace, device.sms, stream);
-    return launch_two_reads<T, 1>(h, y, out, rows, n, eps, workspace, device.sms, stream);
-}
-
-// h, y, out: `rows` contiguous rows of `n` values. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16.
-// workspace: row_norm_residual_workspace bytes.
-extern "C" int64_t row_norm_residual_workspace(int64_t rows, int64_t row_bytes) {
-    Device device;
-    if (current_device(&device) != cudaSuccess) return 0;
-    return rows * stream_parts(rows, row_bytes, device.sms) * int64_t(sizeof(Moments<double>));
-}
-extern "C" int row_norm_residual_forward(
-    int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    switch (dtype) {
-        case 0: return launch<float>(h, y, out, rows, n, eps, workspace, stream);
-        case 1: return launch<double>(h, y, out, rows, n, eps, workspace, stream);
-        case 2: return launch<__half>(h, y, out, rows, n, eps, workspace, stream);
-        default: return launch<__nv_bfloat16>(h, y, out, rows, n, eps, workspace, stream);
-    }
-}
-extern "C" const char* row_norm_residual_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
-
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
 // A frozen weight is pieces_w and scales_w of its own.
@@ -1348,7 +1368,8 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
     ProductWorkspace w;
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
-    w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    const int64_t down = divide_up(m, kBlockSide), across = divide_up(n, kBlockSide);
+    w.flags = whole_lines((down * across + 1 + down + across) * sizeof(int));  // and a Rest's progress
     w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_w = whole_lines(n * sizeof(RowScale));
     return w;
@@ -1357,10 +1378,9 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
 template <int kPieces>
 static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
     int group = 32;
-    while (group * kSplitItems * 4 < padded_k(k)) group *= 2;
-    const int block = group <= kSplitBlock ? kSplitBlock : kSplitBlockLong;
-    const int64_t blocks_x = divide_up(x.rows, block / group), blocks_w = divide_up(weight.rows, block / group);
-    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), block, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
+    while (group < kSplitBlock && group * kSplitItems * 4 < padded_k(k)) group *= 2;
+    const int64_t blocks_x = divide_up(x.rows, kSplitBlock / group), blocks_w = divide_up(weight.rows, kSplitBlock / group);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
     return cudaGetLastError();
 }
 
@@ -1410,14 +1430,15 @@ static int lines_to_promote(const Product& product, int64_t tiles, bool exact, c
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
 template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
-    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
+    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream,
+    const Rest& rest = {}) {
     const Product& product = epilogue.product;
     const auto kernel = multiply<Kind, Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
     return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
-        map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
+        map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), rest, epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
@@ -1427,11 +1448,12 @@ template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& ep
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
 template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
-    const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
+    const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream,
+    const Rest& rest = {}) {
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
-    return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
+    return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream, rest);
 }
 
 template <class Epilogue>
@@ -1458,6 +1480,17 @@ static Loop loop_of_device() {
     return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
 }
 
+// How many rows are split before the product begins: what its first tiles need, and what its idle warps would not have ready in time. With
+// few columns a band of x's rows is multiplied sooner than the next is split, with few rows so is W.
+static Rest rest_of_split(const Operand& x, const Operand& w, int* progress) {
+    constexpr int64_t kFirst = kBand * kTileM, kEnough = 1024;
+    const int64_t n = w.rows > 0 ? w.rows : kEnough;
+    Rest rest = {x, w, int(x.rows), int(w.rows), progress};
+    if (n >= kEnough && x.rows > kFirst) rest.first_x = kFirst;
+    if (x.rows >= kEnough && x.rows <= kFirst) rest.first_w = int(w.rows / 2 / kBlockSide * kBlockSide);
+    return rest;
+}
+
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
 static cudaError_t launch_product(
@@ -1471,11 +1504,17 @@ static cudaError_t launch_product(
                        frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
+    Operand first_x = x, first_w = w;
+    Rest rest = {};
+    if (on_hopper) {
+        rest = rest_of_split(x, w, product.flags + product.blocks());
+        first_x.rows = rest.first_x, first_w.rows = rest.first_w;
+    }
+    cudaError_t error = launch_split<Kind::kPieces>(first_x, first_w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
-    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream, rest);
     else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
@@ -1521,6 +1560,84 @@ extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf3
 #endif
 }
 // --- end shared: product launchers ---
+
+// Parts of a row in the two-read kernels: enough blocks for two waves, none under 64 KiB.
+static int stream_parts(int64_t rows, int64_t row_bytes, int sms) {
+    const int64_t wanted = divide_up(8 * sms, rows), most = row_bytes / (64 * 1024);
+    return int(wanted < most ? wanted : (most > 1 ? most : 1));
+}
+
+template <typename T, int V>
+static cudaError_t launch_in_registers(
+    const T* h, const T* y, T* out, int64_t rows, int n, double eps, const Device& device, cudaStream_t stream) {
+    const int packs = n / V;
+    int group = 1;
+    while (V > 1 && group < 32 && group < packs) group *= 2;
+    while (group < kMaxGroup && group * kRegisterItems < packs) group *= 2;
+    const int items = V > 1 ? int(divide_up(packs, group)) : kRegisterItems;
+    auto kernel = finish_in_registers<T, V, kRegisterItems>;
+    if constexpr (V > 1) {
+        if (items == 1) kernel = finish_in_registers<T, V, 1>;
+        else if (items <= 4) kernel = finish_in_registers<T, V, 4>;
+    }
+    const int64_t blocks = divide_up(rows, kMaxGroup / group);
+#if CUDART_VERSION >= 12000
+    return launch_early(kernel, blocks, kMaxGroup, 0, device, stream, h, y, out, rows, n, Acc<T>(eps), group);
+#else
+    kernel<<<unsigned(blocks), kMaxGroup, 0, stream>>>(h, y, out, rows, n, Acc<T>(eps), group);
+    return cudaGetLastError();
+#endif
+}
+
+template <typename T, int V>
+static cudaError_t launch_two_reads(
+    const T* h, const T* y, T* out, int64_t rows, int64_t n, double eps, void* workspace, int sms, cudaStream_t stream) {
+    int parts = stream_parts(rows, n * sizeof(T), sms);
+    const int64_t part_values = divide_up(divide_up(n, parts), kPack<T>) * kPack<T>;
+    parts = int(divide_up(n, part_values));
+    auto* moments = static_cast<Moments<Acc<T>>*>(workspace);
+    const dim3 grid(unsigned(rows * parts));
+    if (parts > 1) moments_of_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(h, moments, n, part_values, parts);
+    finish_parts<T, V><<<grid, kStreamBlock, 0, stream>>>(h, y, out, moments, n, part_values, parts, Acc<T>(eps));
+    return cudaGetLastError();
+}
+
+template <typename T>
+static cudaError_t launch(
+    const void* hv, const void* yv, void* outv, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    const T* h = static_cast<const T*>(hv);
+    const T* y = static_cast<const T*>(yv);
+    T* out = static_cast<T*>(outv);
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const int64_t bytes = n * sizeof(T);
+    const bool aligned = aligned_16(h, out) && aligned_16(y, out) && bytes % 16 == 0;
+    if (!aligned && n <= kMaxGroup * kRegisterItems) return launch_in_registers<T, 1>(h, y, out, rows, int(n), eps, device, stream);
+    if (aligned && bytes <= kMaxGroup * kRegisterItems * 16) {
+        return launch_in_registers<T, kPack<T>>(h, y, out, rows, int(n), eps, device, stream);
+    }
+    if (aligned) return launch_two_reads<T, kPack<T>>(h, y, out, rows, n, eps, workspace, device.sms, stream);
+    return launch_two_reads<T, 1>(h, y, out, rows, n, eps, workspace, device.sms, stream);
+}
+
+// h, y, out: `rows` contiguous rows of `n` values. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16.
+// workspace: row_norm_residual_workspace bytes.
+extern "C" int64_t row_norm_residual_workspace(int64_t rows, int64_t row_bytes) {
+    Device device;
+    if (current_device(&device) != cudaSuccess) return 0;
+    return rows * stream_parts(rows, row_bytes, device.sms) * int64_t(sizeof(Moments<double>));
+}
+extern "C" int row_norm_residual_forward(
+    int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    switch (dtype) {
+        case 0: return launch<float>(h, y, out, rows, n, eps, workspace, stream);
+        case 1: return launch<double>(h, y, out, rows, n, eps, workspace, stream);
+        case 2: return launch<__half>(h, y, out, rows, n, eps, workspace, stream);
+        default: return launch<__nv_bfloat16>(h, y, out, rows, n, eps, workspace, stream);
+    }
+}
+extern "C" const char* row_norm_residual_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
 // h = x W^T + bias: x (m, k) and weight (n, k) 16-byte aligned. recorded: a norm's gradient will be taken at h. What the tensor cores

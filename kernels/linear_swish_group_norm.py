@@ -1466,6 +1466,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
 
+    allow_successor();
     wait_for_predecessor();
 
     const auto finish_block = [&](int row0, int column0) {
