@@ -324,8 +324,8 @@ struct Product {
     int* flags;  // of each block of kBlockSide^2 outputs, row by row
     int m, n, k;
     bool turned_x, turned_w;  // stored as (k, m), (k, n)
-    __host__ __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
-    __host__ __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
+    __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
+    __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
 
 #ifndef PORTABLE_PRODUCT
@@ -391,16 +391,23 @@ struct Operand {
     int64_t rows;
 };
 
-// `group` threads, a power of two and whole warps of a block of `threads`, split a row of k values: kHeld quads a thread at a time. A longer
-// row is read twice, the second time from its end, which is still in registers. warp_values: for groups of several warps.
+// `group` threads, a power of two and whole warps, own a row; the first blocks_x blocks have rows of x. What does not fit their registers is
+// read twice, the second time from the end, which is still there.
 // The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
 // numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
-template <int kPieces, int kHeld>
-__device__ __forceinline__ void split_row(
-    const Operand& operand, int64_t row, int k, int lane, int group, float (*warp_values)[kSplitBlock / 32]) {
-    const int quads = row < operand.rows ? padded_k(k) / 4 : 0, step = group * kHeld;
-    const float* values = operand.values + row * k;
-    __half* pieces = operand.pieces + row * padded_k(k) * kPieces;
+template <int kPieces>
+__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
+    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    __shared__ float warp_values[4][kSplitBlock / 32];
+    allow_successor();
+    for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
+
+    const bool of_x = blockIdx.x < blocks_x;
+    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
+    const float* values = (of_x ? x.values : weight.values) + row * k;
+    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
     const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
         if (group == 32) return v;
         if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
@@ -411,12 +418,12 @@ __device__ __forceinline__ void split_row(
         return v;
     };
 
-    float4 held[kHeld];
+    float4 held[kSplitItems];
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
+        for (int i = 0; i < kSplitItems; ++i) {
             const int at = (first + lane + i * group) * 4;
-            held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
+            held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
         }
     };
     uint32_t largest = 0;
@@ -424,7 +431,7 @@ __device__ __forceinline__ void split_row(
     for (;; first += step) {
         load(first);
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
+        for (int i = 0; i < kSplitItems; ++i) {
             const float4 v = held[i];
             largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
         }
@@ -447,7 +454,7 @@ __device__ __forceinline__ void split_row(
     };
     for (;; load(first)) {
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) {
+        for (int i = 0; i < kSplitItems; ++i) {
             const int quad = first + lane + i * group;
             if (quad < quads) {
                 float4 v = held[i];
@@ -473,67 +480,9 @@ __device__ __forceinline__ void split_row(
         result.doubt = kPieces == 2 ? 0x1p14f * lost : 2.0f * lost;
         if (result.unscale > kLargestScale || (kPieces == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
         if (largest == 0) result.doubt = -INFINITY;  // its outputs are 0, whatever the other row is
-        operand.scales[row] = result;
+        (of_x ? x.scales : weight.scales)[row] = result;
     }
-}
-
-// A group owns a row; the first blocks_x blocks have rows of x.
-template <int kPieces>
-__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
-    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-#if defined(ON_HOPPER) || defined(ON_OTHERS)
-    __shared__ float warp_values[4][kSplitBlock / 32];
-    allow_successor();
-    for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
-    const bool of_x = blockIdx.x < blocks_x;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
-    split_row<kPieces, kSplitItems>(of_x ? x : weight, row, k, threadIdx.x % group, group, warp_values);
 #endif
-}
-
-// The rows that split_rows has not split: those of W from first_w on, then those of x from first_x on. The product's idle warps split them
-// while it runs, in this order, a row each that they take by number; who multiplies rows waits until they are there.
-struct Rest {
-    Operand x, weight;
-    int first_x, first_w;  // whole blocks of kBlockSide rows, or all
-    int* progress;         // the next number; then how many rows of each block of W, and of each of x, are there
-};
-
-__device__ __forceinline__ int* progress_of(const Rest& rest, bool of_x, int row) {
-    return rest.progress + 1 + (of_x ? (int(rest.weight.rows) + kBlockSide - 1) / kBlockSide : 0) + row / kBlockSide;
-}
-
-// By a warp. What it writes the copy engine reads: another proxy of memory.
-template <int kPieces, int kHeld> __device__ __forceinline__ void split_rest(const Rest& rest, int k, int lane) {
-    const int of_weight = int(rest.weight.rows) - rest.first_w, count = of_weight + int(rest.x.rows) - rest.first_x;
-    if (count == 0) return;
-    const auto take = [&] { return lane == 0 ? atomicAdd(rest.progress, 1) : 0; };
-    for (int next = take();;) {
-        const int number = __shfl_sync(~0u, next, 0);
-        if (number >= count) return;
-        next = take();  // while this one is split
-        const bool of_x = number >= of_weight;
-        const int row = of_x ? rest.first_x + number - of_weight : rest.first_w + number;
-        split_row<kPieces, kHeld>(of_x ? rest.x : rest.weight, row, k, lane, 32, nullptr);
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-        __syncwarp();
-        if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(progress_of(rest, of_x, row)) : "memory");
-    }
-}
-
-// By a warp: until `rows` rows of x from `x` on, and `columns` of W from `w` on, are there.
-__device__ __forceinline__ void wait_for_rest(const Rest& rest, int x, int rows, int w, int columns, int lane) {
-    const bool of_x = lane < rows / kBlockSide;
-    const int own = of_x ? x + lane * kBlockSide : w + (lane - rows / kBlockSide) * kBlockSide;
-    const int last = int(of_x ? rest.x.rows : rest.weight.rows);
-    if (lane < (rows + columns) / kBlockSide && own < last && own >= (of_x ? rest.first_x : rest.first_w)) {
-        const int* progress = progress_of(rest, of_x, own);
-        int there;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(progress) : "memory");
-        while (there < min(kBlockSide, last - own));
-    }
-    __syncwarp();
-    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // PTX, one instruction a wrapper. First what Hopper brought: it is compiled for no other chip.
@@ -600,60 +549,54 @@ template <bool kTurned> __device__ __forceinline__ uint64_t tile_descriptor(uint
                    : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b from shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F96(d) F64(d), F16(d, 64), F16(d, 80)
-#define P64                                                                                                                         \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"     \
-    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P96                                                                                                                         \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep, turn_a, turn_b)                                                                     \
+#define WGMMA(T, TYPE)                                                                                                              \
     template <bool kTurnedA, bool kTurnedB>                                                                                         \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                                 \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #ikeep ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                   \
-                     : F(d) : "l"(a), "l"(b), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                   \
+    __device__ __forceinline__ void wgmma(T, float (&d)[64], uint64_t a, uint64_t b, int keep) {                                    \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE      \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+                     "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"   \
+                     "%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"                                                   \
+                     : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                                \
+                     : "l"(a), "l"(b), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                          \
     }
-WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66, 67, 68)
-WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98, 99, 100)
-WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98, 99, 100)
+WGMMA(__half, "f16")
+WGMMA(__nv_bfloat16, "bf16")
 
 // The main loop.
 
-constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
-constexpr int kProductThreads = (kConsumers + 2) * 128;
-constexpr int kRegisters = 65536 / 128;   // of a thread of each warpgroup, together
+constexpr int kConsumers = 2;  // warpgroups that multiply; then those of the epilogue, and one of which a thread is the producer
+constexpr int kProducerRegisters = 24;
 constexpr int kTileM = kConsumers * 64;
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
 constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
 
 // Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
 // bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of
-// lines; kSlots: of that of slabs that are summed up.
-template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, bool kTurnedA_ = false, bool kTurnedB_ = false>
+// lines; kSlots: of that of slabs that are summed up. kFinishers: warpgroups of the epilogue, which take slabs in turns.
+template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, int kFinishers_ = 1, bool kTurnedA_ = false,
+          bool kTurnedB_ = false>
 struct Products {
     using Value = Value_;
-    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kFinishers = kFinishers_;
     static constexpr bool kTurnedA = kTurnedA_, kTurnedB = kTurnedB_;
-    template <bool kTurnedA, bool kTurnedB> using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kTurnedA, kTurnedB>;
+    template <bool kTurnedA, bool kTurnedB>
+    using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kFinishers, kTurnedA, kTurnedB>;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kStageBytes = kBytesA + kTileN * 128;
-    static constexpr int kRegisters = kPieces == 2 ? 160 : kAccumulators + 48;
+    static constexpr int kThreads = (kConsumers + kFinishers + 1) * 128, kRegisters = 65536 / kThreads / 8 * 8;  // a thread's at first
+    static constexpr int kConsumerRegisters = kFinishers == 1 ? 168 : 104, kFinisherRegisters = kFinishers == 1 ? 152 : 120;
+    static_assert(kProducerRegisters + kFinishers * kFinisherRegisters + kConsumers * kConsumerRegisters <= kThreads / 128 * kRegisters,
+                  "those of a block");
+    static_assert(kConsumers * kSlabs % kFinishers == 0, "a finisher's slots of a tile are those of the one before, further on");
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
-
-// Registers of a thread of the last warpgroup: what the others leave. A thread that splits holds some quads in them.
-template <class Kind, class Epilogue> constexpr int kProducerRegisters = kRegisters - Epilogue::kRegisters - kConsumers * Kind::kRegisters;
-template <class Kind, class Epilogue> constexpr bool kSplitsRest = Epilogue::kScaled && !Kind::kTurnedB;
-template <class Kind, class Epilogue> constexpr int kRestItems =
-    kProducerRegisters<Kind, Epilogue> >= 136 ? 24 : kProducerRegisters<Kind, Epilogue> >= 72 ? 8 : 4;
 
 // What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
 template <class Kind, class Epilogue> struct Margins {
@@ -739,13 +682,13 @@ template <int kCount> struct Ring {
     }
 };
 
-// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to
-// warpgroup 2, which finishes them while the next tile is multiplied. A thread of warpgroup 3 keeps the ring of stages full. full[s]: the
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to the
+// finishers, who finish them while the next tile is multiplied. A thread of the last warpgroup keeps the ring of stages full. full[s]: the
 // copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a slab's values are in slot s,
 // and have been read from it.
 template <class Kind, class Epilogue>
-__global__ void __launch_bounds__(kProductThreads, 1) multiply(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Rest rest, const Epilogue epilogue) {
+__global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef ON_HOPPER
     constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs;
     constexpr int kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
@@ -779,15 +722,13 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         __syncwarp();
         if (lane == 0) mbarrier_arrive(bar);
     };
-    if (warpgroup == kConsumers + 1) {
-        if constexpr (kProducerRegisters<Kind, Epilogue> > 128) registers_up<kProducerRegisters<Kind, Epilogue>>();
-        else registers_down<kProducerRegisters<Kind, Epilogue>>();
-        if (warp == 0) {
-            if (lane == 0) prefetch_map(&map_a), prefetch_map(&map_b);
+    if (warpgroup == kConsumers + Kind::kFinishers) {
+        registers_down<kProducerRegisters>();
+        if (thread == 0) {
+            prefetch_map(&map_a);
+            prefetch_map(&map_b);
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
-                if constexpr (kSplitsRest<Kind, Epilogue>) wait_for_rest(rest, corner.row, kTileM, corner.column, kTileN, lane);
-                if (lane > 0) continue;
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
@@ -796,48 +737,47 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
             }
-        } else if constexpr (kSplitsRest<Kind, Epilogue>) {
-            split_rest<Kind::kPieces, kRestItems<Kind, Epilogue>>(rest, epilogue.product.k, lane);
         }
         __syncwarp();
-    } else if (warpgroup == kConsumers) {
-        if constexpr (Epilogue::kRegisters > 128) registers_up<Epilogue::kRegisters>();
-        else registers_down<Epilogue::kRegisters>();
+    } else if (warpgroup >= kConsumers) {
+        registers_up<Kind::kFinisherRegisters>();
+        const int finisher = warpgroup - kConsumers, own_thread = threadIdx.x - kConsumers * 128;
         auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
-        constexpr int kVectors = Epilogue::kVectors, kRounds = (kTileN + 127) / 128;
+        constexpr int kVectors = Epilogue::kVectors, kFinisherThreads = Kind::kFinishers * 128;
+        constexpr int kRounds = (kTileN + kFinisherThreads - 1) / kFinisherThreads;
         float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
         const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
             const Slab corner = tiles.find(min(tile, tiles.count - 1));
-            if constexpr (kSplitsRest<Kind, Epilogue>) wait_for_rest(rest, corner.row, kTileM, corner.column, kTileN, lane);
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-                const int own = min(corner.column + thread + i * 128, epilogue.product.n - 1);
+                const int own = min(corner.column + own_thread + i * kFinisherThreads, epilogue.product.n - 1);
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) column[i][q] = epilogue.column(own, q);
                 doubt[i] = epilogue.doubt(own);
             }
-            row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
+            row = epilogue.scale(min(corner.row + own_thread, epilogue.product.m - 1));
         };
         look_ahead(blockIdx.x);
+        slot.advance(finisher);
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-            named_barrier_sync<2, 128>();  // the last tile's margins have been read
+            named_barrier_sync<2, kFinisherThreads>();  // the last tile's margins have been read
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
-                const int own = thread + i * 128;
+                const int own = own_thread + i * kFinisherThreads;
                 if (own >= kTileN) continue;
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
                 if (lane == 0) margins.doubts[own / 32] = doubt[i];
             }
-            margins.rows[thread] = row;
-            named_barrier_sync<2, 128>();
+            if (own_thread < kTileM) margins.rows[own_thread] = row;
+            named_barrier_sync<2, kFinisherThreads>();
             look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
-            for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
+            for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
@@ -853,8 +793,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             }
         }
     } else {
-        if constexpr (Kind::kRegisters > 128) registers_up<Kind::kRegisters>();
-        else registers_down<Kind::kRegisters>();
+        registers_up<Kind::kConsumerRegisters>();
         const uint64_t tile_a = tile_descriptor<Kind::kTurnedA>(stages + warpgroup * 64 * 128);
         const uint64_t tile_b = tile_descriptor<Kind::kTurnedB>(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
@@ -1110,8 +1049,7 @@ __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
-    static constexpr bool kScaled = true;
-    static constexpr int kVectors = 2, kRegisters = 120;
+    static constexpr int kVectors = 2;
     Product product;
     float* out;
 
@@ -1163,15 +1101,20 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
         if (tid == 0) few_count = 0;
         if (tid < kBlockSide) touched[tid] = false;
+        float values[16];  // all on their way at once
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = min(top + i / 4, rows - 1), c = min(left + i % 4, columns - 1);
+            values[i] = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
+        }
         __syncthreads();
         unsigned mine = 0;  // a bit for each of this thread's 4 x 4
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const int r = top + i / 4, c = left + i % 4;
             if (r >= rows || c >= columns) continue;
-            const float value = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
-            h[r][c] = value;
-            if (__float_as_uint(value) == kUncertain) mine |= 1u << i, touched[r] = true;
+            h[r][c] = values[i];
+            if (__float_as_uint(values[i]) == kUncertain) mine |= 1u << i, touched[r] = true;
         }
         if (__syncthreads_count(mine != 0) <= kFew) {
             for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
@@ -1182,13 +1125,16 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
                 const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
                 const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
                 float sum[4] = {};
-#pragma unroll 4
-                for (int first = tid; first < product.k; first += 4 * kRecomputeBlock) {
+                for (int first = tid; first < product.k; first += 16 * kRecomputeBlock) {
+                    float xs[16], ws[16];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
+                    for (int i = 0; i < 16; ++i) {
                         const int k = first + i * kRecomputeBlock;
-                        if (k < product.k) sum[i] = fmaf(x[k * step_x], w[k * step_w], sum[i]);
+                        xs[i] = k < product.k ? x[k * step_x] : 0.0f;
+                        ws[i] = k < product.k ? w[k * step_w] : 0.0f;
                     }
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) sum[i % 4] = fmaf(xs[i], ws[i], sum[i % 4]);
                 }
                 float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
@@ -1368,8 +1314,7 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
     ProductWorkspace w;
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
-    const int64_t down = divide_up(m, kBlockSide), across = divide_up(n, kBlockSide);
-    w.flags = whole_lines((down * across + 1 + down + across) * sizeof(int));  // and a Rest's progress
+    w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
     w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_w = whole_lines(n * sizeof(RowScale));
     return w;
@@ -1430,15 +1375,14 @@ static int lines_to_promote(const Product& product, int64_t tiles, bool exact, c
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
 template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
-    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream,
-    const Rest& rest = {}) {
+    const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
     const auto kernel = multiply<Kind, Epilogue>;
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
-        map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), rest, epilogue);
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
+        map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
@@ -1448,12 +1392,11 @@ template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& ep
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
 template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
-    const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream,
-    const Rest& rest = {}) {
+    const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
-    return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream, rest);
+    return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
 template <class Epilogue>
@@ -1480,17 +1423,6 @@ static Loop loop_of_device() {
     return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
 }
 
-// How many rows are split before the product begins: what its first tiles need, and what its idle warps would not have ready in time. With
-// few columns a band of x's rows is multiplied sooner than the next is split, with few rows so is W.
-static Rest rest_of_split(const Operand& x, const Operand& w, int* progress) {
-    constexpr int64_t kFirst = kBand * kTileM, kEnough = 1024;
-    const int64_t n = w.rows > 0 ? w.rows : kEnough;
-    Rest rest = {x, w, int(x.rows), int(w.rows), progress};
-    if (n >= kEnough && x.rows > kFirst) rest.first_x = kFirst;
-    if (x.rows >= kEnough && x.rows <= kFirst) rest.first_w = int(w.rows / 2 / kBlockSide * kBlockSide);
-    return rest;
-}
-
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
 static cudaError_t launch_product(
@@ -1504,17 +1436,11 @@ static cudaError_t launch_product(
                        frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
-    Operand first_x = x, first_w = w;
-    Rest rest = {};
-    if (on_hopper) {
-        rest = rest_of_split(x, w, product.flags + product.blocks());
-        first_x.rows = rest.first_x, first_w.rows = rest.first_w;
-    }
-    cudaError_t error = launch_split<Kind::kPieces>(first_x, first_w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream, rest);
+    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
+    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
     else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
