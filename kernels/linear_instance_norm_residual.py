@@ -400,7 +400,6 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlock / 32];
-    allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
@@ -1197,15 +1196,6 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
-#if CUDART_VERSION >= 12000
-// Into L2: whole units of 16 bytes.
-__device__ __forceinline__ void prefetch(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-#endif
-
 template <typename T, int V, int ITEMS>
 __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
     const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, Acc<T> eps, int group) {
@@ -1215,7 +1205,6 @@ __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
     const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
 
 #if CUDART_VERSION >= 12000
-    if (V > 1 && lane == 0 && packs > 0) prefetch(y + row * n, n * int(sizeof(T)));
     wait_for_predecessor();
 #endif
     Pack<T, V> r[ITEMS];

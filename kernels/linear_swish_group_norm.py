@@ -710,7 +710,6 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlock / 32];
-    allow_successor();
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
