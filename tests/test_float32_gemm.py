@@ -502,16 +502,16 @@ def test_what_cannot_be_frozen(case):
 # ---- the main loop's speed: python tests/test_float32_gemm.py
 
 
-def kernel_ms(call, name: str = "") -> float:
-    """The median over calls of what the kernels whose names hold `name` take, where each call has one."""
+def kernel_ms(call, name: str = "", calls: int = 20) -> float:
+    """What the kernels whose names hold `name` take in a call."""
     call()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(20):
+        for _ in range(calls):
             call()
         torch.cuda.synchronize()
-    times = sorted(event.time_range.elapsed_us() for event in profile.events() if name in event.name)
-    return times[len(times) // 2] / 1000
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in on_device if name in event.name) / calls / 1000
 
 
 @torch.no_grad()
