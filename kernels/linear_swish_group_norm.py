@@ -652,9 +652,8 @@ struct Product {
 
 constexpr int kLine = 64;         // fp16 values, 128 bytes. Two pieces: 32 values of hi, then the same 32 of lo. One piece: 64 of hi.
 constexpr int kSplitItems = 8;    // quads a thread holds
-constexpr int kSplitBlock = 256;  // threads; kSplitBlockLong for rows longer than 8192
-constexpr int kSplitBlockLong = 1024;
-constexpr int kLongestRow = kSplitBlockLong * kSplitItems * 4;
+constexpr int kSplitBlock = 256;  // threads
+constexpr int kLongestRow = 32768;
 constexpr float kLargestScale = 0x1p60f;
 constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 
@@ -704,19 +703,20 @@ struct Operand {
     int64_t rows;
 };
 
-// `group` threads, a power of two and whole warps, own a row, which waits in their registers; the first blocks_x blocks have rows of x.
+// `group` threads, a power of two and whole warps, own a row; the first blocks_x blocks have rows of x. What does not fit their registers is
+// read twice, the second time from the end, which is still there.
 // The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
 // numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
 template <int kPieces>
-__global__ void __launch_bounds__(kSplitBlockLong) split_rows(
+__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
-    __shared__ float warp_values[4][kSplitBlockLong / 32];
-    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * blockDim.x) flags[i] = 0;
+    __shared__ float warp_values[4][kSplitBlock / 32];
+    for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (blockDim.x / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0;
+    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
+    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
     const float* values = (of_x ? x.values : weight.values) + row * k;
     __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
     const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
@@ -730,16 +730,23 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
     };
 
     float4 held[kSplitItems];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < kSplitItems; ++i) {
+            const int at = (first + lane + i * group) * 4;
+            held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
+        }
+    };
     uint32_t largest = 0;
+    int first = 0;
+    for (;; first += step) {
+        load(first);
 #pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        const int at = (lane + i * group) * 4;
-        held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        const float4 v = held[i];
-        largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+        for (int i = 0; i < kSplitItems; ++i) {
+            const float4 v = held[i];
+            largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+        }
+        if (first + step >= quads) break;
     }
     largest = __reduce_max_sync(~0u, largest);
     largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
@@ -756,14 +763,19 @@ __global__ void __launch_bounds__(kSplitBlockLong) split_rows(
         if (magnitude < kKept && magnitude > 0) lost += 1;
         if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
     };
+    for (;; load(first)) {
 #pragma unroll
-    for (int i = 0; i < kSplitItems; ++i) {
-        if (lane + i * group < quads) {
-            float4 v = held[i];
-            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-            store_pieces<kPieces>(pieces, (lane + i * group) * 4, v);
-            count(v.x), count(v.y), count(v.z), count(v.w);
+        for (int i = 0; i < kSplitItems; ++i) {
+            const int quad = first + lane + i * group;
+            if (quad < quads) {
+                float4 v = held[i];
+                v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+                store_pieces<kPieces>(pieces, quad * 4, v);
+                count(v.x), count(v.y), count(v.z), count(v.w);
+            }
         }
+        first -= step;
+        if (first < 0) break;
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -848,48 +860,48 @@ template <bool kTurned> __device__ __forceinline__ uint64_t tile_descriptor(uint
                    : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 
-// d = a * b^T + (keep ? d : 0), m64nNk16, a and b from shared memory.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b from shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define F64(d) F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-#define F96(d) F64(d), F16(d, 64), F16(d, 80)
-#define P64                                                                                                                         \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,"     \
-    "%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define P96                                                                                                                         \
-    P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WGMMA(T, TYPE, N, P, F, ia, ib, ikeep, turn_a, turn_b)                                                                     \
+#define WGMMA(T, TYPE)                                                                                                              \
     template <bool kTurnedA, bool kTurnedB>                                                                                         \
-    __device__ __forceinline__ void wgmma(T, float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                                 \
-        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %" #ikeep ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE    \
-                     "." TYPE " {" P "}, %" #ia ", %" #ib ", keep, 1, 1, %" #turn_a ", %" #turn_b ";\n}"                   \
-                     : F(d) : "l"(a), "l"(b), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                   \
+    __device__ __forceinline__ void wgmma(T, float (&d)[64], uint64_t a, uint64_t b, int keep) {                                    \
+        asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE      \
+                     " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"  \
+                     "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"   \
+                     "%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"                                                   \
+                     : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                                \
+                     : "l"(a), "l"(b), "r"(keep), "n"(int(kTurnedA)), "n"(int(kTurnedB)));                                          \
     }
-WGMMA(__half, "f16", 128, P64, F64, 64, 65, 66, 67, 68)
-WGMMA(__half, "f16", 192, P96, F96, 96, 97, 98, 99, 100)
-WGMMA(__nv_bfloat16, "bf16", 192, P96, F96, 96, 97, 98, 99, 100)
+WGMMA(__half, "f16")
+WGMMA(__nv_bfloat16, "bf16")
 
 // The main loop.
 
-constexpr int kConsumers = 2;  // warpgroups that multiply; then one for the epilogue, and one of which a thread is the producer
-constexpr int kProductThreads = (kConsumers + 2) * 128;
-constexpr int kConsumerRegisters = 168, kEpilogueRegisters = 152, kProducerRegisters = 24;
+constexpr int kConsumers = 2;  // warpgroups that multiply; then those of the epilogue, and one of which a thread is the producer
+constexpr int kProducerRegisters = 24;
 constexpr int kTileM = kConsumers * 64;
 constexpr int kBand = 2048 / kTileM;  // rows of tiles that go column by column, so that x's and W's lines meet in L2
 constexpr int kBytesA = kTileM * 128, kSlabBytes = kBlockSide * kBlockSide * 4;
-static_assert((kProducerRegisters + kEpilogueRegisters + kConsumerRegisters * kConsumers) * 128 <= 65536, "an SM's registers");
 
 // Two pieces: three products for one, the sums of some lines at a time added to the main ones. A wider tile takes less of shared memory's
 // bandwidth, a narrower one leaves fewer SMs without a last tile. kTurned: an operand is stored as (k, rows). kStages: of the ring of
-// lines; kSlots: of that of slabs that are summed up.
-template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, bool kTurnedA_ = false, bool kTurnedB_ = false>
+// lines; kSlots: of that of slabs that are summed up. kFinishers: warpgroups of the epilogue, which take slabs in turns.
+template <int kPieces_, int kTileN_, int kStages_, int kSlots_, class Value_ = __half, int kFinishers_ = 1, bool kTurnedA_ = false,
+          bool kTurnedB_ = false>
 struct Products {
     using Value = Value_;
-    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_;
+    static constexpr int kPieces = kPieces_, kTileN = kTileN_, kStages = kStages_, kSlots = kSlots_, kFinishers = kFinishers_;
     static constexpr bool kTurnedA = kTurnedA_, kTurnedB = kTurnedB_;
-    template <bool kTurnedA, bool kTurnedB> using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kTurnedA, kTurnedB>;
+    template <bool kTurnedA, bool kTurnedB>
+    using Turned = Products<kPieces, kTileN, kStages, kSlots, Value, kFinishers, kTurnedA, kTurnedB>;
     static constexpr int kAccumulators = kTileN / 2, kSlabs = kTileN / kBlockSide;  // a warpgroup's
     static constexpr int kStageBytes = kBytesA + kTileN * 128;
+    static constexpr int kThreads = (kConsumers + kFinishers + 1) * 128, kRegisters = 65536 / kThreads / 8 * 8;  // a thread's at first
+    static constexpr int kConsumerRegisters = kFinishers == 1 ? 168 : 104, kFinisherRegisters = kFinishers == 1 ? 152 : 120;
+    static_assert(kProducerRegisters + kFinishers * kFinisherRegisters + kConsumers * kConsumerRegisters <= kThreads / 128 * kRegisters,
+                  "those of a block");
+    static_assert(kConsumers * kSlabs % kFinishers == 0, "a finisher's slots of a tile are those of the one before, further on");
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
@@ -981,12 +993,12 @@ template <int kCount> struct Ring {
     }
 };
 
-// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to
-// warpgroup 2, which finishes them while the next tile is multiplied. A thread of warpgroup 3 keeps the ring of stages full. full[s]: the
+// A block takes every so-many-th tile of C. Warpgroups 0 and 1 own its upper and lower half, and leave their sums, slab by slab, to the
+// finishers, who finish them while the next tile is multiplied. A thread of the last warpgroup keeps the ring of stages full. full[s]: the
 // copy engine has brought stage s. empty[s]: every warp that reads it is done with it. ready[s], taken[s]: a slab's values are in slot s,
 // and have been read from it.
 template <class Kind, class Epilogue>
-__global__ void __launch_bounds__(kProductThreads, 1) multiply(
+__global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, int promote, const Epilogue epilogue) {
 #ifdef ON_HOPPER
     constexpr int kTileN = Kind::kTileN, kSlabs = Kind::kSlabs;
@@ -1021,7 +1033,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
         __syncwarp();
         if (lane == 0) mbarrier_arrive(bar);
     };
-    if (warpgroup == kConsumers + 1) {
+    if (warpgroup == kConsumers + Kind::kFinishers) {
         registers_down<kProducerRegisters>();
         if (thread == 0) {
             prefetch_map(&map_a);
@@ -1038,42 +1050,45 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             }
         }
         __syncwarp();
-    } else if (warpgroup == kConsumers) {
-        registers_up<kEpilogueRegisters>();
+    } else if (warpgroup >= kConsumers) {
+        registers_up<Kind::kFinisherRegisters>();
+        const int finisher = warpgroup - kConsumers, own_thread = threadIdx.x - kConsumers * 128;
         auto& margins = *reinterpret_cast<Margins<Kind, Epilogue>*>(shared + (margins_at - shared_address(shared)));
-        constexpr int kVectors = Epilogue::kVectors, kRounds = (kTileN + 127) / 128;
+        constexpr int kVectors = Epilogue::kVectors, kFinisherThreads = Kind::kFinishers * 128;
+        constexpr int kRounds = (kTileN + kFinisherThreads - 1) / kFinisherThreads;
         float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
         const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
             const Slab corner = tiles.find(min(tile, tiles.count - 1));
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-                const int own = min(corner.column + thread + i * 128, epilogue.product.n - 1);
+                const int own = min(corner.column + own_thread + i * kFinisherThreads, epilogue.product.n - 1);
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) column[i][q] = epilogue.column(own, q);
                 doubt[i] = epilogue.doubt(own);
             }
-            row = epilogue.scale(min(corner.row + thread, epilogue.product.m - 1));
+            row = epilogue.scale(min(corner.row + own_thread, epilogue.product.m - 1));
         };
         look_ahead(blockIdx.x);
+        slot.advance(finisher);
         for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-            named_barrier_sync<2, 128>();  // the last tile's margins have been read
+            named_barrier_sync<2, kFinisherThreads>();  // the last tile's margins have been read
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
 #pragma unroll
                 for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
-                const int own = thread + i * 128;
+                const int own = own_thread + i * kFinisherThreads;
                 if (own >= kTileN) continue;
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
                 if (lane == 0) margins.doubts[own / 32] = doubt[i];
             }
-            margins.rows[thread] = row;
-            named_barrier_sync<2, 128>();
+            if (own_thread < kTileM) margins.rows[own_thread] = row;
+            named_barrier_sync<2, kFinisherThreads>();
             look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
 #pragma unroll 1
-            for (int s = 0; s < kConsumers * kSlabs; ++s, slot.advance()) {
+            for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
@@ -1089,7 +1104,7 @@ __global__ void __launch_bounds__(kProductThreads, 1) multiply(
             }
         }
     } else {
-        registers_up<kConsumerRegisters>();
+        registers_up<Kind::kConsumerRegisters>();
         const uint64_t tile_a = tile_descriptor<Kind::kTurnedA>(stages + warpgroup * 64 * 128);
         const uint64_t tile_b = tile_descriptor<Kind::kTurnedB>(stages + kBytesA);
         const auto leave = [&](int s) {  // each warp waits for its own quarter of a wgmma, so each tells
@@ -1390,21 +1405,27 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
 
+    allow_successor();
     wait_for_predecessor();
 
     const auto finish_block = [&](int row0, int column0) {
         const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
         if (tid == 0) few_count = 0;
         if (tid < kBlockSide) touched[tid] = false;
+        float values[16];  // all on their way at once
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = min(top + i / 4, rows - 1), c = min(left + i % 4, columns - 1);
+            values[i] = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
+        }
         __syncthreads();
         unsigned mine = 0;  // a bit for each of this thread's 4 x 4
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const int r = top + i / 4, c = left + i % 4;
             if (r >= rows || c >= columns) continue;
-            const float value = epilogue.out[int64_t(row0 + r) * product.n + column0 + c];
-            h[r][c] = value;
-            if (__float_as_uint(value) == kUncertain) mine |= 1u << i, touched[r] = true;
+            h[r][c] = values[i];
+            if (__float_as_uint(values[i]) == kUncertain) mine |= 1u << i, touched[r] = true;
         }
         if (__syncthreads_count(mine != 0) <= kFew) {
             for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
@@ -1415,13 +1436,16 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
                 const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
                 const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
                 float sum[4] = {};
-#pragma unroll 4
-                for (int first = tid; first < product.k; first += 4 * kRecomputeBlock) {
+                for (int first = tid; first < product.k; first += 16 * kRecomputeBlock) {
+                    float xs[16], ws[16];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
+                    for (int i = 0; i < 16; ++i) {
                         const int k = first + i * kRecomputeBlock;
-                        if (k < product.k) sum[i] = fmaf(x[k * step_x], w[k * step_w], sum[i]);
+                        xs[i] = k < product.k ? x[k * step_x] : 0.0f;
+                        ws[i] = k < product.k ? w[k * step_w] : 0.0f;
                     }
+#pragma unroll
+                    for (int i = 0; i < 16; ++i) sum[i % 4] = fmaf(xs[i], ws[i], sum[i % 4]);
                 }
                 float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 #pragma unroll
@@ -1527,7 +1551,8 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
     shift = -rest * scale;
 }
 
-template <class Value> using WideProduct = Products<1, 192, 3, 6, Value>;
+// The epilogue's arithmetic is as much work as one product: two warpgroups share it.
+template <class Value> using FinishedProduct = Products<1, 128, 5, 3, Value, 2>;
 
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
 template <typename T> struct SwishGroupNormEpilogue {
@@ -1731,10 +1756,9 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
 template <int kPieces>
 static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
     int group = 32;
-    while (group * kSplitItems * 4 < padded_k(k)) group *= 2;
-    const int block = group <= kSplitBlock ? kSplitBlock : kSplitBlockLong;
-    const int64_t blocks_x = divide_up(x.rows, block / group), blocks_w = divide_up(weight.rows, block / group);
-    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), block, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
+    while (group < kSplitBlock && group * kSplitItems * 4 < padded_k(k)) group *= 2;
+    const int64_t blocks_x = divide_up(x.rows, kSplitBlock / group), blocks_w = divide_up(weight.rows, kSplitBlock / group);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
     return cudaGetLastError();
 }
 
@@ -1790,7 +1814,7 @@ static cudaError_t launch_multiply(
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, kProductThreads, kProductBytes<Kind, Epilogue>, device, stream,
+    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
         map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
@@ -1932,6 +1956,7 @@ constexpr int kFinishWarps = 16;
 constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
 constexpr int kGradientSums = 4;        // and of grad's values themselves
 constexpr int kRecentRows = 16;         // after which a sum of values moves to a larger one, or float32's roundings would add up
+static_assert(kRecentRows % 2 == 0, "every other row is an odd one of them");
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -2029,7 +2054,6 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
 
     load(blockIdx.x);
     int recent = 0;  // rows since the sums were moved; odd in every other row
-    static_assert(kRecentRows % 2 == 0, "so that it stays so");
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         if (recent == kRecentRows) move_sums(), recent = 0;
         const int parity = ++recent & 1;
@@ -2398,7 +2422,7 @@ extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
     if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    return divide_up(m, kTileM) * divide_up(n, WideProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
+    return divide_up(m, kTileM) * divide_up(n, FinishedProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
 #else
     return false;
 #endif
@@ -2413,15 +2437,15 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     if (dtype == 2) {
-        return launch_multiply_rows<WideProduct<__half>>(
+        return launch_multiply_rows<FinishedProduct<__half>>(
             network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
     if (dtype == 3) {
-        return launch_multiply_rows<WideProduct<__nv_bfloat16>>(
+        return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
             network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
     const auto epilogue = network_from<float>(from, out, h, m, n, k, eps);
-    return tf32 ? launch_product<WideProduct<__half>>(epilogue, workspace, frozen, h != nullptr, device, stream)
+    return tf32 ? launch_product<FinishedProduct<__half>>(epilogue, workspace, frozen, h != nullptr, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, h != nullptr, device, stream);
 #else
     return cudaErrorNotSupported;

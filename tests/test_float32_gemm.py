@@ -4,6 +4,7 @@ Every shape here is one that the tensor cores take on sm_90; elsewhere the same 
 """
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -496,3 +497,38 @@ def test_what_cannot_be_frozen(case):
     for module in (new.cpu().eval(), new.cuda().half()):
         module.freeze_weight()
         assert module._frozen == ()
+
+
+# ---- the main loop's speed: python tests/test_float32_gemm.py
+
+
+def kernel_ms(call, name: str = "", calls: int = 20) -> float:
+    """What the kernels whose names hold `name` take in a call."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in on_device if name in event.name) / calls / 1000
+
+
+@torch.no_grad()
+def main() -> None:
+    """TFLOP/s of the product's kernel alone, and of cuBLAS's float16 product over as many terms."""
+    operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
+    for m, n, k in ((1024, 8192, 8192), (2048, 32768, 1024)):  # rows that are split before the product begins, as is a frozen weight
+        x, w = torch.rand(m, k, device="cuda"), (2 * torch.rand(n, k, device="cuda") - 1) * k**-0.5
+        b, stamp = torch.zeros(n, device="cuda"), [w._version, w.data_ptr()]
+        for products in (3, 1):
+            torch.backends.cuda.matmul.allow_tf32 = products == 1
+            ours, frozen = functools.partial(operators.linear, x, w, b), operators.freeze(w)
+            theirs = functools.partial(torch.nn.functional.linear, *(torch.cat([t.half()] * products, 1) for t in (x, w)))
+            rounds = [(kernel_ms(functools.partial(ours, False, frozen, stamp), "multiply<"), kernel_ms(theirs)) for _ in range(5)]
+            ours, theirs = (2e-9 * m * n * k / sorted(times)[2] for times in zip(*rounds, strict=True))
+            print(f"{m} x {n} x {k}, products: {products}; ours {ours:.0f} TFLOP/s, cuBLAS's float16 {theirs:.0f}: {ours / theirs:.1%}")
+
+
+if __name__ == "__main__":
+    main()
