@@ -4408,12 +4408,12 @@ def _as_operands(h: torch.Tensor, operands: tuple) -> tuple:
     return h, [o.reshape(-1).expand(h.shape[1]) if _is_per_channel(o, h) else o.expand(h.shape) for o in operands]
 
 
-def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor) -> tuple:
-    """weight, bias, groups and eps of the norm, after the checks that PyTorch makes in Python."""
+def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor, vectors: tuple = ()) -> tuple:
+    """weight, bias, groups and eps of the norm, after the checks that PyTorch makes in Python. vectors: the first two, if they are known."""
     size = [h.shape[0] * h.shape[1] // group_norm.num_groups, group_norm.num_groups, *h.shape[2:]]
     if math.prod(size) == size[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-    weight, bias = group_norm.weight, group_norm.bias
+    weight, bias = vectors or (group_norm.weight, group_norm.bias)
     if h.shape[1] % group_norm.num_groups != 0:
         raise RuntimeError(
             f"Expected number of channels in input to be divisible by num_groups, but got input of shape {list(h.shape)} and "

@@ -9,9 +9,9 @@ from 128 rows and features and 2^30 multiplications on: x and W are split into t
 float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output and, for a backward, h, while the
 tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does; float16 and bfloat16 are multiplied as they
 are, and rounded once. `freeze_weight()` splits W once instead of in each call. The product's gradients are two products of the same kind;
-none of their operands is transposed in memory, and h's gradient is split once for both. On sm_80 and sm_100 a plainer loop makes the three
-products. Everything else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product, and one kernel
-for all that follows it.
+none of their operands is transposed in memory, and h's gradient is split once for both (where a group is 64 features as soon as it is made,
+and not written itself). On sm_80 and sm_100 a plainer loop makes the three products. Everything else (other chips, small products, hooks on
+the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows it.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
@@ -659,24 +659,19 @@ constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many 
 
 __host__ __device__ constexpr int padded_k(int k) { return (k + kLine - 1) / kLine * kLine; }  // an even number of lines of two pieces
 
-struct alignas(8) Quad16 {
-    __half2 a, b;
-};
-
+// A quad's pieces, each in one store (which the compiler does not make of two __half2).
 template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
-    Quad16 hi;
-    hi.a = __floats2half2_rn(v.x, v.y);
-    hi.b = __floats2half2_rn(v.z, v.w);
+    const auto store = [](__half* to, __half2 a, __half2 b) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<unsigned&>(a), reinterpret_cast<unsigned&>(b));
+    };
+    const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
     if constexpr (kPieces == 1) {
-        *reinterpret_cast<Quad16*>(row + k) = hi;
+        store(row + k, a, b);
     } else {
-        const float2 a = __half22float2(hi.a), b = __half22float2(hi.b);
-        Quad16 lo;
-        lo.a = __floats2half2_rn(v.x - a.x, v.y - a.y);
-        lo.b = __floats2half2_rn(v.z - b.x, v.w - b.y);
+        const float2 c = __half22float2(a), d = __half22float2(b);
         __half* line = row + k / 32 * kLine + k % 32;
-        *reinterpret_cast<Quad16*>(line) = hi;
-        *reinterpret_cast<Quad16*>(line + 32) = lo;
+        store(line, a, b);
+        store(line + 32, __floats2half2_rn(v.x - c.x, v.y - c.y), __floats2half2_rn(v.z - d.x, v.w - d.y));
     }
 }
 
@@ -1789,20 +1784,21 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 
 // Launches a kernel that begins with wait_for_predecessor().
 template <class... Parameters, class... Arguments>
-static cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, const Device& device,
+static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, const Device& device,
                                 cudaStream_t stream, const Arguments&... arguments) {
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+    config.gridDim = blocks, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
     config.stream = stream, config.attrs = &early, config.numAttrs = device.major >= 9;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: the sums are promoted twice as often in any case.
+// Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
+// is truncated.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact || tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1940,13 +1936,41 @@ extern "C" int product_forward(
 }
 // --- end shared: product entry point ---
 
+#if CUDART_VERSION >= 12000
+// How the gradient of h is read one by one: from memory, or made anew from what `split_gradient` left of each group: its hi, rstd, mean and
+// slope. v = swish(h) + bias; grad_h = rstd * (gamma * grad - mean - (v - hi) * slope) * v'.
+__device__ __forceinline__ float activate_and_differentiate(float h, float bias, float& slope) {
+    float e, gate;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(gate) : "f"(1.0f + e));
+    slope = fmaf(h * gate, 1.0f - gate, gate);
+    return fmaf(h, gate, bias);
+}
+struct GradientReader {
+    const float *grad, *h = nullptr, *bias, *gamma;
+    const float4* groups;
+    explicit GradientReader(const float* const* from) : grad(from[0]) {
+        if (from[1] != nullptr) h = from[1], bias = from[2], gamma = from[3], groups = reinterpret_cast<const float4*>(from[4]);
+    }
+    __device__ __forceinline__ float value(int64_t row, int column, int columns) const {
+        const float given = grad[row * columns + column];
+        if (h == nullptr) return given;
+        const float4 group = groups[row * (columns / kBlockSide) + column / kBlockSide];
+        float slope;
+        const float deviation = activate_and_differentiate(h[row * columns + column], bias[column], slope) - group.x;
+        return group.y * fmaf(-deviation, group.w, fmaf(gamma[column], given, -group.z)) * slope;
+    }
+};
+#endif
+
 // --- shared: product gradients (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
 // The gradients of C = x W^T + bias from C's, `grad` (m, n): grad W (m, k), grad^T x (n, k), and grad's column sums.
 //
 // grad is split once, each row with a scale of its own, 2^a. As it is it is an operand of the first product; turned, one of the second,
 // where x's rows take 2^-a over (as 2^(least a - a), at most 1). W and x are turned operands too, with a scale a column. Nothing is
-// transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else.
+// transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else; what an infinity
+// meets is recomputed in float32, since its low piece is NaN.
 
 #if CUDART_VERSION >= 12000
 constexpr int kGradientBlock = 512;     // threads at most
@@ -1956,7 +1980,7 @@ constexpr int kFinishWarps = 16;
 constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
 constexpr int kGradientSums = 4;        // and of grad's values themselves
 constexpr int kRecentRows = 16;         // after which a sum of values moves to a larger one, or float32's roundings would add up
-static_assert(kRecentRows % 2 == 0, "every other row is an odd one of them");
+constexpr int kRowsAhead = 4;           // of grad, on their way into shared memory
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -1966,15 +1990,18 @@ __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest f
 // The exponent of the scale that brings the largest magnitude to [2^14, 2^15), at most 126.
 __device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// What the pieces of a value lose to fp16's subnormals, in units of 2^-25; and the doubt about an output for each.
+// What the pieces of a value lose to fp16's subnormals, in units of 2^-25: nothing from kIntact on. And the doubt about an output for each.
+template <int kPieces> constexpr float kIntact = kPieces == 2 ? 0x1p-2f : 0x1p-14f;
 template <int kPieces> __device__ __forceinline__ float lost_of(float v) {
-    return fabsf(v) < (kPieces == 2 ? 0x1p-2f : 0x1p-14f) ? fminf(fabsf(v) * 0x1p25f, 1.0f) : 0.0f;
+    return fabsf(v) < kIntact<kPieces> ? fminf(fabsf(v) * 0x1p25f, 1.0f) : 0.0f;
 }
 template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;
-// From the sums over a row or column of scaled values.
-template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, double magnitudes, double squares, double lost) {
-    if (magnitudes == 0) return -INFINITY;
-    if (unscale > kLargestScale || (kPieces == 2 && magnitudes * magnitudes < kFewProducts * squares)) return INFINITY;
+// Of a row or column, from sums over its scaled values. Zeros make zeros and NaN makes NaN, whatever they meet; infinities are recomputed.
+constexpr float kCertain = -0x1p120f, kDoubtful = 0x1p100f;
+template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, double magnitudes, bool few, double lost) {
+    if (!(magnitudes > 0)) return kCertain;
+    if (isinf(magnitudes)) return INFINITY;
+    if (unscale > kLargestScale || (kPieces == 2 && few)) return kDoubtful;
     return kDoubt<kPieces> * float(lost);
 }
 
@@ -1991,41 +2018,83 @@ __device__ __forceinline__ float sum_over_warp(float v) {
     return v;
 }
 
-// Where grad comes from: here, memory. A thread has kQuads quads of a row, and of its columns, beside grad's own, kSums sums.
+// The copy engine brings `bytes`, a multiple of 16.
+__device__ __forceinline__ void bulk_load(uint32_t shared, const void* from, int bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// A thread has kQuads quads of a row, 32 columns apart: eight threads have 128 bytes of it at a time.
+template <int kQuads> __device__ __forceinline__ int quad_column(int i) {
+    return threadIdx.x / 8 * (32 * kQuads) + i * 32 + threadIdx.x % 8 * 4;
+}
+__device__ __forceinline__ float4 shared_quad(uint32_t row, int column) {
+    float v[4];
+    shared_load(row + column * 4, v);
+    return make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// Where grad comes from: here, memory, whose rows the copy engine brings. Of a thread's columns it makes kSums sums beside grad's own.
 struct GivenGradient {
     struct Arguments {
         const float* grad;
+        __device__ __forceinline__ const float* input(int) const { return grad; }
     };
-    static constexpr int kQuads = 4, kSums = 0;
-    float4 next[kQuads];
-    __device__ __forceinline__ void load(const Arguments& from, int i, int64_t at, bool exists) {
-        next[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.grad + at)) : make_float4(0, 0, 0, 0);
-    }
-    template <typename Sums> __device__ __forceinline__ float4 gradient(const Arguments&, int i, int64_t, int, bool, Sums&) const {
-        return next[i];
+    static constexpr int kQuads = 4, kInputs = 1, kSums = 0;
+    __device__ __forceinline__ GivenGradient(const Arguments&, int) {}
+    template <typename Sums>
+    __device__ __forceinline__ void make(const Arguments&, uint32_t staged, int64_t, int columns, float4 (&grad)[kQuads], Sums&) const {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const int column = quad_column<kQuads>(i);
+            grad[i] = column < columns ? shared_quad(staged, column) : make_float4(0, 0, 0, 0);
+        }
     }
 };
 
-// A block owns every so-many-th row. pieces may be null: then it is for the sums alone.
+// A block owns every so-many-th row; kRowsAhead of them are on their way. pieces may be null: then it is for the sums alone.
 template <int kPieces, class Source>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
     int columns) {
 #ifdef ON_HOPPER
-    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums;
-    __shared__ uint32_t warp_largest[2][kGradientBlock / 32];
-    __shared__ float warp_sums[2][3][kGradientBlock / 32];
-    const int tid = threadIdx.x, threads = blockDim.x, warps = threads / 32, padded = padded_k(columns);
-    const auto column = [&](int i) { return (tid + i * threads) * 4; };
-    extern __shared__ float4 totals[];  // [sum from `lost` on][quad][thread]: what is lost, which is rare, and the sums of values
-    constexpr int kLost = kColumnSums - 1;
-    Source source;
-    float sums[kQuads][kSums][4] = {};
+    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums, kLost = kColumnSums - 1, kWarps = kGradientBlock / 32;
+    __shared__ uint32_t warp_largest[2][kWarps], row_largest[kRecentRows];
+    __shared__ float row_sums[kRecentRows][2][kWarps];  // magnitudes, and what is lost
+    __shared__ __align__(8) uint64_t arrived[kRowsAhead];
+    extern __shared__ __align__(1024) unsigned char shared[];  // rows; totals[sum from `lost` on][quad][thread]
+    const int tid = threadIdx.x, threads = blockDim.x, warp = tid / 32, warps = threads / 32, padded = padded_k(columns);
+    const int row_bytes = columns * 4, stage_bytes = row_bytes * Source::kInputs;
+    const uint32_t stages = shared_address(shared), bars = shared_address(arrived);
+    float4* const totals = reinterpret_cast<float4*>(shared + kRowsAhead * stage_bytes);
+    const auto column = [&](int i) { return quad_column<kQuads>(i); };
+    const auto bring = [&](int64_t row, int place) {
+        if (tid > 0 || row >= rows) return;
+        mbarrier_expect_bytes(bars + 8 * place, stage_bytes);
+#pragma unroll
+        for (int i = 0; i < Source::kInputs; ++i) {
+            bulk_load(stages + place * stage_bytes + i * row_bytes, from.input(i) + row * columns, row_bytes, bars + 8 * place);
+        }
+    };
+    if (tid == 0) {
+        for (int i = 0; i < kRowsAhead; ++i) mbarrier_init(bars + 8 * i, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        wait_for_predecessor();
+        for (int i = 0; i < kRowsAhead; ++i) bring(blockIdx.x + int64_t(i) * gridDim.x, i);
+    }
+    for (int t = 0; t < (kSums - kLost) * kQuads; ++t) totals[t * threads + tid] = make_float4(0, 0, 0, 0);
+    __syncthreads();
+    wait_for_predecessor();
+
+    const Source source(from, columns);
+    float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLost) * kQuads + i) * threads + tid];
         total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
     };
-    const auto move_sums = [&] {
+    int recent = 0;  // rows since the sums were moved
+    uint32_t widest = 0;
+    const auto settle = [&](int64_t last) {  // moves the sums, and leaves the scales of the recent rows, up to `last`
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
 #pragma unroll
@@ -2034,73 +2103,81 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 sums[i][k][0] = sums[i][k][1] = sums[i][k][2] = sums[i][k][3] = 0;
             }
         }
-    };
-    for (int t = 0; t < (kSums - kLost) * kQuads; ++t) totals[t * threads + tid] = make_float4(0, 0, 0, 0);
-    const auto load = [&](int64_t row) {
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) source.load(from, i, row * columns + column(i), row < rows && column(i) < columns);
-    };
-    uint32_t largest = 0, widest = 0;
-    const auto leave_scale = [&](int64_t row, int parity) {  // the first warp, of the row whose sums are in warp_sums[parity]
-        float total[3];
-#pragma unroll
-        for (int k = 0; k < 3; ++k) total[k] = sum_over_warp(tid < warps ? warp_sums[parity][k][tid] : 0.0f);
-        RowScale result;
-        result.unscale = power_of_two(-scale_exponent(largest));
-        result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
-        if (tid == 0) scales[row] = result;
-        widest = max(widest, __float_as_uint(result.unscale));
+        __syncthreads();
+        for (int r = warp; r < recent && scales != nullptr; r += warps) {
+            const int lane = tid % 32;
+            const float magnitudes = sum_over_warp(lane < warps ? row_sums[r][0][lane] : 0.0f);
+            const float lost = sum_over_warp(lane < warps ? row_sums[r][1][lane] : 0.0f);
+            const int exponent = scale_exponent(row_largest[r]);
+            RowScale result;
+            result.unscale = power_of_two(-exponent);
+            const float most = __uint_as_float(row_largest[r]) * power_of_two(exponent);
+            result.doubt = doubt_of<kPieces>(result.unscale, magnitudes, magnitudes < kFewProducts * most, lost);
+            if (lane == 0) scales[last - (recent - 1 - r) * int64_t(gridDim.x)] = result;
+            widest = max(widest, __float_as_uint(result.unscale));
+        }
+        recent = 0;
     };
 
-    load(blockIdx.x);
-    int recent = 0;  // rows since the sums were moved; odd in every other row
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        if (recent == kRecentRows) move_sums(), recent = 0;
-        const int parity = ++recent & 1;
+    Ring<kRowsAhead> ring;
+    int64_t row = blockIdx.x;
+    for (; row < rows; row += gridDim.x, ring.advance()) {
+        if (recent == kRecentRows) settle(row - gridDim.x);
+        mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
-        uint32_t own = 0;
+        source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
+        float most = 0, least = INFINITY;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            grad[i] = source.gradient(from, i, row * columns + column(i), column(i), column(i) < columns, sums[i]);
-            own = max(own, finite_bits(grad[i]));
+            const float4 v = grad[i];
+            most = fmaxf(most, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+            if (column(i) < columns) least = fminf(least, fminf(fminf(fabsf(v.x), fabsf(v.y)), fminf(fabsf(v.z), fabsf(v.w))));
         }
-        load(row + gridDim.x);
-        own = __reduce_max_sync(~0u, own);
-        if (tid % 32 == 0) warp_largest[parity][tid / 32] = own;
+        if (!is_finite(most)) {
+            uint32_t finite = 0;
+#pragma unroll
+            for (int i = 0; i < kQuads; ++i) finite = max(finite, finite_bits(grad[i]));
+            most = __uint_as_float(finite);
+        }
+        const uint32_t own = __reduce_max_sync(~0u, __float_as_uint(most));
+        if (tid % 32 == 0) warp_largest[recent % 2][warp] = own;
         __syncthreads();
-        if (tid < 32 && row != blockIdx.x && scales != nullptr) leave_scale(row - gridDim.x, parity ^ 1);
-        largest = __reduce_max_sync(~0u, tid % 32 < warps ? warp_largest[parity][tid % 32] : 0);
+        bring(row + int64_t(kRowsAhead) * gridDim.x, ring.place);
+        const uint32_t largest = __reduce_max_sync(~0u, tid % 32 < warps ? warp_largest[recent % 2][tid % 32] : 0);
         const float scale = power_of_two(scale_exponent(largest));
-        float total[3] = {};  // magnitudes, squares, lost
+        float magnitudes = 0, all_lost = 0;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            if (column(i) >= padded) continue;
             const float values[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w};
-            float v[4], lost[4];
+            float v[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = values[j] * scale;
-                lost[j] = lost_of<kPieces>(v[j]);
-                sums[i][0][j] += fabsf(v[j]), total[0] += fabsf(v[j]);
-                sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]), total[1] = fmaf(v[j], v[j], total[1]);
+                sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
+                sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
                 sums[i][3][j] += values[j];
             }
-            const float all_lost = (lost[0] + lost[1]) + (lost[2] + lost[3]);
-            if (all_lost > 0) total[2] += all_lost, add_to_total(i, kLost, lost);
-            if (pieces != nullptr) store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
+            if (pieces != nullptr && column(i) < padded) {
+                store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
+            }
         }
+        if (__any_sync(~0u, least * scale < kIntact<kPieces>)) {
 #pragma unroll
-        for (int k = 0; k < 3; ++k) {
-            total[k] = sum_over_warp(total[k]);
-            if (tid % 32 == 0) warp_sums[parity][k][tid / 32] = total[k];
+            for (int i = 0; i < kQuads; ++i) {
+                const float lost[4] = {lost_of<kPieces>(grad[i].x * scale), lost_of<kPieces>(grad[i].y * scale),
+                                       lost_of<kPieces>(grad[i].z * scale), lost_of<kPieces>(grad[i].w * scale)};
+                all_lost += (lost[0] + lost[1]) + (lost[2] + lost[3]);
+                add_to_total(i, kLost, lost);
+            }
+            all_lost = sum_over_warp(all_lost);
         }
+        magnitudes = sum_over_warp(magnitudes);
+        if (tid % 32 == 0) row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost;
+        if (tid == 0) row_largest[recent] = largest;
+        ++recent;
     }
-    __syncthreads();
-    if (tid < 32 && scales != nullptr) {
-        leave_scale(blockIdx.x + (rows - 1 - blockIdx.x) / gridDim.x * gridDim.x, recent & 1);
-        if (tid == 0) atomicMax(of.largest, widest);
-    }
-    move_sums();
+    settle(row - gridDim.x);
+    if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
         float4* to = reinterpret_cast<float4*>(of.partials + (int64_t(blockIdx.x) * kSums + k) * columns);
@@ -2114,39 +2191,49 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
 #endif
 }
 
-// x or W as a turned operand. Its rows are multiplied by what grad's scales left over: `rows` and `widest` of grad; null: by one.
+// Columns `first` to `end` of x or W, of `columns` each, as a turned operand. Its rows are multiplied by what grad's scales left over: `rows`
+// and `widest` of grad; null: by one.
 struct TurnedOperand {
     const float* values;
     const RowScale* rows;
     const unsigned* widest;
     int64_t count;
-    int columns;
+    int columns, first, end;
     __device__ __forceinline__ float narrow() const { return rows == nullptr ? 1.0f : 1.0f / __uint_as_float(*widest); }
-    // Of every gridDim.y-th row from `row` on; beyond the end, zeros.
+    static __device__ __forceinline__ float kept(float v) { return is_finite(v) ? 0.0f : v; }  // times what underflowed
+    // Of every gridDim.y-th row from `row` on; beyond the end, zeros. kBackwards: counted from the last one, so that who reads the rows again
+    // finds the first of them in L2.
+    template <bool kBackwards>
     __device__ __forceinline__ void load(int64_t row, int column, float narrow, float4 (&v)[kColumnRows]) const {
         float by[kColumnRows];
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
-            const int64_t at = row + int64_t(i) * gridDim.y;
+            const int64_t place = row + int64_t(i) * gridDim.y, at = kBackwards ? count - 1 - place : place;
             v[i] = make_float4(0, 0, 0, 0), by[i] = 1;
-            if (at < count) v[i] = __ldg(reinterpret_cast<const float4*>(values + at * columns + column));
-            if (at < count && rows != nullptr) by[i] = __ldg(&rows[at].unscale);
+            if (place < count) v[i] = __ldg(reinterpret_cast<const float4*>(values + at * columns + column));
+            if (place < count && rows != nullptr) by[i] = __ldg(&rows[at].unscale);
         }
 #pragma unroll
-        for (int i = 0; i < kColumnRows; ++i) by[i] *= narrow, v[i].x *= by[i], v[i].y *= by[i], v[i].z *= by[i], v[i].w *= by[i];
+        for (int i = 0; i < kColumnRows; ++i) {
+            by[i] *= narrow;
+            if (by[i] == 0) v[i] = make_float4(kept(v[i].x), kept(v[i].y), kept(v[i].z), kept(v[i].w)), by[i] = 1;
+            v[i].x *= by[i], v[i].y *= by[i], v[i].z *= by[i], v[i].w *= by[i];
+        }
     }
 };
 
 // Block (x, y): 4 * kColumnBlock columns, every gridDim.y-th row; a thread has a quad of columns.
 __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperand operand, unsigned* __restrict__ largest) {
 #ifdef ON_HOPPER
-    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
-    if (column >= operand.columns) return;
+    const int column = operand.first + (blockIdx.x * kColumnBlock + threadIdx.x) * 4;
+    allow_successor();
+    wait_for_predecessor();
+    if (column >= operand.end) return;
     uint32_t own[4] = {};
     const float narrow = operand.narrow();
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
         float4 v[kColumnRows];
-        operand.load(row, column, narrow, v);
+        operand.load<true>(row, column, narrow, v);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const float values[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
@@ -2155,22 +2242,27 @@ __global__ void __launch_bounds__(kColumnBlock) column_maxima(const TurnedOperan
         }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) atomicMax(largest + column + j, own[j]);
+    for (int j = 0; j < 4; ++j) {
+        if (own[j] > *static_cast<volatile unsigned*>(largest + column + j)) atomicMax(largest + column + j, own[j]);
+    }
 #endif
 }
 
 template <int kPieces>
 __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperand operand, __half* __restrict__ pieces, const Columns of) {
 #ifdef ON_HOPPER
-    const int column = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, padded = padded_k(operand.columns);
-    if (column >= padded) return;
+    const int place = (blockIdx.x * kColumnBlock + threadIdx.x) * 4, column = operand.first + place;
+    const int padded = padded_k(operand.end - operand.first);
+    allow_successor();
+    wait_for_predecessor();
+    if (place >= padded) return;
     float scale[4], sums[kColumnSums][4] = {};
     const float narrow = operand.narrow();
 #pragma unroll
-    for (int j = 0; j < 4; ++j) scale[j] = column < operand.columns ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
+    for (int j = 0; j < 4; ++j) scale[j] = column < operand.end ? power_of_two(scale_exponent(of.largest[column + j])) : 0.0f;
     for (int64_t row = blockIdx.y; row < operand.count; row += int64_t(gridDim.y) * kColumnRows) {
         float4 held[kColumnRows] = {};
-        if (column < operand.columns) operand.load(row, column, narrow, held);
+        if (column < operand.end) operand.load<false>(row, column, narrow, held);
 #pragma unroll
         for (int i = 0; i < kColumnRows; ++i) {
             const int64_t at = row + int64_t(i) * gridDim.y;
@@ -2182,10 +2274,10 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
                 sums[1][j] = fmaf(v[j], v[j], sums[1][j]);
                 sums[2][j] += lost_of<kPieces>(v[j]);
             }
-            store_pieces<kPieces>(pieces + at * padded * kPieces, column, make_float4(v[0], v[1], v[2], v[3]));
+            store_pieces<kPieces>(pieces + at * padded * kPieces, place, make_float4(v[0], v[1], v[2], v[3]));
         }
     }
-    if (column >= operand.columns) return;
+    if (column >= operand.end) return;
 #pragma unroll
     for (int k = 0; k < kColumnSums; ++k) {
         float* to = of.partials + (int64_t(blockIdx.y) * kColumnSums + k) * operand.columns + column;
@@ -2199,16 +2291,19 @@ struct ColumnResults {
     float* to[kMostResults];  // the sums beside those that a scale is made of; null: not wanted
 };
 
-// From `count` rows of kSums partial sums to the columns' scales and results. A block has 32 columns, a warp every so-many-th row.
+// From `count` rows of kSums partial sums to the scales and results of columns `first` to `end`. A block has 32 of them, a warp every
+// so-many-th row.
 template <int kPieces, int kSums>
 __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
-    const Columns of, const __grid_constant__ ColumnResults results, int columns, int count) {
+    const Columns of, const __grid_constant__ ColumnResults results, int columns, int first, int end, int count) {
 #ifdef ON_HOPPER
     static_assert(kSums <= kColumnSums + kMostResults, "a place for every sum");
     __shared__ double warp_sums[kSums][kFinishWarps][32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = first + blockIdx.x * 32 + lane;
     double total[kSums] = {};
-    if (column < columns) {
+    allow_successor();
+    wait_for_predecessor();
+    if (column < end) {
 #pragma unroll 4
         for (int i = warp; i < count; i += kFinishWarps) {
 #pragma unroll
@@ -2218,7 +2313,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
 #pragma unroll
     for (int k = 0; k < kSums; ++k) warp_sums[k][warp][lane] = total[k];
     __syncthreads();
-    if (warp > 0 || column >= columns) return;
+    if (warp > 0 || column >= end) return;
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
         for (int w = 1; w < kFinishWarps; ++w) total[k] += warp_sums[k][w][lane];
@@ -2231,7 +2326,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     if (of.scales == nullptr) return;
     RowScale result;
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
-    result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[1], total[2]);
+    result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[0] * total[0] < kFewProducts * total[1], total[2]);
     of.scales[column] = result;
 #endif
 }
@@ -2247,8 +2342,14 @@ struct GradientWorkspace {
 template <class Source> static int gradient_threads(int64_t columns) {
     return int(divide_up(padded_k(int(columns)), 4 * Source::kQuads * 32) * 32);
 }
+template <class Source> static int gradient_shared_bytes(int64_t columns) {  // rows on their way, totals
+    return kRowsAhead * Source::kInputs * int(columns) * 4 + gradient_threads<Source>(columns) * Source::kQuads * (2 + Source::kSums) * 16;
+}
 template <class Source> static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
-    const int64_t most = int64_t(device.sms) * (kGradientBlock / gradient_threads<Source>(columns));
+    constexpr int kFixedBytes = 4096;  // a block's own, and the system's
+    const int by_threads = kGradientBlock / gradient_threads<Source>(columns);
+    const int by_memory = device.shared_bytes / (gradient_shared_bytes<Source>(columns) + kFixedBytes);
+    const int64_t most = int64_t(device.sms) * (by_memory < 1 ? 1 : by_memory < by_threads ? by_memory : by_threads);
     return rows < most ? rows : most;
 }
 template <class Source> static int64_t partials_bytes(int64_t rows, int64_t columns, const Device& device) {
@@ -2256,17 +2357,23 @@ template <class Source> static int64_t partials_bytes(int64_t rows, int64_t colu
 }
 // Of x or W (rows, columns) for a product (outputs, columns).
 static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const Device& device) {
-    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(4 * device.sms, across);
+    const int64_t across = divide_up(padded_k(int(columns)), 4 * kColumnBlock), most = divide_up(2 * device.sms, across);
     const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
     return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
 }
+// How many columns of x are split at a time: half of them, where there are tiles enough without the others. (A gradient is nearly all that
+// its backward has in memory; a split of x beside it is what would be more than eager's.)
+static int64_t columns_at_once(int64_t outputs, int64_t k, bool of_weight, int pieces, const Device& device) {
+    const bool halved = of_weight && pieces == 2 && divide_up(outputs, kTileM) * divide_up(k, kTileM) >= 16 * device.sms;
+    return halved ? divide_up(k, 2 * kTileM) * kTileM : k;
+}
 static GradientWorkspace gradient_workspace(
-    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int pieces) {
+    int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int64_t part, int pieces) {
     GradientWorkspace w;
     w.pieces = m * padded_k(int(n)) * pieces * 2;
     w.scales = whole_lines((m + n) * sizeof(RowScale));
     w.counters = whole_lines(sizeof(unsigned));
-    w.other_pieces = other_rows * padded_k(int(k)) * pieces * 2;
+    w.other_pieces = other_rows * padded_k(int(part)) * pieces * 2;
     w.other_scales = whole_lines(k * sizeof(RowScale));
     w.other_counters = whole_lines(k * sizeof(unsigned));
     w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
@@ -2300,30 +2407,217 @@ struct SplitGradient {
 template <int kPieces, class Source>
 static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, bool sums_alone, int64_t m,
     int64_t n, void* workspace, void* partials, const Device& device, cudaStream_t stream) {
-    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, sums_alone ? 0 : kPieces);
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, 1, sums_alone ? 0 : kPieces);
     SplitGradient split(workspace, w, m, static_cast<float*>(partials));
     const int blocks = int(gradient_blocks<Source>(m, n, device)), threads = gradient_threads<Source>(n);
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
     if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     const auto kernel = split_gradient<kPieces, Source>;
-    const int shared_bytes = threads * Source::kQuads * (2 + Source::kSums) * int(sizeof(float4));
+    const int shared_bytes = gradient_shared_bytes<Source>(n);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
     kernel<<<blocks, threads, shared_bytes, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
-    finish_columns<kPieces, kGradientSums + Source::kSums><<<unsigned(divide_up(n, 32)), 32 * kFinishWarps, 0, stream>>>(
-        split.of, results, int(n), blocks);
-    return cudaGetLastError();
+    return launch_early(finish_columns<kPieces, kGradientSums + Source::kSums>, divide_up(n, 32), 32 * kFinishWarps, 0, device, stream,
+        split.of, results, int(n), 0, int(n), blocks);
+}
+
+// Of a gradient: nothing is added to the product, and what an infinity has made NaN is recomputed.
+struct GradientEpilogue : StoreEpilogue {
+    GradientReader grad;
+    int first, columns;  // of all the columns this launch multiplies product.n, from `first` on
+    bool of_weight;      // grad is stored as (k, m)
+
+    __device__ __forceinline__ float column(int at, int q) const { return q == 0 ? product.columns[first + at].unscale : 0.0f; }
+    __device__ __forceinline__ float doubt(int at) const { return product.columns[first + at].doubt; }
+    __device__ __forceinline__ float left(int row, int k) const {
+        return of_weight ? grad.value(k, row, product.m) : grad.value(row, k, product.k);
+    }
+    __device__ __forceinline__ float right(int column, int k) const { return product.weight[int64_t(k) * columns + column]; }
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+        bool infinite = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) infinite = infinite || scale(r).y + most == INFINITY;
+        if (__any_sync(~0u, infinite)) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                if (scale(i / 8).y + doubt(min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1)) == INFINITY) v[i / 8][i % 8] = 0;
+            }
+        }
+        StoreEpilogue whole = *this;
+        whole.product.n = columns;
+        whole.finish(v, {slab.row, first + slab.column}, four, scale, most);
+    }
+};
+
+// The uncertain outputs, in float32. A cluster takes every so-many-th block of outputs, as in `recompute`. Where few of them are uncertain, its
+// blocks share the long sum of each: a block takes a part of K, a warp of it an output, and the parts are added in order. Where many are,
+// one block computes them, when the others have seen that it will.
+constexpr int kTogether = 8;  // blocks of a cluster
+constexpr int kFewOutputs = kRecomputeBlock;  // of a block of outputs
+constexpr int kInFlight = 8;  // of a lane's values
+
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ float load_from_rank(const float* shared, int rank) {
+    float v;
+    asm volatile("{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %1, %2;\nld.shared::cluster.f32 %0, [at];\n}"
+                 : "=f"(v) : "r"(shared_address(shared)), "r"(rank) : "memory");
+    return v;
+}
+
+__global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const GradientEpilogue epilogue) {
+#ifdef ON_HOPPER
+    constexpr int kWarps = kRecomputeBlock / 32;
+    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
+    __shared__ float sums[kFewOutputs];
+    __shared__ int flags[kRecomputeBlock], outputs[kFewOutputs], warp_counts[kWarps];
+    const Product& product = epilogue.product;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
+    const int rank = blockIdx.x % kTogether, cluster = blockIdx.x / kTogether, clusters = gridDim.x / kTogether;
+    wait_for_predecessor();
+
+    int row0, column0;  // of a block of outputs
+    const auto go_to = [&](int block) {
+        row0 = block / product.blocks_across() * kBlockSide, column0 = block % product.blocks_across() * kBlockSide;
+    };
+    const auto exists = [&](int r, int c) { return row0 + r < product.m && column0 + c < product.n; };
+    const auto out = [&](int r, int c) -> float& { return epilogue.out[int64_t(row0 + r) * product.n + column0 + c]; };
+    const auto uncertain = [&] {  // a bit for each of this thread's 4 x 4
+        unsigned mine = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const int r = top + i / 4, c = left + i % 4;
+            if (exists(r, c) && __float_as_uint(out(r, c)) == kUncertain) mine |= 1u << i;
+        }
+        return mine;
+    };
+    const auto finish_few = [&] {  // false: there are too many
+        const unsigned mine = uncertain();
+        int before = __popc(mine);
+        for (int offset = 1; offset < 32; offset *= 2) {
+            const int other = __shfl_up_sync(~0u, before, offset);
+            if (lane >= offset) before += other;
+        }
+        __syncthreads();
+        if (lane == 31) warp_counts[warp] = before;
+        __syncthreads();
+        before -= __popc(mine);
+        int count = 0;
+        for (int w = 0; w < kWarps; ++w) {
+            if (w < warp) before += warp_counts[w];
+            count += warp_counts[w];
+        }
+        if (count > kFewOutputs) return false;
+        for (unsigned bits = mine; bits != 0; bits &= bits - 1) outputs[before++] = tid * 16 + __ffs(bits) - 1;
+        __syncthreads();
+        const auto row_of = [](int output) { return output / 256 * 4 + output % 16 / 4; };
+        const auto column_of = [](int output) { return output / 16 % 16 * 4 + output % 4; };
+        const int part = (product.k + kTogether - 1) / kTogether, end = min((rank + 1) * part, product.k);
+        for (int f = warp; f < count; f += kWarps) {
+            const int r = row0 + row_of(outputs[f]), c = column0 + column_of(outputs[f]);
+            float sum[kInFlight] = {};
+            for (int first = rank * part + lane; first < end; first += 32 * kInFlight) {
+                float a[kInFlight] = {}, b[kInFlight] = {};
+#pragma unroll
+                for (int i = 0; i < kInFlight; ++i) {
+                    if (first + 32 * i < end) a[i] = epilogue.left(r, first + 32 * i), b[i] = epilogue.right(c, first + 32 * i);
+                }
+#pragma unroll
+                for (int i = 0; i < kInFlight; ++i) sum[i] = fmaf(a[i], b[i], sum[i]);
+            }
+            float total = 0;
+#pragma unroll
+            for (int i = 0; i < kInFlight; ++i) total += sum[i];
+            total = sum_over_warp(total);
+            if (lane == 0) sums[f] = total;
+        }
+        cluster_barrier();  // and all have looked at the block
+        if (rank == 0 && tid < count) {
+            float total = 0;
+            for (int q = 0; q < kTogether; ++q) total += load_from_rank(sums + tid, q);
+            out(row_of(outputs[tid]), column_of(outputs[tid])) = total;
+        }
+        cluster_barrier();
+        return true;
+    };
+    const auto finish_many = [&] {
+        const unsigned mine = uncertain();
+        float sum[4][4] = {};
+        const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of either operand
+        for (int k = 0; k < product.k; k += kSlice) {
+            float x[4] = {}, w[4] = {};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (row0 + r < product.m && k + q + i < product.k) x[i] = epilogue.left(row0 + r, k + q + i);
+                if (column0 + r < product.n && k + q + i < product.k) w[i] = epilogue.right(column0 + r, k + q + i);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) slice_x[q + i][r] = x[i], slice_w[q + i][r] = w[i];
+            __syncthreads();
+            float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
+#pragma unroll
+            for (int j = 0; j < kSlice; ++j) {
+                const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
+                const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+                for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
+            }
+#pragma unroll
+            for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            if (mine >> i & 1) out(top + i / 4, left + i % 4) = sum[i / 4][i % 4];
+        }
+    };
+
+    for (int first = cluster; first < product.blocks(); first += clusters * kRecomputeBlock) {
+        const int own = first + tid * clusters;
+        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
+        if (!__syncthreads_or(flags[tid])) continue;
+        int many = 0;
+        for (int i = 0; i < kRecomputeBlock; ++i) {
+            if (!flags[i]) continue;
+            go_to(first + i * clusters);
+            const bool finished = finish_few();
+            __syncthreads();
+            if (finished && tid == 0) flags[i] = 0;
+            many += !finished;
+        }
+        if (many > 0) cluster_barrier();
+        for (int i = 0; many > 0 && i < kRecomputeBlock; ++i) {
+            if (!flags[i] || --many % kTogether != rank) continue;
+            go_to(first + i * clusters);
+            finish_many();
+        }
+        __syncthreads();
+    }
+#endif
+}
+static cudaError_t launch_recompute_gradient(const GradientEpilogue& epilogue, const Device& device, cudaStream_t stream) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim.x = kTogether, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(4 * device.sms / kTogether * kTogether)), config.blockDim = dim3(kRecomputeBlock);
+    config.stream = stream, config.attrs = attributes, config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, recompute_gradient, epilogue);
 }
 
 // grad W, or grad^T x: `other` (m or n, k).
 template <class Kind, bool kOfWeight>
-static cudaError_t launch_gradient(const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n, int64_t k,
+static cudaError_t launch_gradient(const GradientReader& grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
     void* split_workspace, void* workspace, const Device& device, cudaStream_t stream) {
     constexpr int kPieces = Kind::kPieces;
     using Turned = typename Kind::template Turned<kOfWeight, true>;
-    const int64_t rows = kOfWeight ? m : n, outputs = kOfWeight ? n : m;
-    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, kPieces);
+    const int64_t rows = kOfWeight ? m : n, outputs = kOfWeight ? n : m, part = columns_at_once(outputs, k, kOfWeight, kPieces, device);
+    const GradientWorkspace w = gradient_workspace(m, n, k, rows, outputs, part, kPieces);
     const SplitGradient split(split_workspace, w, m);
     char* at = static_cast<char*>(workspace);
     auto* const pieces = reinterpret_cast<__half*>(at);
@@ -2331,28 +2625,34 @@ static cudaError_t launch_gradient(const float* grad, const float* other, const 
     auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
     const Columns of = {counters, out, scales};
     auto* const flags = reinterpret_cast<int*>(at += w.other_counters);
-    const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k)};
-    const dim3 grid = column_grid(rows, k, outputs, device);
-    cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters, stream);
-    if (error == cudaSuccess) error = cudaMemsetAsync(flags, 0, w.flags, stream);
+    cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters + w.flags, stream);
     if (error != cudaSuccess) return error;
-    column_maxima<<<grid, kColumnBlock, 0, stream>>>(operand, of.largest);
-    split_columns<kPieces><<<grid, kColumnBlock, 0, stream>>>(operand, pieces, of);
-    finish_columns<kPieces, kColumnSums><<<unsigned(divide_up(k, 32)), 32 * kFinishWarps, 0, stream>>>(
-        of, ColumnResults{}, int(k), int(grid.y));
-
     CUtensorMap map_a, map_b;
     const int64_t halves = int64_t(padded_k(int(n))) * kPieces;
     const bool made = kOfWeight ? make_turned_map<kPieces>(&map_a, split.pieces, m, halves, kTileM / 32)
                                 : make_map(&map_a, split.pieces, m, halves, kTileM);
-    if (!made || !make_turned_map<kPieces>(&map_b, pieces, rows, int64_t(padded_k(int(k))) * kPieces, Kind::kTileN / 32)) {
-        return cudaErrorInvalidValue;
+    if (!made) return cudaErrorInvalidValue;
+    const Product product = {nullptr, other, nullptr, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows)};
+    GradientEpilogue epilogue = {{product, out}, grad, 0, int(k), kOfWeight};
+    for (int64_t first = 0; first < k; first += part) {
+        const int64_t end = first + part < k ? first + part : k;
+        const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k), int(first), int(end)};
+        const dim3 grid = column_grid(rows, end - first, outputs, device);
+        error = launch_early(column_maxima, grid, kColumnBlock, 0, device, stream, operand, of.largest);
+        if (error == cudaSuccess) error = launch_early(split_columns<kPieces>, grid, kColumnBlock, 0, device, stream, operand, pieces, of);
+        if (error == cudaSuccess) {
+            error = launch_early(finish_columns<kPieces, kColumnSums>, divide_up(end - first, 32), 32 * kFinishWarps, 0, device, stream,
+                of, ColumnResults{}, int(k), int(first), int(end), int(grid.y));
+        }
+        if (error != cudaSuccess) return error;
+        const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
+        if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
+        epilogue.first = int(first), epilogue.product.n = int(end - first);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+        if (error != cudaSuccess) return error;
     }
-    const Product product = {grad, other, zeros, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows),
-                             kOfWeight, true};
-    const StoreEpilogue epilogue = {product, out};
-    error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
-    return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
+    epilogue.first = 0, epilogue.product.n = int(k);
+    return launch_recompute_gradient(epilogue, device, stream);
 }
 
 #endif
@@ -2368,9 +2668,9 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
     if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
     const int pieces = tf32 ? 1 : 2;
-    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, pieces);
+    const GradientWorkspace w = gradient_workspace(m, n, k, n, m, k, pieces);
     bytes[0] = w.of_grad(), bytes[1] = partials_bytes<GivenGradient>(m, n, device), bytes[2] = w.of_other();
-    bytes[3] = gradient_workspace(m, n, k, m, n, pieces).of_other();
+    bytes[3] = gradient_workspace(m, n, k, m, n, columns_at_once(n, k, true, pieces, device), pieces).of_other();
     return true;
 #else
     return false;
@@ -2389,15 +2689,15 @@ extern "C" int product_split_gradient(
     return cudaErrorNotSupported;
 #endif
 }
-// zeros: k of them. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: product_split_gradient's.
-extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
-    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream) {
+// grad: what a GradientReader reads. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: the gradient's, split.
+extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
+    bool tf32, void* split_workspace, void* workspace, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const auto launch = [&](auto launcher) {
-        return launcher(grad, other, zeros, out, m, n, k, split_workspace, workspace, device, stream);
+        return launcher(GradientReader(grad), other, out, m, n, k, split_workspace, workspace, device, stream);
     };
     if (tf32) return of_weight ? launch(launch_gradient<OneProduct, true>) : launch(launch_gradient<OneProduct, false>);
     return of_weight ? launch(launch_gradient<ThreeProducts, true>) : launch(launch_gradient<ThreeProducts, false>);
@@ -3011,66 +3311,87 @@ extern "C" int group_norm_backward(
 }
 // --- end shared: group norm gradients ---
 
-// The gradient of h and its split at once, where a group is 64 features: 16 lanes have a quad of it each.
+// The gradient of h and its split at once, where a group is 64 features.
 #if CUDART_VERSION >= 12000
+// The gradient of h, where a group is 64 features: eight lanes have one, two quads of it each. What a group is to its gradients, it leaves:
+// grad_h = rstd * (gamma * grad - mean - (v - hi) * slope) * v'.
 struct SwishGradient {
     struct Arguments {
         const float *grad, *h, *bias, *gamma;
-        float *grad_h, eps;
+        float4* groups;  // hi, rstd, mean, slope
+        float eps;
+        __device__ __forceinline__ const float* input(int i) const { return i == 0 ? grad : h; }
     };
-    static constexpr int kQuads = 2, kSums = 3;
-    float4 grad[kQuads], h[kQuads];
-    __device__ __forceinline__ void load(const Arguments& from, int i, int64_t at, bool exists) {
-        grad[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.grad + at)) : make_float4(0, 0, 0, 0);
-        h[i] = exists ? __ldcs(reinterpret_cast<const float4*>(from.h + at)) : make_float4(0, 0, 0, 0);
+    static constexpr int kQuads = 2, kInputs = 2, kSums = 3, kLanes = 8;
+    float4 bias[kQuads], gamma[kQuads];
+    __device__ __forceinline__ SwishGradient(const Arguments& from, int columns) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const int column = quad_column<kQuads>(i);
+            bias[i] = gamma[i] = make_float4(0, 0, 0, 0);
+            if (column < columns) bias[i] = __ldg(reinterpret_cast<const float4*>(from.bias + column));
+            if (column < columns) gamma[i] = __ldg(reinterpret_cast<const float4*>(from.gamma + column));
+        }
     }
-    template <int kAll>
-    __device__ __forceinline__ float4 gradient(
-        const Arguments& from, int i, int64_t at, int column, bool exists, float (&sums)[kAll][4]) const {
+    template <typename Sums>
+    __device__ __forceinline__ void make(
+        const Arguments& from, uint32_t staged, int64_t row, int columns, float4 (&grad)[kQuads], Sums& sums) const {
         constexpr float kShare = 1.0f / kBlockSide;
-        const float given[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w}, own[4] = {h[i].x, h[i].y, h[i].z, h[i].w};
-        float bias[4] = {}, gamma[4] = {}, v[4], mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0, out[4];
-        if (exists) load_aligned<4>(from.bias + column, bias), load_aligned<4>(from.gamma + column, gamma);
+        const bool exists = quad_column<kQuads>(0) < columns;
+        float given[kQuads][4] = {}, v[kQuads][4] = {}, slopes[kQuads][4], mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float operand[1] = {bias[j]};
-            v[j] = activate(own[j], operand);
-            mean += v[j] * kShare;
-            grad_mean += gamma[j] * given[j] * kShare;
-        }
-        mean = sum_across_lanes<16>(mean), grad_mean = sum_across_lanes<16>(grad_mean);
+        for (int i = 0; i < kQuads; ++i) {
+            if (exists) {
+                shared_load(staged + quad_column<kQuads>(i) * 4, given[i]);
+                shared_load(staged + (columns + quad_column<kQuads>(i)) * 4, v[i]);
+            }
+            const float offset[4] = {bias[i].x, bias[i].y, bias[i].z, bias[i].w}, by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float deviation = v[j] - mean;
-            rest += deviation;
-            squares += deviation * deviation;
-            co += deviation * (gamma[j] * given[j] - grad_mean);
+            for (int j = 0; j < 4; ++j) {
+                v[i][j] = activate_and_differentiate(v[i][j], offset[j], slopes[i][j]);
+                mean = fmaf(v[i][j], kShare, mean);
+                grad_mean = fmaf(by[j] * given[i][j], kShare, grad_mean);
+            }
         }
-        Moments<float> m;
-        m.hi = mean;
-        m.lo = sum_across_lanes<16>(rest) * kShare;
-        m.m2 = sum_across_lanes<16>(squares);
-        const Scale<float> scale(m, float(kBlockSide), from.eps);
-        const float slope = scale.rstd * (sum_across_lanes<16>(co) * kShare);
+        mean = sum_across_lanes<kLanes>(mean), grad_mean = sum_across_lanes<kLanes>(grad_mean);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float operand[1] = {bias[j]}, normal = ((v[j] - scale.hi) - scale.lo) * scale.rstd;
-            const float grad_v = scale.rstd * ((gamma[j] * given[j] - grad_mean) - normal * slope);
-            float grad_operand[1];
-            out[j] = exists ? differentiate(own[j], operand, v[j], grad_v, grad_operand) : 0.0f;
-            if (exists) sums[kGradientSums][j] += grad_operand[0];
-            sums[kGradientSums + 1][j] += given[j] * normal;
-            sums[kGradientSums + 2][j] += given[j];
+        for (int i = 0; i < kQuads; ++i) {
+            const float by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[i][j] -= mean;
+                rest += v[i][j];
+                squares = fmaf(v[i][j], v[i][j], squares);
+                co = fmaf(v[i][j], fmaf(by[j], given[i][j], -grad_mean), co);
+            }
         }
-        const float4 quad = make_float4(out[0], out[1], out[2], out[3]);
-        if (exists) __stcs(reinterpret_cast<float4*>(from.grad_h + at), quad);
-        return quad;
+        rest = sum_across_lanes<kLanes>(rest) * kShare, squares = sum_across_lanes<kLanes>(squares) * kShare;
+        const float rstd = reciprocal_sqrt(squares + from.eps);
+        const float slope = rstd * (rstd * (sum_across_lanes<kLanes>(co) * kShare)), shift = -rest * rstd;
+        grad_mean = fmaf(-rest, slope, grad_mean);
+        if (exists && threadIdx.x % kLanes == 0) {
+            __stcs(from.groups + row * (columns / kBlockSide) + threadIdx.x / kLanes, make_float4(mean, rstd, grad_mean, slope));
+        }
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const float by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
+            float out[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float grad_v = rstd * fmaf(-v[i][j], slope, fmaf(by[j], given[i][j], -grad_mean));
+                out[j] = exists ? grad_v * slopes[i][j] : 0.0f;
+                sums[i][kGradientSums][j] += grad_v;
+                sums[i][kGradientSums + 1][j] = fmaf(given[i][j], fmaf(v[i][j], rstd, shift), sums[i][kGradientSums + 1][j]);
+                sums[i][kGradientSums + 2][j] += given[i][j];
+            }
+            grad[i] = make_float4(out[0], out[1], out[2], out[3]);
+        }
     }
 };
 #endif
 
-// grad, h, grad_h (m, n) of n / 64 groups, 16-byte aligned as the vectors are. workspace, as of product_split_gradient; partials: as
-// many bytes, 0 if n is too large. to: the gradients of the linear layer's bias, of bias, gamma and beta, each null if it is not wanted.
+// grad, h (m, n) of n / 64 groups, 16-byte aligned as the vectors are; groups: four floats for each group of each row, for a GradientReader.
+// workspace, as of product_split_gradient; partials: as many bytes, 0 if n is too large. to: the gradients of the linear layer's bias, of bias, gamma and beta, each null if it is not wanted.
 extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n) {
 #if CUDART_VERSION >= 12000
     Device device;
@@ -3080,14 +3401,14 @@ extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n) {
     return 0;
 #endif
 }
-extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* grad_h,
+extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* groups,
     float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
 #if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const auto launch = tf32 ? launch_split_gradient<1, SwishGradient> : launch_split_gradient<2, SwishGradient>;
-    return launch({grad, h, bias, gamma, grad_h, float(eps)}, {{to[0], to[1], to[2], to[3]}}, false, m, n, workspace, partials, device, stream);
+    return launch({grad, h, bias, gamma, reinterpret_cast<float4*>(groups), float(eps)}, {{to[0], to[1], to[2], to[3]}}, false, m, n, workspace, partials, device, stream);
 #else
     return cudaErrorNotSupported;
 #endif
@@ -3611,8 +3932,8 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
 extern "C" int product_split_gradient(
     const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
     cudaStream_t stream);
-extern "C" int product_gradient(bool of_weight, const float* grad, const float* other, const float* zeros, float* out, int64_t m, int64_t n,
-    int64_t k, bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
+extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
+    bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 static bool tf32_is_allowed() {
@@ -3664,18 +3985,16 @@ static at::Tensor linear_on_cuda(
 
 static at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 
-// The gradients of x and weight, where they are needed, from the output's, given (m, n), contiguous and split. sizes: product_gradient_bytes.
-static int products_of_split(const at::Tensor& given, const at::Tensor& split, const at::Tensor& x, const at::Tensor& weight, bool tf32,
+// The gradients of x and weight, where they are needed, from the output's, split. grad: as product_gradient's. sizes: product_gradient_bytes.
+static int products_of_split(const float* const* grad, const at::Tensor& split, const at::Tensor& x, const at::Tensor& weight, bool tf32,
     const int64_t* sizes, const LinearNeeds& needs, at::Tensor* results) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const at::Tensor zeros = at::zeros({k}, x.options());
     int error = 0;
     const auto product = [&](bool of_weight, const at::Tensor& other, int64_t bytes) {
         const at::Tensor ready = aligned(other), workspace = workspace_of(bytes, x);
         results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
-        error = product_gradient(of_weight, given.data_ptr<float>(), ready.data_ptr<float>(), zeros.data_ptr<float>(),
-            results[of_weight].data_ptr<float>(), m, n, k, tf32, split.data_ptr(), workspace.data_ptr(),
-            c10::cuda::getCurrentCUDAStream().stream());
+        error = product_gradient(of_weight, grad, ready.data_ptr<float>(), results[of_weight].data_ptr<float>(), m, n, k, tf32,
+            split.data_ptr(), workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     };
     if (needs[0]) product(false, weight, sizes[2]);
     if (error == 0 && needs[1]) product(true, x, sizes[3]);
@@ -3696,7 +4015,8 @@ static std::vector<at::Tensor> linear_gradients_on_cuda(
     const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
     int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
         split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
-    if (error == 0 && products) error = products_of_split(given, split, x, weight, tf32, sizes, needs, results.data());
+    const float* const from[2] = {given.data_ptr<float>(), nullptr};
+    if (error == 0 && products) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
     TORCH_CHECK(error == 0, "linear: ", cudaGetErrorString(cudaError_t(error)));
     return results;
 }
@@ -4263,7 +4583,7 @@ static std::vector<at::Tensor> linear_swish_group_norm_backward_meta(const at::T
 }
 #ifdef WITH_CUDA
 extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n);
-extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* grad_h,
+extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* groups,
     float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream);
 
 static std::vector<at::Tensor> linear_swish_group_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x,
@@ -4280,18 +4600,19 @@ static std::vector<at::Tensor> linear_swish_group_norm_backward_cuda(const at::T
             grad, h, x, weight, bias, gamma, groups, eps, needs, swish_group_norm_backward_cuda, linear_gradients_cuda);
     }
     linear_gradients_meta(grad, x, weight, {false, false, false});  // for its checks
-    const at::Tensor given = aligned(grad), kept = aligned(h), offset = aligned(bias), scale = aligned(gamma), grad_h = at::empty_like(kept);
-    const at::Tensor split = workspace_of(sizes[0], x);
+    const at::Tensor given = aligned(grad), kept = aligned(h), offset = aligned(bias), scale = aligned(gamma);
+    const at::Tensor split = workspace_of(sizes[0], x), of_groups = at::empty({m, groups, 4}, x.options());
     std::vector<at::Tensor> results(6);
     float* to[4];
     for (int i = 0; i < 6; ++i) {
         results[i] = at::empty({i >= 2 && needs[i] ? n : 0}, x.options());
         if (i >= 2) to[i - 2] = needs[i] ? results[i].data_ptr<float>() : nullptr;
     }
-    int error = linear_swish_group_norm_split(given.data_ptr<float>(), kept.data_ptr<float>(), offset.data_ptr<float>(),
-        scale.data_ptr<float>(), grad_h.data_ptr<float>(), to, m, n, eps, tf32, split.data_ptr(), workspace_of(partials, x).data_ptr(),
-        c10::cuda::getCurrentCUDAStream().stream());
-    if (error == 0) error = products_of_split(grad_h, split, x, weight, tf32, sizes, {needs[0], needs[1], false}, results.data());
+    const float* const from[5] = {given.data_ptr<float>(), kept.data_ptr<float>(), offset.data_ptr<float>(), scale.data_ptr<float>(),
+                                  of_groups.data_ptr<float>()};
+    int error = linear_swish_group_norm_split(from[0], from[1], from[2], from[3], of_groups.data_ptr<float>(), to, m, n, eps, tf32,
+        split.data_ptr(), workspace_of(partials, x).data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
+    if (error == 0) error = products_of_split(from, split, x, weight, tf32, sizes, {needs[0], needs[1], false}, results.data());
     TORCH_CHECK(error == 0, "linear_swish_group_norm: ", group_norm_error(error));
     return results;
 }
@@ -4449,12 +4770,12 @@ def _as_operands(h: torch.Tensor, operands: tuple) -> tuple:
     return h, [o.reshape(-1).expand(h.shape[1]) if _is_per_channel(o, h) else o.expand(h.shape) for o in operands]
 
 
-def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor) -> tuple:
-    """weight, bias, groups and eps of the norm, after the checks that PyTorch makes in Python."""
+def _group_norm_arguments(group_norm: nn.GroupNorm, h: torch.Tensor, vectors: tuple = ()) -> tuple:
+    """weight, bias, groups and eps of the norm, after the checks that PyTorch makes in Python. vectors: the first two, if they are known."""
     size = [h.shape[0] * h.shape[1] // group_norm.num_groups, group_norm.num_groups, *h.shape[2:]]
     if math.prod(size) == size[1]:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {size}")
-    weight, bias = group_norm.weight, group_norm.bias
+    weight, bias = vectors or (group_norm.weight, group_norm.bias)
     if h.shape[1] % group_norm.num_groups != 0:
         raise RuntimeError(
             f"Expected number of channels in input to be divisible by num_groups, but got input of shape {list(h.shape)} and "
@@ -4709,7 +5030,7 @@ class ModelNew(Freezable):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm = self.matmul, self.group_norm
-        vectors = (self.bias, norm.weight, norm.bias)
+        vectors = (self.bias, norm.weight, norm.bias)  # once: a parametrised one is made when it is asked for
         fusible = x.dtype in (torch.float32, torch.float16, torch.bfloat16) and _is_fusible(linear, x, *vectors)
         if fusible and norm.num_groups < linear.weight.shape[0]:
             tensors = (x, linear.weight, linear.bias, *vectors)
@@ -4718,7 +5039,7 @@ class ModelNew(Freezable):
                 return _fused(*tensors, norm.num_groups, norm.eps, False, *self._frozen)[0]
             if x.dtype is torch.float32:
                 return LinearSwishGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        h, (bias,) = _as_operands(_apply(linear, x, self._frozen), (self.bias,))
-        arguments = (h, bias, *_group_norm_arguments(self.group_norm, h))
+        h, (bias,) = _as_operands(_apply(linear, x, self._frozen), vectors[:1])
+        arguments = (h, bias, *_group_norm_arguments(norm, h, vectors[1:]))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4])
         return _laid_out_as(SwishGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)

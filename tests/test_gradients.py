@@ -4,8 +4,10 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws
 from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, build, in_dtypes, in_layouts, solution
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils import parametrize
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
 ROUNDINGS = 8
@@ -113,6 +115,35 @@ def test_nothing_is_saved_where_no_gradient_can_be_asked_for(case, device):
         assert not saved
         assert new(*[t.clone().requires_grad_() for t in inputs]).requires_grad
         assert saved
+
+
+class Counted(nn.Module):
+    """A parametrisation that notes each look at its parameter."""
+
+    def __init__(self, seen: list, name: str):
+        super().__init__()
+        self.seen, self.name = seen, name
+
+    def forward(self, value):
+        self.seen.append(self.name)
+        return value
+
+
+@pytest.mark.parametrize("of_the_layer", [False, True], ids=["beside the layer", "of the layer too"])
+@pytest.mark.parametrize("case", [c for c in FIRST if c.stem.startswith("linear")], ids=str)
+def test_a_parametrised_parameter_is_made_once_a_call(case, of_the_layer, device):
+    _, new, inputs = build(case, device)
+    seen, names = [], []
+    for prefix, owner in list(new.named_modules()):
+        for name, _ in list(owner.named_parameters(recurse=False)):
+            if of_the_layer or not isinstance(owner, nn.Linear):
+                names.append(f"{prefix}.{name}")
+                parametrize.register_parametrization(owner, name, Counted(seen, names[-1]))
+    for grad in (True, False):
+        seen.clear()
+        with torch.set_grad_enabled(grad):
+            new(*inputs)
+        assert sorted(seen) == sorted(names)
 
 
 @first_cases
