@@ -3146,7 +3146,7 @@ template <int KS, typename G> __global__ void __launch_bounds__(kAddBlock) add_w
 // eight make row r + 1 of h's gradient, four add row r's share to the weights' gradients, each for 16 of h's channels and every second
 // step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
 
-constexpr int kTailWarps = 8, kTrainWarps = kTailWarps + 2 * kStripWarps, kTrainBlock = 32 * kTrainWarps;
+constexpr int kTailWarps = 4, kSumWarps = 8, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
 constexpr int kRing = 4;  // rows of h's gradient: that in the making, and three in use; and as many of x
 constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
 
@@ -3177,15 +3177,14 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
     return c;
 }
 
-// A pair of neighbours in a row of `columns`, zeros beyond it.
-__device__ __forceinline__ float2 pair_or_zero(const float* row, int column, int columns, bool pairs) {
+// A pair of neighbours, zeros where they do not exist. pairs: both do or neither, at whole 8 bytes.
+__device__ __forceinline__ float2 pair_or_zero(const float* at, bool pairs, bool left, bool right) {
     float2 v = make_float2(0.0f, 0.0f);
-    if (column < 0) return v;
     if (pairs) {
-        if (column < columns) v = __ldcs(reinterpret_cast<const float2*>(row + column));
+        if (left) v = __ldcs(reinterpret_cast<const float2*>(at));
     } else {
-        if (column < columns) v.x = __ldcs(row + column);
-        if (column + 1 < columns) v.y = __ldcs(row + column + 1);
+        if (left) v.x = __ldcs(at);
+        if (right) v.y = __ldcs(at + 1);
     }
     return v;
 }
@@ -3224,8 +3223,8 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
     extern __shared__ float4 shared_quads[];
     float* const shared_dh = reinterpret_cast<float*>(shared_quads);      // ring of rows, of channels, of columns from 2 before the strip's on
     float* const shared_x = shared_dh + kRing * kDhStage;                  // ring of rows, of channels
-    float4* const fragments = reinterpret_cast<float4*>(shared_x + kRing * kXRow);  // of slab, tap, lane: the flipped weights, hi and lo
-    ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 32);
+    float2* const fragments = reinterpret_cast<float2*>(shared_x + kRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
+    ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 64);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int strip_of = int(blockIdx.x) / p.bands, band = int(blockIdx.x) % p.bands;
     const int64_t sample = strip_of / p.column_tiles;
@@ -3240,65 +3239,72 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         const auto weight = [&](int from) {
             return from < p.out_channels && to < p.in_channels ? p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] : 0.0f;
         };
-        float4 f;
-        split_tf32(weight(from), f.x, f.z);
-        split_tf32(weight(from + 4), f.y, f.w);
-        fragments[i] = f;
+        float2 hi, lo;
+        split_tf32(weight(from), hi.x, lo.x);
+        split_tf32(weight(from + 4), hi.y, lo.y);
+        fragments[i / 32 * 64 + i % 32] = hi, fragments[i / 32 * 64 + 32 + i % 32] = lo;
     }
     __syncthreads();
 
     if (warp < kTailWarps) {  // h's gradient
-        const int own = warp * kTailChannels;
+        const int own = warp * kTailChannels, channels = p.out_channels - own;
         float2 h[kTailChannels][2] = {}, grad[kTailChannels][2] = {}, h_before = {}, grad_before = {};
-        float sums[kTailChannels] = {}, products[kTailChannels] = {};
-        const int64_t at = (sample * p.out_channels + own) * grad_plane;
+        float sums[kTailChannels], products[kTailChannels];
+        const int64_t at = (sample * p.out_channels + own) * grad_plane + column;
+        bool exists[2][2];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
         const auto load = [&](int row) {
             if (row >= p.rows || row >= last) return;
+            const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
+            if (column > 0 && lane < min(kTailChannels, channels)) {
+                h_before = pair_or_zero(h_row + lane * grad_plane - 2, p.pairs, column - 2 < p.columns, column - 1 < p.columns);
+                grad_before = pair_or_zero(grad_row + lane * grad_plane - 2, p.pairs, column - 2 < p.columns, column - 1 < p.columns);
+            }
+            h_row += 2 * lane, grad_row += 2 * lane;
 #pragma unroll
-            for (int c = 0; c < kTailChannels; ++c) {
-                if (own + c >= p.out_channels) continue;
-                const int64_t from = at + c * grad_plane + int64_t(row) * p.columns;
+            for (int c = 0; c < kTailChannels; ++c, h_row += grad_plane, grad_row += grad_plane) {
+                if (c >= channels) break;
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    h[c][j] = pair_or_zero(p.h + from, column + 2 * lane + 64 * j, p.columns, p.pairs);
-                    grad[c][j] = pair_or_zero(p.grad + from, column + 2 * lane + 64 * j, p.columns, p.pairs);
+                    h[c][j] = pair_or_zero(h_row + 64 * j, p.pairs, exists[j][0], exists[j][1]);
+                    grad[c][j] = pair_or_zero(grad_row + 64 * j, p.pairs, exists[j][0], exists[j][1]);
                 }
-            }
-            if (column > 0 && lane < kTailChannels && own + lane < p.out_channels) {
-                const int64_t from = at + lane * grad_plane + int64_t(row) * p.columns;
-                h_before = pair_or_zero(p.h + from, column - 2, p.columns, p.pairs);
-                grad_before = pair_or_zero(p.grad + from, column - 2, p.columns, p.pairs);
             }
         };
         const auto make = [&](int row) {
-            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow;
-            const bool counts = row >= first && row < p.rows;
+            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow + 2 * lane;
+            if (row <= first) {  // the rows before are another piece's to count
+#pragma unroll
+                for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
+            }
 #pragma unroll
             for (int c = 0; c < kTailChannels; ++c) {
                 const ChannelGradient channel = constants[own + c];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const int left = column + 2 * lane + 64 * j;
-                    const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias};
-                    float q[2] = {gradient_before_scale(biased[0], grad[c][j].x, channel), gradient_before_scale(biased[1], grad[c][j].y, channel)};
+                    float q[2] = {};
+                    if (row < p.rows) {
+                        const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias};
 #pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        if (row >= p.rows || left + k >= p.columns) q[k] = 0.0f;
-                        else if (counts) sums[c] += q[k], products[c] = fmaf(q[k], biased[k], products[c]);
+                        for (int k = 0; k < 2; ++k) {
+                            q[k] = gradient_before_scale(biased[k], k == 0 ? grad[c][j].x : grad[c][j].y, channel);
+                            q[k] = exists[j][k] ? q[k] : 0.0f;
+                            sums[c] += q[k];
+                            products[c] = fmaf(q[k], biased[k], products[c]);
+                        }
                     }
-                    *reinterpret_cast<float2*>(to + c * kDhRow + 2 + 2 * lane + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
+                    *reinterpret_cast<float2*>(to + c * kDhRow + 2 + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
                 }
             }
             if (lane < kTailChannels) {
                 float2 before = {};
                 if (column > 0 && row < p.rows) {
                     const ChannelGradient channel = constants[own + lane];
-                    before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
-                    before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
-                    if (column - 1 >= p.columns) before.y = 0.0f;
-                    if (column - 2 >= p.columns) before.x = 0.0f;
+                    if (column - 2 < p.columns) before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
+                    if (column - 1 < p.columns) before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
                 }
-                *reinterpret_cast<float2*>(to + lane * kDhRow) = before;
+                *reinterpret_cast<float2*>(to - 2 * lane + lane * kDhRow) = before;
             }
         };
         load(begin);
@@ -3325,14 +3331,14 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                 p.scale_sums[to] = products[c] * constants[own + c].rstd;
             }
         }
-    } else if (warp < kTailWarps + kStripWarps) {  // the weights'
+    } else if (warp < kTailWarps + kSumWarps) {  // the weights'
         const int of = warp - kTailWarps, mt = of % 2, end = min(last, p.rows);
         const auto copy = [&](int row) {
             if (row < end + KS - 1) {
                 float* const to = shared_x + row % kRing * kXRow;
                 const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-                copy_rows<8 / kStripWarps, kStripWarps * kSumRow>(to + of * kSumRow, from + of * plane, kStripWarps * plane, column, p.width,
-                    p.pairs, [&](int i) { return of + i * kStripWarps < p.in_channels; });
+                copy_rows<8 / kSumWarps, kSumWarps * kSumRow>(to + of * kSumRow, from + of * plane, kSumWarps * plane, column, p.width,
+                    p.pairs, [&](int i) { return of + i * kSumWarps < p.in_channels; });
                 if (of == 0 && lane < 8) {
                     copy_halo(to + lane * kSumRow, from + lane * plane, column, p.width, lane < p.in_channels, p.pairs);
                 }
@@ -3347,7 +3353,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         for (int row = begin; row < last; ++row) {
             if (row >= first && row < end && p.partials != nullptr) {
                 copy(row + KS);
-                for (int step = of / 2; step < steps; step += 2) {
+                for (int step = of / 2; step < steps; step += kSumWarps / 2) {
                     const int pixel = step * 16 + 4 * quarter;
                     float grad_hi[2][4], grad_lo[2][4];  // of pixels k and k + 2
 #pragma unroll
@@ -3388,28 +3394,25 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
             }
             meet();
         }
-        // Two warps have sums of the same weights: the second leaves its own to the first.
-        float* const to = shared_dh + mt * 16 * 8 * TAPS;
-        const auto place = [&](int tap, int k) { return to + ((k / 2 * 8 + eighth) * 8 + 2 * quarter + k % 2) * TAPS + tap; };
-        if (of >= 2) {
+        // The warps leave their sums side by side in shared memory, and add them up.
+        constexpr int kHalf = kGradChannels / 2 * 8 * TAPS;
 #pragma unroll
-            for (int k = 0; k < TAPS * 4; ++k) *place(k / 4, k % 4) = total[k / 4][k % 4];
+        for (int k = 0; k < TAPS * 4; ++k) {
+            shared_dh[of * kHalf + ((k % 4 / 2 * 8 + eighth) * 8 + 2 * quarter + k % 2) * TAPS + k / 4] = total[k / 4][k % 4];
         }
-        asm volatile("bar.sync 2, %0;" ::"n"(kStripBlock) : "memory");
-        float* const part = p.partials + int64_t(blockIdx.x) * kWeightPart<KS> + mt * 16 * 8 * TAPS;
-        if (of < 2 && p.partials != nullptr) {
+        asm volatile("bar.sync 2, %0;" ::"n"(32 * kSumWarps) : "memory");
+        for (int i = threadIdx.x - 32 * kTailWarps; i < 2 * kHalf && p.partials != nullptr; i += 32 * kSumWarps) {
+            float sum = 0;
 #pragma unroll
-            for (int k = 0; k < TAPS * 4; ++k) {
-                float* const at = place(k / 4, k % 4);
-                part[at - to] = total[k / 4][k % 4] + *at;
-            }
+            for (int w = 0; w < kSumWarps; w += 2) sum += shared_dh[w * kHalf + i];
+            p.partials[int64_t(blockIdx.x) * kWeightPart<KS> + i] = sum;
         }
     } else if (p.grad_x == nullptr) {
         meet();
         for (int row = begin; row < last; ++row) meet();
     } else {  // x's
         constexpr int MT = 2;
-        const int of = warp - kTailWarps - kStripWarps, first_channel = 2 * quarter, own_column = column + of * 32 + eighth * 4;
+        const int of = warp - kTailWarps - kSumWarps, first_channel = 2 * quarter, own_column = column + of * 32 + eighth * 4;
         float* const to = p.grad_x + (sample * p.in_channels + first_channel) * plane + own_column;
         const int columns_left = p.width - own_column, channels_left = columns_left > 0 ? p.in_channels - first_channel : 0;
         float total[KS][MT][4] = {};  // of rows row, row + 1, row + 2
@@ -3417,9 +3420,9 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         for (int row = begin; row < last; ++row) {
             if (row < p.rows) {
                 const float* pixels = shared_dh + row % kRing * kDhStage + quarter * kDhRow + of * 32 + eighth * 4;
-                const float4* own_fragments = fragments + lane;
+                const float2* own_fragments = fragments + lane;
 #pragma unroll 1
-                for (int slab = 0; slab < 4; ++slab, pixels += 8 * kDhRow, own_fragments += TAPS * 32) {
+                for (int slab = 0; slab < 4; ++slab, pixels += 8 * kDhRow, own_fragments += TAPS * 64) {
                     float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
@@ -3430,26 +3433,25 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                         split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
                         split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
                     }
+                    float sums[KS][MT][4];  // smallest products first
 #pragma unroll
-                    for (int ky = 0; ky < KS; ++ky) {
-                        float sums[MT][4], w[KS][2][2];  // w: hi, lo
+                    for (int product = 0; product < 3 * KS; ++product) {
+                        const int kx = product % KS;
 #pragma unroll
-                        for (int kx = 0; kx < KS; ++kx) {
-                            const float4 f = own_fragments[(ky * KS + kx) * 32];
-                            w[kx][0][0] = f.x, w[kx][0][1] = f.y, w[kx][1][0] = f.z, w[kx][1][1] = f.w;
-                        }
-#pragma unroll
-                        for (int product = 0; product < 3 * KS; ++product) {  // smallest first
-                            const int kx = product % KS;
+                        for (int ky = 0; ky < KS; ++ky) {
+                            const float2 w = *reinterpret_cast<const float2*>(own_fragments + (ky * KS + kx) * 64 + (product / KS == 1 ? 32 : 0));
+                            const float f[2] = {w.x, w.y};
 #pragma unroll
                             for (int mt = 0; mt < MT; ++mt) {
-                                if (product == 0) mma_tf32<true>(sums[mt], lo[mt], w[0][0]);
-                                else if (product / KS == 0) mma_tf32(sums[mt], lo[kx + mt], w[kx][0]);
-                                else mma_tf32(sums[mt], hi[kx + mt], w[kx][product / KS == 1]);
+                                if (product == 0) mma_tf32<true>(sums[ky][mt], lo[mt], f);
+                                else if (product / KS == 0) mma_tf32(sums[ky][mt], lo[kx + mt], f);
+                                else mma_tf32(sums[ky][mt], hi[kx + mt], f);
                             }
                         }
+                    }
 #pragma unroll
-                        for (int k = 0; k < MT * 4; ++k) total[KS - 1 - ky][k / 4][k % 4] += sums[k / 4][k % 4];
+                    for (int k = 0; k < KS * MT * 4; ++k) {
+                        total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4] += sums[k / (MT * 4)][k / 4 % MT][k % 4];
                     }
                 }
             }
@@ -3495,7 +3497,8 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
 //
 // A block owns a piece, as above but 64 columns wide; of its four warps each has 16 of h's channels, whose weights stay in registers, and
 // 32 columns. A row of x gives its share to three rows of h. A lane's pixels are eight neighbours of two channels.
-constexpr int kRecordWidth = 64, kRecordRow = kRecordWidth + 8, kRecordRing = 4, kRecordBlocks = 3;
+constexpr int kRecordWidth = 64, kRecordRow = kRecordWidth + 8, kRecordRing = 4;
+constexpr int kRecordBlocks = 3;
 
 struct Recording {
     const float *x, *weight, *conv_bias, *bias, *scale;
@@ -3509,6 +3512,7 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
     constexpr int KS = 3, TAPS = 9, NT = 4, kXRow = 8 * kRecordRow;
     __shared__ float shared_x[kRecordRing * kXRow];
     __shared__ float shared_lines[kStripWarps][16 * kLineRow];
+    __shared__ float4 shared_lo[2][TAPS][32];
     __shared__ Moments<float> shared_moments[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int block = int(blockIdx.x) % p.channel_blocks, piece = int(blockIdx.x) / p.channel_blocks;
@@ -3523,123 +3527,143 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
         if (row < last + KS - 1) {
             float* const to = shared_x + row % kRecordRing * kXRow;
             const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-            // 33 pairs of each of eight channels
-            for (int i = threadIdx.x; i < 8 * 33; i += kStripBlock) {
-                const int channel = i / 33, at = i % 33 * 2, left = channel < p.in_channels ? p.width - column - at : 0;
+            const auto copy_pair = [&](int channel, int at) {
+                const int left = channel < p.in_channels ? p.width - column - at : 0;
+                float* const pair_to = to + channel * kRecordRow + at;
+                const float* const pair_from = from + channel * plane + at;
                 if (p.pairs) {
-                    copy_or_zero<8>(to + channel * kRecordRow + at, from + channel * plane + at, left > 0 ? 8 : 0);
+                    copy_or_zero<8>(pair_to, pair_from, left > 0 ? 8 : 0);
                 } else {
-                    copy_or_zero<4>(to + channel * kRecordRow + at, from + channel * plane + at, left > 0 ? 4 : 0);
-                    copy_or_zero<4>(to + channel * kRecordRow + at + 1, from + channel * plane + at + 1, left > 1 ? 4 : 0);
+                    copy_or_zero<4>(pair_to, pair_from, left > 0 ? 4 : 0);
+                    copy_or_zero<4>(pair_to + 1, pair_from + 1, left > 1 ? 4 : 0);
                 }
-            }
+            };
+            copy_pair(warp, 2 * lane), copy_pair(warp + kStripWarps, 2 * lane);
+            if (threadIdx.x < 8) copy_pair(threadIdx.x, kRecordWidth);
         }
         commit_copies();
     };
-    float w[TAPS][2][4];  // hi, lo
+    float w[TAPS][4];  // the upper halves of the weights; the lower ones wait in shared memory
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) {
+        float lo[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int to = own_first + k % 2 * 8 + eighth, from = k / 2 * 4 + quarter;
             const bool exists = to < p.out_channels && from < p.in_channels;
-            split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][0][k], w[tap][1][k]);
+            split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][k], lo[k]);
         }
+        if (warp < 2) shared_lo[half][tap][lane] = make_float4(lo[0], lo[1], lo[2], lo[3]);
     }
-    float offset[2], operand[2][kOperands] = {};
+    float conv_bias[2], bias[2], slope[2];  // v = 1 / (1 + 2^((h + bias) * slope))
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         const int channel = min(own_first + k * 8 + eighth, p.out_channels - 1);
-        offset[k] = __ldg(p.conv_bias + channel), operand[k][0] = __ldg(p.bias + channel), operand[k][1] = __ldg(p.scale + channel);
+        conv_bias[k] = __ldg(p.conv_bias + channel), bias[k] = __ldg(p.bias + channel);
+        slope[k] = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
     }
-    Accumulator<float> accumulators[2];
-    Moments<float> rest[2];
-    float total[KS][NT][4] = {};  // of rows row - 2, row - 1, row
-    copy(first), copy(first + 1), copy(first + 2);
-    for (int row = first; row < last + KS - 1; ++row) {
-        await_copies<2>();
-        __syncthreads();
-        copy(row + 3);
-        const float* const from = shared_x + row % kRecordRing * kXRow + quarter * kRecordRow + group_column + eighth * 4;
-        float hi[NT + KS - 1][2], lo[NT + KS - 1][2];  // of a pixel, channels quarter and 4 further on
+    float anchor[2], sum[2] = {}, square[2] = {};  // of v - anchor
+    const int columns_left = p.columns - column - group_column, left = columns_left - 8 * quarter;
+    float* const lines = shared_lines[warp];
+    const auto emit = [&](int row, const float (&tile)[NT][4]) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float4 near = *reinterpret_cast<const float4*>(from + k * 4 * kRecordRow);
-            const float2 far = *reinterpret_cast<const float2*>(from + k * 4 * kRecordRow + 4);
-            const float values[NT + KS - 1] = {near.x, near.y, near.z, near.w, far.x, far.y};
+            float h[8], v[8];
 #pragma unroll
-            for (int i = 0; i < NT + KS - 1; ++i) split_tf32(values[i], hi[i][k], lo[i][k]);
-        }
+            for (int i = 0; i < 8; ++i) {
+                h[i] = tile[i % 4][k * 2 + i / 4] + conv_bias[k];
+                v[i] = sigmoid_from_exponent((h[i] + bias[k]) * slope[k]);
+            }
+            float4* const to = reinterpret_cast<float4*>(lines + (k * 8 + eighth) * kLineRow + 8 * quarter);
+            to[0] = make_float4(h[0], h[1], h[2], h[3]), to[1] = make_float4(h[4], h[5], h[6], h[7]);
+            if (row == first) anchor[k] = v[0];
+            if (columns_left < 32) {
 #pragma unroll
-        for (int ky = 0; ky < KS; ++ky) {
-            float sums[NT][4];  // smallest products first
-#pragma unroll
-            for (int product = 0; product < 3 * KS; ++product) {
-                const int kx = product % KS;
-#pragma unroll
-                for (int nt = 0; nt < NT; ++nt) {
-                    if (product == 0) mma_tf32<true>(sums[nt], w[ky * KS][0], lo[nt]);
-                    else if (product / KS == 0) mma_tf32(sums[nt], w[ky * KS + kx][0], lo[nt + kx]);
-                    else mma_tf32(sums[nt], w[ky * KS + kx][product / KS == 1], hi[nt + kx]);
-                }
+                for (int i = 0; i < 8; ++i) v[i] = i < left ? v[i] : anchor[k];
             }
 #pragma unroll
-            for (int k = 0; k < NT * 4; ++k) {
-                float& to = total[KS - 1 - ky][k / 4][k % 4];
-                to = ky == 0 ? sums[k / 4][k % 4] : to + sums[k / 4][k % 4];
+            for (int i = 0; i < 8; ++i) {
+                const float deviation = v[i] - anchor[k];
+                sum[k] += deviation;
+                square[k] = fmaf(deviation, deviation, square[k]);
             }
         }
-        if (row - (KS - 1) >= first) {
-            const int h_row = row - (KS - 1);
-            float* const lines = shared_lines[warp];
-            const int columns_left = p.columns - column - group_column;
+        __syncwarp();
+        float* const to = p.h + (sample * p.out_channels + own_first) * h_plane + int64_t(row) * p.columns + column + group_column;
+        if (p.pairs) {  // half a warp writes 32 columns of a channel
+            float* at = to + lane / 16 * h_plane + lane % 16 * 2;
+            const float* from = lines + lane / 16 * kLineRow + lane % 16 * 2;
+            const int channels = lane % 16 * 2 < columns_left ? p.out_channels - own_first - lane / 16 : 0;
+#pragma unroll
+            for (int c = 0; c < 16; c += 2, at += 2 * h_plane) {
+                if (c < channels) *reinterpret_cast<float2*>(at) = *reinterpret_cast<const float2*>(from + c * kLineRow);
+            }
+        } else if (lane < columns_left) {
+            float* at = to + lane;
+#pragma unroll 1
+            for (int c = 0; c < min(16, p.out_channels - own_first); ++c, at += h_plane) *at = lines[c * kLineRow + lane];
+        }
+        __syncwarp();
+    };
+
+    float total[KS][NT][4];  // of three rows of h under way
+    copy(first), copy(first + 1), copy(first + 2);
+    for (int base = first; base < last + KS - 1; base += KS) {
+#pragma unroll
+        for (int u = 0; u < KS; ++u) {
+            const int row = base + u;
+            if (row >= last + KS - 1) break;
+            await_copies<2>();
+            __syncthreads();
+            copy(row + 3);
+            const float* const from = shared_x + row % kRecordRing * kXRow + quarter * kRecordRow + group_column + eighth * 4;
+            float hi[NT + KS - 1][2], lo[NT + KS - 1][2];  // of a pixel, channels quarter and 4 further on
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                Pack<float, 8> v;
+                const float4 near = *reinterpret_cast<const float4*>(from + k * 4 * kRecordRow);
+                const float2 far = *reinterpret_cast<const float2*>(from + k * 4 * kRecordRow + 4);
+                const float values[NT + KS - 1] = {near.x, near.y, near.z, near.w, far.x, far.y};
 #pragma unroll
-                for (int i = 0; i < 8; ++i) v.value[i] = total[0][i % 4][k * 2 + i / 4] + offset[k];
-                float* const to = lines + (k * 8 + eighth) * kLineRow + 8 * quarter;
-                *reinterpret_cast<float4*>(to) = make_float4(v.value[0], v.value[1], v.value[2], v.value[3]);
-                *reinterpret_cast<float4*>(to + 4) = make_float4(v.value[4], v.value[5], v.value[6], v.value[7]);
+                for (int i = 0; i < NT + KS - 1; ++i) split_tf32(values[i], hi[i][k], lo[i][k]);
+            }
 #pragma unroll
-                for (int i = 0; i < 8; ++i) v.value[i] = activate(v.value[i], operand[k]);
-                if (columns_left >= 32 || 8 * quarter + 8 <= columns_left) {
-                    accumulators[k].add(v);
-                } else {
+            for (int ky = 0; ky < KS; ++ky) {
+                float sums[NT][4];  // smallest products first
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) if (8 * quarter + i < columns_left) rest[k] = merge(rest[k], moments_of(v.value[i]));
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
+                    float w_lo[4];
+                    if (product / KS == 1) *reinterpret_cast<float4*>(w_lo) = shared_lo[half][ky * KS + kx][lane];
+#pragma unroll
+                    for (int nt = 0; nt < NT; ++nt) {
+                        if (product == 0) mma_tf32<true>(sums[nt], w[ky * KS], lo[nt]);
+                        else if (product / KS == 0) mma_tf32(sums[nt], w[ky * KS + kx], lo[nt + kx]);
+                        else mma_tf32(sums[nt], product / KS == 1 ? w_lo : w[ky * KS + kx], hi[nt + kx]);
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < NT * 4; ++k) {
+                    float& to = total[(u - ky + KS) % KS][k / 4][k % 4];
+                    to = ky == 0 ? sums[k / 4][k % 4] : to + sums[k / 4][k % 4];
                 }
             }
-            __syncwarp();
-            float* to = p.h + (sample * p.out_channels + own_first) * h_plane + int64_t(h_row) * p.columns + column + group_column + lane;
-            if (lane < columns_left) {
-                const int channels = min(16, p.out_channels - own_first);
-                if (channels == 16) {
-#pragma unroll
-                    for (int c = 0; c < 16; ++c, to += h_plane) *to = lines[c * kLineRow + lane];
-                } else {
-                    for (int c = 0; c < channels; ++c, to += h_plane) *to = lines[c * kLineRow + lane];
-                }
-            }
-            __syncwarp();
+            if (row >= first + KS - 1) emit(row - (KS - 1), total[(u + 1) % KS]);
         }
-#pragma unroll
-        for (int k = 0; k < NT * 4; ++k) total[0][k / 4][k % 4] = total[1][k / 4][k % 4], total[1][k / 4][k % 4] = total[2][k / 4][k % 4];
     }
     await_copies<0>();
+    const float values = float((last - first) * max(0, min(8, left))), share = values > 0.0f ? reciprocal(values) : 0.0f;
+    Moments<float> moments[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-        Moments<float> m = merge(accumulators[k].template moments<8>(), rest[k]);
-#pragma unroll
-        for (int offset = 1; offset < 4; offset *= 2) {
-            Moments<float> other;
-            other.count = __shfl_xor_sync(~0u, m.count, offset), other.hi = __shfl_xor_sync(~0u, m.hi, offset);
-            other.lo = __shfl_xor_sync(~0u, m.lo, offset), other.m2 = __shfl_xor_sync(~0u, m.m2, offset);
-            m = lane & offset ? merge(other, m) : merge(m, other);
-        }
-        rest[k] = m;
+        const float mean = sum[k] * share;
+        Moments<float>& m = moments[k];
+        m.count = values;
+        m.hi = anchor[k] + mean;
+        m.lo = mean - (m.hi - anchor[k]);
+        m.m2 = fmaf(-sum[k], mean, square[k]);
+        for (int mask = 1; mask < 4; mask *= 2) m = merge_with_lane(m, mask);
     }
-    if (warp >= 2 && quarter == 0) shared_moments[half * 16 + eighth] = rest[0], shared_moments[half * 16 + 8 + eighth] = rest[1];
+    if (warp >= 2 && quarter == 0) shared_moments[half * 16 + eighth] = moments[0], shared_moments[half * 16 + 8 + eighth] = moments[1];
     __syncthreads();
     if (warp < 2 && quarter == 0) {
         const int pieces = p.column_tiles * p.bands;
@@ -3647,7 +3671,8 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
         for (int k = 0; k < 2; ++k) {
             const int channel = own_first + k * 8 + eighth;
             if (channel < p.out_channels) {
-                p.moments[(sample * p.out_channels + channel) * pieces + piece % pieces] = merge(rest[k], shared_moments[half * 16 + k * 8 + eighth]);
+                p.moments[(sample * p.out_channels + channel) * pieces + piece % pieces] =
+                    merge(moments[k], shared_moments[half * 16 + k * 8 + eighth]);
             }
         }
     }
