@@ -2626,16 +2626,10 @@ template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d
           "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
-// v = hi + lo; the tensor cores read the upper 19 bits of lo.
+// v = hi + lo, both rounded to nearest: the tensor cores read the upper 19 bits.
 __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
-    uint32_t bits;
-#if __CUDA_ARCH__ >= 900
-    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-#else
-    bits = (__float_as_uint(v) + 0x1000) & 0xffffe000;
-#endif
-    hi = __uint_as_float(bits);
-    lo = v - hi;
+    hi = __uint_as_float((__float_as_uint(v) + 0x1000) & 0xffffe000);
+    lo = __uint_as_float(__float_as_uint(v - hi) + 0x1000);
 }
 
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
@@ -3177,16 +3171,12 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
     return c;
 }
 
-// A pair of neighbours, zeros where they do not exist. pairs: both do or neither, at whole 8 bytes.
-__device__ __forceinline__ float2 pair_or_zero(const float* at, bool pairs, bool left, bool right) {
-    float2 v = make_float2(0.0f, 0.0f);
-    if (pairs) {
-        if (left) v = __ldcs(reinterpret_cast<const float2*>(at));
-    } else {
-        if (left) v.x = __ldcs(at);
-        if (right) v.y = __ldcs(at + 1);
-    }
-    return v;
+// A pair of neighbours, at whole 8 bytes or one by one; zeros where they do not exist.
+__device__ __forceinline__ float2 pair_or_zero(const float* at, bool both) {
+    return both ? __ldcs(reinterpret_cast<const float2*>(at)) : make_float2(0.0f, 0.0f);
+}
+__device__ __forceinline__ float2 pair_or_zero(const float* at, bool left, bool right) {
+    return make_float2(left ? __ldcs(at) : 0.0f, right ? __ldcs(at + 1) : 0.0f);
 }
 
 // Where a value is not finite, the halves of an infinity may have made a NaN: one by one then.
@@ -3256,24 +3246,33 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
         const auto load = [&](int row) {
             if (row >= p.rows || row >= last) return;
-            const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
-            if (column > 0 && lane < min(kTailChannels, channels)) {
-                h_before = pair_or_zero(h_row + lane * grad_plane - 2, p.pairs, column - 2 < p.columns, column - 1 < p.columns);
-                grad_before = pair_or_zero(grad_row + lane * grad_plane - 2, p.pairs, column - 2 < p.columns, column - 1 < p.columns);
-            }
-            h_row += 2 * lane, grad_row += 2 * lane;
-#pragma unroll
-            for (int c = 0; c < kTailChannels; ++c, h_row += grad_plane, grad_row += grad_plane) {
-                if (c >= channels) break;
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    h[c][j] = pair_or_zero(h_row + 64 * j, p.pairs, exists[j][0], exists[j][1]);
-                    grad[c][j] = pair_or_zero(grad_row + 64 * j, p.pairs, exists[j][0], exists[j][1]);
+            const auto load_by = [&](const auto& pair) {
+                const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
+                if (column > 0 && lane < min(kTailChannels, channels)) {
+                    h_before = pair(h_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
+                    grad_before = pair(grad_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
                 }
-            }
+                h_row += 2 * lane, grad_row += 2 * lane;
+#pragma unroll
+                for (int c = 0; c < kTailChannels; ++c, h_row += grad_plane, grad_row += grad_plane) {
+                    if (c >= channels) break;
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        h[c][j] = pair(h_row + 64 * j, exists[j][0], exists[j][1]);
+                        grad[c][j] = pair(grad_row + 64 * j, exists[j][0], exists[j][1]);
+                    }
+                }
+            };
+            if (p.pairs) load_by([](const float* from, bool both, bool) { return pair_or_zero(from, both); });
+            else load_by([](const float* from, bool left, bool right) { return pair_or_zero(from, left, right); });
         };
         const auto make = [&](int row) {
-            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow + 2 * lane;
+            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow;
+            float* const pairs_to = to + 2 + 2 * lane;
+            if (row >= p.rows) {
+                for (int i = lane; i < kTailChannels * kDhRow; i += 32) to[i] = 0.0f;
+                return;
+            }
             if (row <= first) {  // the rows before are another piece's to count
 #pragma unroll
                 for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
@@ -3283,28 +3282,23 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                 const ChannelGradient channel = constants[own + c];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    float q[2] = {};
-                    if (row < p.rows) {
-                        const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias};
+                    const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias}, given[2] = {grad[c][j].x, grad[c][j].y};
+                    float q[2];
 #pragma unroll
-                        for (int k = 0; k < 2; ++k) {
-                            q[k] = gradient_before_scale(biased[k], k == 0 ? grad[c][j].x : grad[c][j].y, channel);
-                            q[k] = exists[j][k] ? q[k] : 0.0f;
-                            sums[c] += q[k];
-                            products[c] = fmaf(q[k], biased[k], products[c]);
-                        }
+                    for (int k = 0; k < 2; ++k) {
+                        q[k] = exists[j][k] ? gradient_before_scale(biased[k], given[k], channel) : 0.0f;
+                        sums[c] += q[k];
+                        products[c] = fmaf(q[k], biased[k], products[c]);
                     }
-                    *reinterpret_cast<float2*>(to + c * kDhRow + 2 + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
+                    *reinterpret_cast<float2*>(pairs_to + c * kDhRow + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
                 }
             }
             if (lane < kTailChannels) {
                 float2 before = {};
-                if (column > 0 && row < p.rows) {
-                    const ChannelGradient channel = constants[own + lane];
-                    if (column - 2 < p.columns) before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
-                    if (column - 1 < p.columns) before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
-                }
-                *reinterpret_cast<float2*>(to - 2 * lane + lane * kDhRow) = before;
+                const ChannelGradient channel = constants[own + lane];
+                if (column > 0 && column - 2 < p.columns) before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
+                if (column > 0 && column - 1 < p.columns) before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
+                *reinterpret_cast<float2*>(to + lane * kDhRow) = before;
             }
         };
         load(begin);
