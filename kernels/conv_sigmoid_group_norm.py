@@ -2628,16 +2628,10 @@ template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d
           "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
-// v = hi + lo; the tensor cores read the upper 19 bits of lo.
+// v = hi + lo, both rounded to nearest: the tensor cores read the upper 19 bits.
 __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
-    uint32_t bits;
-#if __CUDA_ARCH__ >= 900
-    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-#else
-    bits = (__float_as_uint(v) + 0x1000) & 0xffffe000;
-#endif
-    hi = __uint_as_float(bits);
-    lo = v - hi;
+    hi = __uint_as_float((__float_as_uint(v) + 0x1000) & 0xffffe000);
+    lo = __uint_as_float(__float_as_uint(v - hi) + 0x1000);
 }
 
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
@@ -3094,7 +3088,15 @@ template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N
 }
 
 // Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
-template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p) {
+struct GivenGradient {
+    const float* grad;
+    int channels, pixels;
+    __device__ __forceinline__ float operator()(int64_t sample, int channel, int pixel) const {
+        return __ldg(grad + (sample * channels + channel) * pixels + pixel);
+    }
+};
+// given(sample, channel, pixel): a value of grad.
+template <int KS, typename G> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p, G given) {
     constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
     const int in = blockIdx.x, out = blockIdx.y;
     const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
@@ -3112,15 +3114,13 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
         float plain[TAPS] = {};
         const int pixels = p.rows * p.columns;
         for (int64_t s = 0; s < p.samples; ++s) {
-            const float* const grad = p.grad + (s * p.out_channels + out) * pixels;
             const float* const x = p.x + (s * p.in_channels + in) * p.height * p.width;
             for (int i = threadIdx.x; i < pixels; i += kAddBlock) {
                 const int row = quotient(i, p.columns);
                 const float* const at = x + row * p.width + i - row * p.columns;
+                const float grad = given(s, out, i);
 #pragma unroll
-                for (int tap = 0; tap < TAPS; ++tap) {
-                    plain[tap] = fmaf(__ldg(grad + i), __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
-                }
+                for (int tap = 0; tap < TAPS; ++tap) plain[tap] = fmaf(grad, __ldg(at + tap / KS * p.width + tap % KS), plain[tap]);
             }
         }
 #pragma unroll
@@ -3132,6 +3132,576 @@ template <int KS> __global__ void __launch_bounds__(kAddBlock) add_weight_gradie
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
     if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The gradients of all that is trained, of 3x3 kernels from at most 8 channels to at most 32, in one pass after the joint moments: the
+// gradient of h is made row by row in shared memory, and used from there for x's and the weights'; it never is in global memory.
+//
+// A block owns a piece: rows [first, last) of x's gradient in a strip of 128 columns of one sample. Its warps have three trades. While
+// eight make row r + 1 of h's gradient, four add row r's share to the weights' gradients, each for 16 of h's channels and every second
+// step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
+
+constexpr int kTailWarps = 4, kSumWarps = 8, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
+constexpr int kRing = 4;  // rows of h's gradient: that in the making, and three in use; and as many of x
+constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
+
+// What makes a channel's dh of its h and grad: q = (gamma * grad - mean - mean_lo - (v - hi - lo) * pull) * v * (1 - v), dh = q * push.
+struct alignas(16) ChannelGradient {
+    float bias, scale, gamma, mean, mean_lo, hi, lo, pull, push, rstd, unused[2];
+};
+__device__ __forceinline__ float gradient_before_scale(float biased, float grad, const ChannelGradient& c) {
+    const float v = sigmoid(biased * c.scale);
+    const float weighted = fmaf(c.gamma, grad, -c.mean) - c.mean_lo;
+    return fmaf(-((v - c.hi) - c.lo), c.pull, weighted) * fmaf(-v, v, v);
+}
+
+struct Training {
+    const float *grad, *h, *x, *weight, *bias, *scale, *gamma;
+    const SliceGradient<float>* slices;
+    float *grad_x, *partials, *bias_sums, *scale_sums;  // grad_x: null if it is not wanted; the others have a row for each piece
+    int in_channels, out_channels, group_channels, height, width, rows, columns, column_tiles, bands;
+    bool pairs;
+};
+
+__device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, int64_t sample, int channel) {
+    ChannelGradient c = {};
+    if (channel >= p.out_channels) return c;
+    const SliceGradient<float> s = p.slices[sample * (p.out_channels / p.group_channels) + channel / p.group_channels];
+    c.bias = p.bias[channel], c.scale = p.scale[channel], c.gamma = p.gamma[channel];
+    c.mean = s.mean, c.mean_lo = s.mean_lo, c.hi = s.hi, c.lo = s.lo, c.pull = s.rstd * s.slope, c.push = s.rstd * c.scale, c.rstd = s.rstd;
+    return c;
+}
+
+// A pair of neighbours, at whole 8 bytes or one by one; zeros where they do not exist.
+__device__ __forceinline__ float2 pair_or_zero(const float* at, bool both) {
+    return both ? __ldcs(reinterpret_cast<const float2*>(at)) : make_float2(0.0f, 0.0f);
+}
+__device__ __forceinline__ float2 pair_or_zero(const float* at, bool left, bool right) {
+    return make_float2(left ? __ldcs(at) : 0.0f, right ? __ldcs(at + 1) : 0.0f);
+}
+
+// Where a value is not finite, the halves of an infinity may have made a NaN: one by one then.
+__device__ __forceinline__ float gradient_of_h(const Training& p, const ChannelGradient& c, int64_t sample, int channel, int64_t pixel) {
+    const int64_t at = (sample * p.out_channels + channel) * p.rows * p.columns + pixel;
+    return gradient_before_scale(__ldg(p.h + at) + c.bias, __ldg(p.grad + at), c) * c.push;
+}
+__device__ __noinline__ float gradient_of_x(const Training& p, const ChannelGradient* constants, int64_t sample, int channel, int row, int column) {
+    double sum = 0;
+    for (int from = 0; from < p.out_channels && sum == sum; ++from) {
+        for (int tap = 0; tap < 9; ++tap) {
+            const int y = row - tap / 3, x = column - tap % 3;
+            if (y < 0 || y >= p.rows || x < 0 || x >= p.columns) continue;
+            const float weight = __ldg(p.weight + (from * p.in_channels + channel) * 9 + tap);
+            sum += double(gradient_of_h(p, constants[from], sample, from, int64_t(y) * p.columns + x)) * double(weight);
+        }
+    }
+    return float(sum);
+}
+struct GradientOfH {  // for add_weight_gradient
+    Training p;
+    __device__ __forceinline__ float operator()(int64_t sample, int channel, int pixel) const {
+        return gradient_of_h(p, channel_gradient(p, sample, channel), sample, channel, pixel);
+    }
+};
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kTrainBlock) : "memory"); }
+
+constexpr int kTrainShared = (kRing * (kGradChannels * kImageRow + 8 * kSumRow) + 4 * 9 * 32 * 4) * int(sizeof(float)) +
+    kGradChannels * int(sizeof(ChannelGradient));
+
+__global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ Training p) {
+    constexpr int KS = 3, TAPS = 9, kDhRow = kImageRow, kDhStage = kGradChannels * kDhRow, kXRow = 8 * kSumRow;
+    extern __shared__ float4 shared_quads[];
+    float* const shared_dh = reinterpret_cast<float*>(shared_quads);      // ring of rows, of channels, of columns from 2 before the strip's on
+    float* const shared_x = shared_dh + kRing * kDhStage;                  // ring of rows, of channels
+    float2* const fragments = reinterpret_cast<float2*>(shared_x + kRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
+    ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 64);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    const int strip_of = int(blockIdx.x) / p.bands, band = int(blockIdx.x) % p.bands;
+    const int64_t sample = strip_of / p.column_tiles;
+    const int column = strip_of % p.column_tiles * kStripWidth;
+    const int first = int(int64_t(p.height) * band / p.bands), last = int(int64_t(p.height) * (band + 1) / p.bands);
+    const int begin = max(first - (KS - 1), 0);
+    const int64_t plane = int64_t(p.height) * p.width, grad_plane = int64_t(p.rows) * p.columns;
+
+    for (int i = threadIdx.x; i < kGradChannels; i += kTrainBlock) constants[i] = channel_gradient(p, sample, i);
+    for (int i = threadIdx.x; i < 4 * TAPS * 32; i += kTrainBlock) {
+        const int slab = i / (32 * TAPS), tap = i / 32 % TAPS, from = slab * 8 + i % 4, to = i % 32 / 4;
+        const auto weight = [&](int from) {
+            return from < p.out_channels && to < p.in_channels ? p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] : 0.0f;
+        };
+        float2 hi, lo;
+        split_tf32(weight(from), hi.x, lo.x);
+        split_tf32(weight(from + 4), hi.y, lo.y);
+        fragments[i / 32 * 64 + i % 32] = hi, fragments[i / 32 * 64 + 32 + i % 32] = lo;
+    }
+    __syncthreads();
+
+    if (warp < kTailWarps) {  // h's gradient
+        const int own = warp * kTailChannels, channels = p.out_channels - own;
+        float2 h[kTailChannels][2] = {}, grad[kTailChannels][2] = {}, h_before = {}, grad_before = {};
+        float sums[kTailChannels], products[kTailChannels];
+        const int64_t at = (sample * p.out_channels + own) * grad_plane + column;
+        bool exists[2][2];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
+        const auto load = [&](int row) {
+            if (row >= p.rows || row >= last) return;
+            const auto load_by = [&](const auto& pair) {
+                const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
+                if (column > 0 && lane < min(kTailChannels, channels)) {
+                    h_before = pair(h_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
+                    grad_before = pair(grad_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
+                }
+                h_row += 2 * lane, grad_row += 2 * lane;
+#pragma unroll
+                for (int c = 0; c < kTailChannels; ++c, h_row += grad_plane, grad_row += grad_plane) {
+                    if (c >= channels) break;
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        h[c][j] = pair(h_row + 64 * j, exists[j][0], exists[j][1]);
+                        grad[c][j] = pair(grad_row + 64 * j, exists[j][0], exists[j][1]);
+                    }
+                }
+            };
+            if (p.pairs) load_by([](const float* from, bool both, bool) { return pair_or_zero(from, both); });
+            else load_by([](const float* from, bool left, bool right) { return pair_or_zero(from, left, right); });
+        };
+        const auto make = [&](int row) {
+            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow;
+            float* const pairs_to = to + 2 + 2 * lane;
+            if (row >= p.rows) {
+                for (int i = lane; i < kTailChannels * kDhRow; i += 32) to[i] = 0.0f;
+                return;
+            }
+            if (row <= first) {  // the rows before are another piece's to count
+#pragma unroll
+                for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
+            }
+#pragma unroll
+            for (int c = 0; c < kTailChannels; ++c) {
+                const ChannelGradient channel = constants[own + c];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias}, given[2] = {grad[c][j].x, grad[c][j].y};
+                    float q[2];
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) {
+                        q[k] = exists[j][k] ? gradient_before_scale(biased[k], given[k], channel) : 0.0f;
+                        sums[c] += q[k];
+                        products[c] = fmaf(q[k], biased[k], products[c]);
+                    }
+                    *reinterpret_cast<float2*>(pairs_to + c * kDhRow + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
+                }
+            }
+            if (lane < kTailChannels) {
+                float2 before = {};
+                const ChannelGradient channel = constants[own + lane];
+                if (column > 0 && column - 2 < p.columns) before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
+                if (column > 0 && column - 1 < p.columns) before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
+                *reinterpret_cast<float2*>(to + lane * kDhRow) = before;
+            }
+        };
+        load(begin);
+        make(begin);
+        load(begin + 1);
+        meet();
+        for (int row = begin; row < last; ++row) {
+            if (row + 1 < last) {
+                make(row + 1);
+                load(row + 2);
+            }
+            meet();
+        }
+#pragma unroll
+        for (int c = 0; c < kTailChannels; ++c) {
+#pragma unroll
+            for (int offset = 16; offset > 0; offset /= 2) {
+                sums[c] += __shfl_xor_sync(~0u, sums[c], offset);
+                products[c] += __shfl_xor_sync(~0u, products[c], offset);
+            }
+            if (lane == 0 && own + c < p.out_channels) {
+                const int64_t to = int64_t(blockIdx.x) * p.out_channels + own + c;
+                p.bias_sums[to] = sums[c] * constants[own + c].push;
+                p.scale_sums[to] = products[c] * constants[own + c].rstd;
+            }
+        }
+    } else if (warp < kTailWarps + kSumWarps) {  // the weights'
+        const int of = warp - kTailWarps, mt = of % 2, end = min(last, p.rows);
+        const auto copy = [&](int row) {
+            if (row < end + KS - 1) {
+                float* const to = shared_x + row % kRing * kXRow;
+                const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
+                copy_rows<8 / kSumWarps, kSumWarps * kSumRow>(to + of * kSumRow, from + of * plane, kSumWarps * plane, column, p.width,
+                    p.pairs, [&](int i) { return of + i * kSumWarps < p.in_channels; });
+                if (of == 0 && lane < 8) {
+                    copy_halo(to + lane * kSumRow, from + lane * plane, column, p.width, lane < p.in_channels, p.pairs);
+                }
+            }
+            commit_copies();
+        };
+        float total[TAPS][4] = {};
+        const int steps = min(kStripWidth / 16, (max(p.columns - column, 0) + 15) / 16);
+        for (int ky = 0; ky < KS; ++ky) copy(first + ky);
+        await_copies<0>();
+        meet();
+        for (int row = begin; row < last; ++row) {
+            if (row >= first && row < end && p.partials != nullptr) {
+                copy(row + KS);
+                for (int step = of / 2; step < steps; step += kSumWarps / 2) {
+                    const int pixel = step * 16 + 4 * quarter;
+                    float grad_hi[2][4], grad_lo[2][4];  // of pixels k and k + 2
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float* const at = shared_dh + row % kRing * kDhStage + (mt * 16 + half * 8 + eighth) * kDhRow + 2 + pixel;
+                        const float2 near = *reinterpret_cast<const float2*>(at), far = *reinterpret_cast<const float2*>(at + 2);
+                        split_tf32(near.x, grad_hi[0][half], grad_lo[0][half]);
+                        split_tf32(near.y, grad_hi[1][half], grad_lo[1][half]);
+                        split_tf32(far.x, grad_hi[0][2 + half], grad_lo[0][2 + half]);
+                        split_tf32(far.y, grad_hi[1][2 + half], grad_lo[1][2 + half]);
+                    }
+#pragma unroll
+                    for (int ky = 0; ky < KS; ++ky) {
+                        const float* const at = shared_x + (row + ky) % kRing * kXRow + eighth * kSumRow + pixel;
+                        float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
+                        const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
+                        const float4 left = *reinterpret_cast<const float4*>(at);
+                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                        split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                        float sums[KS][4];  // smallest products first
+#pragma unroll
+                        for (int product = 0; product < 6; ++product) {
+                            const int k = product % 2;
+#pragma unroll
+                            for (int kx = 0; kx < KS; ++kx) {
+                                if (product == 0) mma_tf32<true>(sums[kx], grad_lo[k], x_hi[kx]);
+                                else if (product == 1) mma_tf32(sums[kx], grad_lo[k], x_hi[k + kx]);
+                                else if (product < 4) mma_tf32(sums[kx], grad_hi[k], x_lo[k + kx]);
+                                else mma_tf32(sums[kx], grad_hi[k], x_hi[k + kx]);
+                            }
+                        }
+#pragma unroll
+                        for (int k = 0; k < KS * 4; ++k) total[ky * KS + k / 4][k % 4] += sums[k / 4][k % 4];
+                    }
+                }
+                await_copies<0>();
+            }
+            meet();
+        }
+        // The warps leave their sums side by side in shared memory, and add them up.
+        constexpr int kHalf = kGradChannels / 2 * 8 * TAPS;
+#pragma unroll
+        for (int k = 0; k < TAPS * 4; ++k) {
+            shared_dh[of * kHalf + ((k % 4 / 2 * 8 + eighth) * 8 + 2 * quarter + k % 2) * TAPS + k / 4] = total[k / 4][k % 4];
+        }
+        asm volatile("bar.sync 2, %0;" ::"n"(32 * kSumWarps) : "memory");
+        for (int i = threadIdx.x - 32 * kTailWarps; i < 2 * kHalf && p.partials != nullptr; i += 32 * kSumWarps) {
+            float sum = 0;
+#pragma unroll
+            for (int w = 0; w < kSumWarps; w += 2) sum += shared_dh[w * kHalf + i];
+            p.partials[int64_t(blockIdx.x) * kWeightPart<KS> + i] = sum;
+        }
+    } else if (p.grad_x == nullptr) {
+        meet();
+        for (int row = begin; row < last; ++row) meet();
+    } else {  // x's
+        constexpr int MT = 2;
+        const int of = warp - kTailWarps - kSumWarps, first_channel = 2 * quarter, own_column = column + of * 32 + eighth * 4;
+        float* const to = p.grad_x + (sample * p.in_channels + first_channel) * plane + own_column;
+        const int columns_left = p.width - own_column, channels_left = columns_left > 0 ? p.in_channels - first_channel : 0;
+        float total[KS][MT][4] = {};  // of rows row, row + 1, row + 2
+        meet();
+        for (int row = begin; row < last; ++row) {
+            if (row < p.rows) {
+                const float* pixels = shared_dh + row % kRing * kDhStage + quarter * kDhRow + of * 32 + eighth * 4;
+                const float2* own_fragments = fragments + lane;
+#pragma unroll 1
+                for (int slab = 0; slab < 4; ++slab, pixels += 8 * kDhRow, own_fragments += TAPS * 64) {
+                    float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float* const at = pixels + half * 4 * kDhRow;
+                        const float4 left = *reinterpret_cast<const float4*>(at);
+                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
+                        const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
+                        split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
+                    }
+                    float sums[KS][MT][4];  // smallest products first
+#pragma unroll
+                    for (int product = 0; product < 3 * KS; ++product) {
+                        const int kx = product % KS;
+#pragma unroll
+                        for (int ky = 0; ky < KS; ++ky) {
+                            const float2 w = *reinterpret_cast<const float2*>(own_fragments + (ky * KS + kx) * 64 + (product / KS == 1 ? 32 : 0));
+                            const float f[2] = {w.x, w.y};
+#pragma unroll
+                            for (int mt = 0; mt < MT; ++mt) {
+                                if (product == 0) mma_tf32<true>(sums[ky][mt], lo[mt], f);
+                                else if (product / KS == 0) mma_tf32(sums[ky][mt], lo[kx + mt], f);
+                                else mma_tf32(sums[ky][mt], hi[kx + mt], f);
+                            }
+                        }
+                    }
+#pragma unroll
+                    for (int k = 0; k < KS * MT * 4; ++k) {
+                        total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4] += sums[k / (MT * 4)][k / 4 % MT][k % 4];
+                    }
+                }
+            }
+            if (row >= first) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    float* const at = to + j * plane + int64_t(row) * p.width;
+                    const float4 v = make_float4(total[0][0][j], total[0][1][j], total[0][0][2 + j], total[0][1][2 + j]);
+                    if (j >= channels_left) continue;
+                    if (p.width % 4 == 0) {
+                        __stcs(reinterpret_cast<float4*>(at), v);
+                    } else {
+                        at[0] = v.x;
+                        if (columns_left > 1) at[1] = v.y;
+                        if (columns_left > 2) at[2] = v.z;
+                        if (columns_left > 3) at[3] = v.w;
+                    }
+                }
+                float zero = 0;
+#pragma unroll
+                for (int k = 0; k < MT * 4; ++k) zero = fmaf(total[0][k / 4][k % 4], 0.0f, zero);
+                if (zero != 0.0f) {
+                    for (int k = 0; k < 8; ++k) {
+                        if (k / 4 >= channels_left || k % 4 >= columns_left) continue;
+                        to[k / 4 * plane + int64_t(row) * p.width + k % 4] =
+                            gradient_of_x(p, constants, sample, first_channel + k / 4, row, own_column + k % 4);
+                    }
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < MT * 4; ++k) {
+                total[0][k / 4][k % 4] = total[1][k / 4][k % 4];
+                total[1][k / 4][k % 4] = total[2][k / 4][k % 4];
+                total[2][k / 4][k % 4] = 0.0f;
+            }
+            meet();
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// The forward while recording, of 3x3 kernels from at most 8 channels: h, and the moments of what it becomes, in one pass; then the norm.
+//
+// A block owns a piece, as above but 64 columns wide; of its four warps each has 16 of h's channels, whose weights stay in registers, and
+// 32 columns. A row of x gives its share to three rows of h. A lane's pixels are eight neighbours of two channels.
+constexpr int kRecordWidth = 64, kRecordRow = kRecordWidth + 8, kRecordRing = 4;
+constexpr int kRecordBlocks = 3;
+
+struct Recording {
+    const float *x, *weight, *conv_bias, *bias, *scale;
+    float* h;
+    Moments<float>* moments;  // of each channel of a sample, of each piece of it
+    int in_channels, out_channels, height, width, rows, columns, column_tiles, bands, channel_blocks;
+    bool pairs;
+};
+
+__global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __grid_constant__ Recording p) {
+    constexpr int KS = 3, TAPS = 9, NT = 4, kXRow = 8 * kRecordRow;
+    __shared__ float shared_x[kRecordRing * kXRow];
+    __shared__ float shared_lines[kStripWarps][16 * kLineRow];
+    __shared__ float4 shared_lo[2][TAPS][32];
+    __shared__ Moments<float> shared_moments[32];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
+    const int block = int(blockIdx.x) % p.channel_blocks, piece = int(blockIdx.x) / p.channel_blocks;
+    const int strip = piece / p.bands, band = piece % p.bands;
+    const int64_t sample = strip / p.column_tiles;
+    const int column = strip % p.column_tiles * kRecordWidth;
+    const int first = int(int64_t(p.rows) * band / p.bands), last = int(int64_t(p.rows) * (band + 1) / p.bands);
+    const int half = warp % 2, own_first = block * 32 + half * 16, group_column = warp / 2 * 32;
+    const int64_t plane = int64_t(p.height) * p.width, h_plane = int64_t(p.rows) * p.columns;
+
+    const auto copy = [&](int row) {
+        if (row < last + KS - 1) {
+            float* const to = shared_x + row % kRecordRing * kXRow;
+            const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
+            const auto copy_pair = [&](int channel, int at) {
+                const int left = channel < p.in_channels ? p.width - column - at : 0;
+                float* const pair_to = to + channel * kRecordRow + at;
+                const float* const pair_from = from + channel * plane + at;
+                if (p.pairs) {
+                    copy_or_zero<8>(pair_to, pair_from, left > 0 ? 8 : 0);
+                } else {
+                    copy_or_zero<4>(pair_to, pair_from, left > 0 ? 4 : 0);
+                    copy_or_zero<4>(pair_to + 1, pair_from + 1, left > 1 ? 4 : 0);
+                }
+            };
+            copy_pair(warp, 2 * lane), copy_pair(warp + kStripWarps, 2 * lane);
+            if (threadIdx.x < 8) copy_pair(threadIdx.x, kRecordWidth);
+        }
+        commit_copies();
+    };
+    float w[TAPS][4];  // the upper halves of the weights; the lower ones wait in shared memory
+#pragma unroll
+    for (int tap = 0; tap < TAPS; ++tap) {
+        float lo[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const int to = own_first + k % 2 * 8 + eighth, from = k / 2 * 4 + quarter;
+            const bool exists = to < p.out_channels && from < p.in_channels;
+            split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][k], lo[k]);
+        }
+        if (warp < 2) shared_lo[half][tap][lane] = make_float4(lo[0], lo[1], lo[2], lo[3]);
+    }
+    float conv_bias[2], bias[2], slope[2];  // v = 1 / (1 + 2^((h + bias) * slope))
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const int channel = min(own_first + k * 8 + eighth, p.out_channels - 1);
+        conv_bias[k] = __ldg(p.conv_bias + channel), bias[k] = __ldg(p.bias + channel);
+        slope[k] = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
+    }
+    float anchor[2], sum[2] = {}, square[2] = {};  // of v - anchor
+    const int columns_left = p.columns - column - group_column, left = columns_left - 8 * quarter;
+    float* const lines = shared_lines[warp];
+    const auto emit = [&](int row, const float (&tile)[NT][4]) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            float h[8], v[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                h[i] = tile[i % 4][k * 2 + i / 4] + conv_bias[k];
+                v[i] = sigmoid_from_exponent((h[i] + bias[k]) * slope[k]);
+            }
+            float4* const to = reinterpret_cast<float4*>(lines + (k * 8 + eighth) * kLineRow + 8 * quarter);
+            to[0] = make_float4(h[0], h[1], h[2], h[3]), to[1] = make_float4(h[4], h[5], h[6], h[7]);
+            if (row == first) anchor[k] = v[0];
+            if (columns_left < 32) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[i] = i < left ? v[i] : anchor[k];
+            }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float deviation = v[i] - anchor[k];
+                sum[k] += deviation;
+                square[k] = fmaf(deviation, deviation, square[k]);
+            }
+        }
+        __syncwarp();
+        float* const to = p.h + (sample * p.out_channels + own_first) * h_plane + int64_t(row) * p.columns + column + group_column;
+        if (p.pairs) {  // half a warp writes 32 columns of a channel
+            float* at = to + lane / 16 * h_plane + lane % 16 * 2;
+            const float* from = lines + lane / 16 * kLineRow + lane % 16 * 2;
+            const int channels = lane % 16 * 2 < columns_left ? p.out_channels - own_first - lane / 16 : 0;
+#pragma unroll
+            for (int c = 0; c < 16; c += 2, at += 2 * h_plane) {
+                if (c < channels) *reinterpret_cast<float2*>(at) = *reinterpret_cast<const float2*>(from + c * kLineRow);
+            }
+        } else if (lane < columns_left) {
+            float* at = to + lane;
+#pragma unroll 1
+            for (int c = 0; c < min(16, p.out_channels - own_first); ++c, at += h_plane) *at = lines[c * kLineRow + lane];
+        }
+        __syncwarp();
+    };
+
+    float total[KS][NT][4];  // of three rows of h under way
+    copy(first), copy(first + 1), copy(first + 2);
+    for (int base = first; base < last + KS - 1; base += KS) {
+#pragma unroll
+        for (int u = 0; u < KS; ++u) {
+            const int row = base + u;
+            if (row >= last + KS - 1) break;
+            await_copies<2>();
+            __syncthreads();
+            copy(row + 3);
+            const float* const from = shared_x + row % kRecordRing * kXRow + quarter * kRecordRow + group_column + eighth * 4;
+            float hi[NT + KS - 1][2], lo[NT + KS - 1][2];  // of a pixel, channels quarter and 4 further on
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const float4 near = *reinterpret_cast<const float4*>(from + k * 4 * kRecordRow);
+                const float2 far = *reinterpret_cast<const float2*>(from + k * 4 * kRecordRow + 4);
+                const float values[NT + KS - 1] = {near.x, near.y, near.z, near.w, far.x, far.y};
+#pragma unroll
+                for (int i = 0; i < NT + KS - 1; ++i) split_tf32(values[i], hi[i][k], lo[i][k]);
+            }
+#pragma unroll
+            for (int ky = 0; ky < KS; ++ky) {
+                float sums[NT][4];  // smallest products first
+#pragma unroll
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
+                    float w_lo[4];
+                    if (product / KS == 1) *reinterpret_cast<float4*>(w_lo) = shared_lo[half][ky * KS + kx][lane];
+#pragma unroll
+                    for (int nt = 0; nt < NT; ++nt) {
+                        if (product == 0) mma_tf32<true>(sums[nt], w[ky * KS], lo[nt]);
+                        else if (product / KS == 0) mma_tf32(sums[nt], w[ky * KS + kx], lo[nt + kx]);
+                        else mma_tf32(sums[nt], product / KS == 1 ? w_lo : w[ky * KS + kx], hi[nt + kx]);
+                    }
+                }
+#pragma unroll
+                for (int k = 0; k < NT * 4; ++k) {
+                    float& to = total[(u - ky + KS) % KS][k / 4][k % 4];
+                    to = ky == 0 ? sums[k / 4][k % 4] : to + sums[k / 4][k % 4];
+                }
+            }
+            if (row >= first + KS - 1) emit(row - (KS - 1), total[(u + 1) % KS]);
+        }
+    }
+    await_copies<0>();
+    const float values = float((last - first) * max(0, min(8, left))), share = values > 0.0f ? reciprocal(values) : 0.0f;
+    Moments<float> moments[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float mean = sum[k] * share;
+        Moments<float>& m = moments[k];
+        m.count = values;
+        m.hi = anchor[k] + mean;
+        m.lo = mean - (m.hi - anchor[k]);
+        m.m2 = fmaf(-sum[k], mean, square[k]);
+        for (int mask = 1; mask < 4; mask *= 2) m = merge_with_lane(m, mask);
+    }
+    if (warp >= 2 && quarter == 0) shared_moments[half * 16 + eighth] = moments[0], shared_moments[half * 16 + 8 + eighth] = moments[1];
+    __syncthreads();
+    if (warp < 2 && quarter == 0) {
+        const int pieces = p.column_tiles * p.bands;
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int channel = own_first + k * 8 + eighth;
+            if (channel < p.out_channels) {
+                p.moments[(sample * p.out_channels + channel) * pieces + piece % pieces] =
+                    merge(moments[k], shared_moments[half * 16 + k * 8 + eighth]);
+            }
+        }
+    }
+}
+
+// A block owns part of a row, the pixels of a channel of a sample, and takes the moments of its slice, of which there are `count`.
+__global__ void __launch_bounds__(kMaxGroup, 1) normalize_rows(const float* __restrict__ h, float* __restrict__ out,
+    const Moments<float>* __restrict__ moments, Vectors<float> vectors, Sizes sizes, int64_t part_values, int parts, int count, float eps) {
+    constexpr int V = 4, B = 4;
+    const Row<V> row(sizes, part_values, parts, kMaxGroup);
+    const int64_t slice = row.sample * sizes.groups + quotient(row.channel, sizes.channels);
+    const Moments<float> m = merge_parts(moments + slice * count, count);
+    const Scale<float> scale(m, float(sizes.n), eps);
+    const float operand[kOperands] = {vectors.operand[0][row.channel], vectors.operand[1][row.channel]};
+    const float gamma = vectors.gamma[row.channel] * scale.rstd, beta = vectors.beta[row.channel];
+    const auto normal = [&](float own) { return fmaf((activate(own, operand) - scale.hi) - scale.lo, gamma, beta); };
+    for (int64_t j = row.lane; j < row.span.packs; j += B * kMaxGroup) {
+        Pack<float, V> raw[B];
+        const int64_t at = row.begin + row.span.head + j * V;
+#pragma unroll
+        for (int b = 0; b < B; ++b) if (j + b * kMaxGroup < row.span.packs) raw[b] = load_streaming<float, V>(h + at + b * kMaxGroup * V);
+#pragma unroll
+        for (int b = 0; b < B; ++b) {
+            if (j + b * kMaxGroup >= row.span.packs) continue;
+#pragma unroll
+            for (int i = 0; i < V; ++i) raw[b].value[i] = normal(raw[b].value[i]);
+            store_streaming(out + at + b * kMaxGroup * V, raw[b]);
+        }
+    }
+    for (int j = row.lane; j < row.span.head + row.span.tail; j += kMaxGroup) {
+        const int64_t at = row.begin + row.span.loose(j);
+        out[at] = normal(h[at]);
+    }
 }
 
 // sizes: samples, in_channels, height, width, out_channels, kernel size. Smaller images are ATen's: their sums are too short to hide TF32.
@@ -3195,7 +3765,8 @@ static cudaError_t launch_weight_gradient(WeightGradient p, void* workspace, int
     if (workspace == nullptr) return cudaSuccess;
     p.partials = static_cast<float*>(workspace);
     kernel<<<dim3(unsigned(p.blocks), unsigned(pairs)), kStripBlock, kShared, stream>>>(p);
-    add_weight_gradient<KS><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(p);
+    add_weight_gradient<KS><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(
+        p, GivenGradient{p.grad, p.out_channels, p.rows * p.columns});
     return cudaGetLastError();
 }
 
@@ -3238,6 +3809,110 @@ extern "C" int convolution_gradients(const void* grad, const void* x, const void
     c.height = int(sizes[2]) - c.pad, c.width = int(sizes[3]) - c.pad;
     const auto input_gradient = sizes[5] == 3 ? launch_correlation<3> : launch_correlation<1>;
     return input_gradient(c, sizes[0], device, stream);
+}
+
+// Of `rows` rows of each strip: as many bands as let `slots` blocks at a time end together.
+static int bands_of(int64_t strips, int rows, int64_t slots) {
+    int best = 1;
+    int64_t least = INT64_MAX;
+    for (int bands = 1; bands <= 64 && bands <= rows; ++bands) {
+        const int64_t cost = divide_up(strips * bands, slots) * (divide_up(rows, bands) + 4);  // two rows more, and the first loads
+        if (cost < least) least = cost, best = bands;
+    }
+    return best;
+}
+static Sizes slices_of(const int64_t* sizes, int groups) {  // of h
+    const int64_t spatial = (sizes[2] - sizes[5] + 1) * (sizes[3] - sizes[5] + 1), channels = sizes[4] / groups;
+    return {sizes[0] * groups, channels * spatial, spatial, groups, int(channels)};
+}
+
+// The forward while recording. vectors: the convolution's weight and bias, bias, scale, gamma, beta; the rest as convolution_alone's.
+extern "C" int convolution_recorded(const void* x, void* h, void* out, const void* const* vectors, const int64_t* sizes, int groups, double eps,
+    void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    if (error != cudaSuccess || !covers_convolution(sizes, device) || sizes[5] != 3 || sizes[1] > 8) return error;
+    const auto float_at = [&](int i) { return static_cast<const float*>(vectors[i]); };
+    Recording p = {static_cast<const float*>(x), float_at(0), float_at(1), float_at(2), float_at(3), static_cast<float*>(h)};
+    p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
+    p.rows = p.height - 2, p.columns = p.width - 2, p.pairs = p.width % 2 == 0;
+    p.column_tiles = int(divide_up(p.columns, kRecordWidth)), p.channel_blocks = int(divide_up(p.out_channels, 32));
+    int64_t slots;
+    error = resident_blocks(record, 0, device, &slots);
+    if (error != cudaSuccess) return error;
+    p.bands = bands_of(sizes[0] * p.column_tiles * p.channel_blocks, p.rows, slots);
+    const int pieces = p.column_tiles * p.bands;
+    *workspace_bytes = sizes[0] * p.out_channels * pieces * int64_t(sizeof(Moments<float>));
+    if (workspace == nullptr) return cudaSuccess;
+    p.moments = static_cast<Moments<float>*>(workspace);
+    record<<<unsigned(sizes[0] * pieces * p.channel_blocks), kStripBlock, 0, stream>>>(p);
+    const bool full[kOperands] = {};
+    const Vectors<float> tail = vectors_from<float>(vectors + 2, full);
+    const Sizes slices = slices_of(sizes, groups);
+    if (slices.n <= kMostInRegisters<float, 1>) return launch<float>(h, out, tail, slices, eps, nullptr, stream);
+    const int parts = stream_parts(slices.slices * slices.channels, slices.spatial * int64_t(sizeof(float)), device.sms);
+    const int64_t part_values = divide_up(divide_up(slices.spatial, parts), 32) * 32, used = divide_up(slices.spatial, part_values);
+    normalize_rows<<<unsigned(slices.slices * slices.channels * used), kMaxGroup, 0, stream>>>(p.h, static_cast<float*>(out), p.moments,
+        tail, slices, part_values, int(used), pieces * slices.channels, float(eps));
+    return cudaGetLastError();
+}
+
+// Its gradients. vectors: the convolution's weight, bias, scale, gamma; to: the gradients of x, of the convolution's weight, and of bias,
+// which is the convolution's bias's too, scale, gamma and beta; null where not wanted.
+extern "C" int convolution_recorded_gradients(const void* grad, const void* h, const void* x, const void* const* vectors, void* const* to,
+    const int64_t* sizes, int groups, double eps, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    const bool covered = covers_convolution(sizes, device) && sizes[5] == 3 && sizes[1] <= 8 && sizes[4] <= kGradChannels;
+    if (error != cudaSuccess || !covered || device.shared_bytes < kTrainShared) return error;
+    const auto float_at = [&](int i) { return static_cast<const float*>(vectors[i]); };
+    Training p = {static_cast<const float*>(grad), static_cast<const float*>(h), static_cast<const float*>(x), float_at(0), float_at(1),
+        float_at(2), float_at(3)};
+    p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
+    p.group_channels = p.out_channels / groups, p.rows = p.height - 2, p.columns = p.width - 2, p.pairs = p.width % 2 == 0;
+    p.column_tiles = int(divide_up(p.width, kStripWidth));
+    p.bands = bands_of(sizes[0] * p.column_tiles, p.height, device.sms);
+    const int64_t pieces = sizes[0] * p.column_tiles * p.bands, channels = p.out_channels;
+    const Sizes slices = slices_of(sizes, groups);
+    const GradientPlan plan = plan_gradients<float>(slices, device.sms);
+    const GradientSpace<float> space(plan, slices);
+    const int64_t sums = (2 * pieces + 2 * sizes[0]) * channels;
+    *workspace_bytes = space.joints + space.slices + (sums + pieces * kWeightPart<3>) * int64_t(sizeof(float));
+    if (workspace == nullptr) return cudaSuccess;
+
+    char* const base = static_cast<char*>(workspace);
+    auto* const joints = reinterpret_cast<Joint<float>*>(base);
+    auto* const slice_gradients = reinterpret_cast<SliceGradient<float>*>(base + space.joints);
+    Partials<float> partials;
+    float* next = reinterpret_cast<float*>(base + space.joints + space.slices);
+    for (int k = 0; k < kSums; ++k) {
+        partials.rows[k] = k < kOperands ? pieces : sizes[0];
+        partials.from[k] = next, partials.to[k] = static_cast<float*>(to[2 + k]);
+        next += partials.rows[k] * channels;
+    }
+    p.slices = slice_gradients, p.grad_x = static_cast<float*>(to[0]);
+    p.partials = to[1] == nullptr ? nullptr : next, p.bias_sums = partials.from[0], p.scale_sums = partials.from[1];
+    const bool full[kOperands] = {};
+    const void* const tail_vectors[] = {vectors[1], vectors[2], vectors[3], nullptr};
+    const Vectors<float> tail = vectors_from<float>(tail_vectors, full);
+    const unsigned blocks = unsigned(divide_up(slices.slices * slices.channels * plan.parts, kMaxGroup / plan.group));
+    joint_moments_of_rows<float><<<blocks, kMaxGroup, 0, stream>>>(p.grad, p.h, joints, tail, slices, plan.part_values, plan.parts, plan.group);
+    merge_rows<float><<<unsigned(divide_up(slices.slices, kMaxGroup / 32)), kMaxGroup, 0, stream>>>(
+        joints, slice_gradients, p.gamma, partials, slices, plan.parts, float(eps));
+    error = cudaFuncSetAttribute(train, cudaFuncAttributeMaxDynamicSharedMemorySize, kTrainShared);
+    if (error != cudaSuccess) return error;
+    if (to[0] != nullptr || to[1] != nullptr || to[2] != nullptr || to[3] != nullptr) train<<<unsigned(pieces), kTrainBlock, kTrainShared, stream>>>(p);
+    if (to[1] != nullptr) {
+        WeightGradient w = {};
+        w.x = p.x, w.partials = next, w.to = static_cast<float*>(to[1]), w.samples = sizes[0], w.blocks = int(pieces), w.in_slabs = 1;
+        w.in_channels = p.in_channels, w.out_channels = p.out_channels, w.height = p.height, w.width = p.width, w.rows = p.rows;
+        w.columns = p.columns;
+        add_weight_gradient<3><<<dim3(unsigned(p.in_channels), unsigned(p.out_channels)), kAddBlock, 0, stream>>>(w, GradientOfH{p});
+    }
+    sum_rows<float><<<dim3(1, kSums), kSumBlock, 0, stream>>>(partials, channels, 32);
+    return cudaGetLastError();
 }
 """
 
@@ -4247,25 +4922,135 @@ std::vector<at::Tensor> convolution_gradients_cuda(
 }
 #endif
 
+// ---- The network while recording, which gives h too, and its gradients: of x, of the convolution's weight and bias, of bias, scale, weight
+// and group_bias.
+
+using AllNeeds = std::array<bool, 7>;
+using Pair = std::tuple<at::Tensor, at::Tensor>;
+
+Pair record_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
+    const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    const at::Tensor h = convolution_alone_aten(x, conv_weight, conv_bias);
+    return {forward_on_cpu(h, {bias, scale}, weight, group_bias, groups, eps), h};
+}
+Pair record_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
+    const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    const at::Tensor h = convolution_alone_meta(x, conv_weight, conv_bias);
+    return {forward_meta(h, {bias, scale}, weight, group_bias, groups), h};
+}
+
+// By two operators: the gradient of h, and the convolution's from it.
+template <typename B, typename C>
+std::vector<at::Tensor> recorded_in_two(const B& backward, const C& convolution_gradients, const at::Tensor& grad, const at::Tensor& h,
+    const at::Tensor& x, const at::Tensor& conv_weight, const Operands& operands, const at::Tensor& weight, int64_t groups, double eps,
+    const AllNeeds& needs) {
+    const bool of_h = needs[0] || needs[1] || needs[2];
+    std::vector<at::Tensor> tail = backward(grad, h, operands, weight, groups, eps, Needs{of_h, needs[3], needs[4], needs[5], needs[6]});
+    const at::Tensor none = at::empty({0}, x.options());
+    std::vector<at::Tensor> results = {none, none, none};
+    if (of_h) results = convolution_gradients(tail[0], x, conv_weight, std::array<bool, 3>{needs[0], needs[1], needs[2]});
+    results.insert(results.end(), tail.begin() + 1, tail.end());
+    return results;
+}
+std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
+    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
+    return recorded_in_two(
+        backward_on_cpu, convolution_gradients_aten, grad, h, x, conv_weight, {bias, scale}, weight, groups, eps, needs);
+}
+std::vector<at::Tensor> record_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
+    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double, AllNeeds needs) {
+    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, conv_weight, {needs[0], needs[1], needs[2]});
+    const std::vector<at::Tensor> tail =
+        backward_meta(grad, h, {bias, scale}, weight, groups, Needs{false, needs[3], needs[4], needs[5], needs[6]});
+    results.insert(results.end(), tail.begin() + 1, tail.end());
+    return results;
+}
+
+#ifdef WITH_CUDA
+extern "C" int convolution_recorded(const void* x, void* h, void* out, const void* const* vectors, const int64_t* sizes, int groups, double eps,
+    void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
+extern "C" int convolution_recorded_gradients(const void* grad, const void* h, const void* x, const void* const* vectors, void* const* to,
+    const int64_t* sizes, int groups, double eps, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
+
+Pair record_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
+    const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    if (bias.dim() == 1 && scale.dim() == 1) {
+        auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
+        const at::Tensor input = prepared(x);
+        const at::Tensor ready[] = {prepared(conv_weight), prepared(conv_bias), prepared(bias), prepared(scale), prepared(weight), prepared(group_bias)};
+        const void* vectors[6];
+        for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
+        const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+            return convolution_recorded(
+                input.data_ptr(), h.data_ptr(), out.data_ptr(), vectors, sizes, int(groups), eps, workspace, bytes, stream);
+        };
+        if (run_with_workspace(x, conv_weight, launch)) return {out, h};
+    }
+    const at::Tensor h = convolution_alone_cuda(x, conv_weight, conv_bias);
+    return {forward_on_cuda(h, {bias, scale}, weight, group_bias, groups, eps), h};
+}
+
+std::vector<at::Tensor> record_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
+    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    std::vector<at::Tensor> results = record_backward_meta(grad, h, x, conv_weight, bias, scale, weight, groups, eps, needs);
+    const at::Tensor given = prepared(grad), input = prepared(x), values = prepared(h);
+    const at::Tensor ready[] = {prepared(conv_weight), prepared(bias), prepared(scale), prepared(weight)};
+    const void* vectors[4];
+    for (int i = 0; i < 4; ++i) vectors[i] = ready[i].data_ptr();
+    const bool bias_alone = needs[2] && !needs[3];  // the convolution's: both are the same sum
+    at::Tensor& bias_sum = results[bias_alone ? 2 : 3];
+    void* to[6] = {nullptr, nullptr, needs[2] || needs[3] ? bias_sum.data_ptr() : nullptr};
+    for (int i = 0; i < 2; ++i) to[i] = needs[i] ? results[i].data_ptr() : nullptr;
+    for (int i = 3; i < 6; ++i) to[i] = needs[i + 1] ? results[i + 1].data_ptr() : nullptr;
+    const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_recorded_gradients(given.data_ptr(), values.data_ptr(), input.data_ptr(), vectors, to, sizes, int(groups), eps,
+            workspace, bytes, stream);
+    };
+    if (run_with_workspace(x, conv_weight, launch)) {
+        if (needs[2] && needs[3]) results[2].copy_(results[3]);
+        return results;
+    }
+    return recorded_in_two(
+        backward_on_cuda, convolution_gradients_cuda, grad, h, x, conv_weight, {bias, scale}, weight, groups, eps, needs);
+}
+#endif
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
     m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
     m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
+    m.def(
+        "record(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, "
+        "float eps) -> (Tensor, Tensor)");
+    m.def(
+        "record_backward(Tensor grad, Tensor h, Tensor x, Tensor conv_weight, Tensor bias, Tensor scale, Tensor weight, int groups, "
+        "float eps, bool[7] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
     m.impl("convolution", convolution_alone_aten);
     m.impl("convolution_backward", convolution_gradients_aten);
+    m.impl("record", record_cpu);
+    m.impl("record_backward", record_backward_cpu);
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
     m.impl("convolution", convolution_alone_meta);
     m.impl("convolution_backward", convolution_gradients_meta);
+    m.impl("record", record_meta);
+    m.impl("record_backward", record_backward_meta);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback()); }
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback());
+    m.impl("record_backward", torch::autograd::autogradNotImplementedFallback());
+}
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
     m.impl("convolution", convolution_alone_cuda);
     m.impl("convolution_backward", convolution_gradients_cuda);
+    m.impl("record", record_cuda);
+    m.impl("record_backward", record_backward_cuda);
 }
 #endif
 
@@ -4382,6 +5167,7 @@ NAMESPACE = _load_operators("conv_sigmoid_group_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
 _convolve, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("convolve", "backward"))
 _convolution, _convolution_backward = (getattr(getattr(torch.ops, NAMESPACE), n) for n in ("convolution", "convolution_backward"))
+_record, _record_backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("record", "record_backward"))
 
 
 # --- shared: group norm in Python (home: kernels/linear_swish_group_norm.py) ---
@@ -4477,6 +5263,33 @@ def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed
 # --- end shared: group norm in Python ---
 
 
+def _tail_gradients(grad, h, bias, scale, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
+    """Of h and the vectors, in ATen operators."""
+    needs_h, needs_bias, needs_scale, *needs_norm = needs
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
+    biased, slope = wide + _spread(bias, wide), _spread(scale, wide)
+    v = (biased * slope).sigmoid()
+    needed = (needs_h or needs_bias or needs_scale, *needs_norm)
+    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
+    grad_h = grad_bias = grad_scale = None
+    if needed[0]:
+        inner = grad_v * (v * (1 - v))
+        if needs_scale:
+            grad_scale = _gathered(inner * biased, scale)
+        inner = inner * slope
+        if needs_bias:
+            grad_bias = _gathered(inner, bias)
+        if needs_h:
+            grad_h = inner.to(h.dtype)
+    return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias
+
+
+def _convolution_gradients(grad, x, weight, needs: tuple) -> tuple:
+    """Of x, the weight and the bias, in ATen operators."""
+    return torch.ops.aten.convolution_backward(grad, x, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needs)
+
+
 class SigmoidGroupNorm(torch.autograd.Function):
     """out = GroupNorm(sigmoid((h + bias) * scale)). Saves h and the vectors; one operator backward, ATen's for second derivatives."""
 
@@ -4494,28 +5307,12 @@ class SigmoidGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, bias, scale, weight, group_bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:5]
         if bias.dim() == scale.dim() == 1 and not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:5]
             found = _backward(grad, h, bias, scale, weight, ctx.groups, ctx.eps, needs)
-            return *(own if need else None for own, need in zip(found, needs)), None, None
-        needs_h, needs_bias, needs_scale, *needs_norm = ctx.needs_input_grad[:5]
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-        biased, slope = wide + _spread(bias, wide), _spread(scale, wide)
-        v = (biased * slope).sigmoid()
-        needed = (needs_h or needs_bias or needs_scale, *needs_norm)
-        grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, ctx.groups, ctx.eps, needed)
-        grad_h = grad_bias = grad_scale = None
-        if needed[0]:
-            inner = grad_v * (v * (1 - v))
-            if needs_scale:
-                grad_scale = _gathered(inner * biased, scale)
-            inner = inner * slope
-            if needs_bias:
-                grad_bias = _gathered(inner, bias)
-            if needs_h:
-                grad_h = inner.to(h.dtype)
-        return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias, None, None
+        else:
+            found = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs)
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class Convolution(torch.autograd.Function):
@@ -4535,12 +5332,40 @@ class Convolution(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            form = ([weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-            found = torch.ops.aten.convolution_backward(grad, x, weight, *form, needs)
+        gradients = _convolution_gradients if torch.is_grad_enabled() else _convolution_backward
+        return tuple(own if need else None for own, need in zip(gradients(grad, x, weight, needs), needs))
+
+
+class ConvSigmoidGroupNorm(torch.autograd.Function):
+    """The whole network and h, which it saves with x and the parameters. h is no one's to use: its own gradient is not asked for."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps):
+        return _record(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.groups, ctx.eps = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # or h gets a gradient of zeros
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        x, conv_weight, conv_bias, bias, scale, weight, group_bias, h = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:7]
+        if grad is None:
+            return (None,) * 9
+        if torch.is_grad_enabled():  # h anew, as a function of x
+            h = nn.functional.conv2d(x, conv_weight, conv_bias)
+            needs_tail = (any(needs[:3]), *needs[3:])
+            grad_h, *tail = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs_tail)
+            found = *(_convolution_gradients(grad_h, x, conv_weight, needs[:3]) if needs_tail[0] else [None] * 3), *tail
         else:
-            found = _convolution_backward(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
+            found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, ctx.groups, ctx.eps, needs)
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class ModelNew(nn.Module):
@@ -4567,8 +5392,9 @@ class ModelNew(nn.Module):
             h, operands = _as_operands(x.new_empty(()).expand(size), (self.bias, self.scale))  # h's form, without its values
             tensors = (x, weight, self.conv.bias, *operands, self.group_norm.weight, self.group_norm.bias)
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-            if not needs_grad and h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
-                return _convolve(*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
+            if h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
+                arguments = (*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
+                return ConvSigmoidGroupNorm.apply(*arguments)[0] if needs_grad else _convolve(*arguments)
             if needs_grad:
                 convolved = Convolution.apply(*tensors[:3])
         if convolved is None:

@@ -1,4 +1,5 @@
-"""The convolution for training, conv_sigmoid_group_norm's operators `convolution` and `convolution_backward`, against PyTorch's own."""
+"""Training conv_sigmoid_group_norm: its operators `record` and `record_backward`, of the whole network, and `convolution` and
+`convolution_backward`, of what it begins with, against PyTorch's own."""
 
 import itertools
 from collections.abc import Callable
@@ -7,9 +8,10 @@ import pytest
 import torch
 from accuracy import allowed_error, largest, same_kinds, worst_error
 from cases import LAYOUTS, solution
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, group_norm
 
 NAMES = ("output", "input", "weight", "bias")
+OF_NETWORK = (*NAMES[:3], "convolution's bias", "bias", "scale", "norm's weight", "norm's bias")
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")]
 
@@ -65,9 +67,45 @@ def eager(*tensors) -> dict[str, torch.Tensor]:
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
 
 
-def assert_right(shape: tuple, change: Callable = lambda *tensors: tensors, roundings: int = 1) -> None:
+def groups_of(channels: int) -> int:
+    return next(groups for groups in (8, 7, 5, 3, 1) if channels % groups == 0)
+
+
+def network(shape: tuple, device, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """x, the convolution's weight and bias, bias, scale, the norm's weight and bias, and the output's gradient."""
+    *tensors, grad = problem(shape, "cpu", seed=seed)
+    generator = torch.Generator().manual_seed(seed + 100)
+    tensors += [torch.randn(shape[2], generator=generator) for _ in range(4)]
+    return [t.to(device, dtype) for t in (*tensors, grad)]
+
+
+def our_network(*tensors, needs=(True,) * 7) -> dict[str, torch.Tensor]:
+    *arguments, grad = tensors
+    x, weight, _, *vectors, _ = arguments
+    namespace = getattr(torch.ops, solution("conv_sigmoid_group_norm").NAMESPACE)
+    numbers = groups_of(weight.shape[0]), 1e-5
+    out, h = namespace.record(*arguments, *numbers)
+    return dict(zip(OF_NETWORK, (out, *namespace.record_backward(grad, h, x, weight, *vectors, *numbers, needs)), strict=True))
+
+
+def eager_network(*tensors) -> dict[str, torch.Tensor]:
+    *arguments, grad = tensors
+    leaves = [t.detach().requires_grad_() for t in arguments]
+    x, weight, conv_bias, bias, scale, *norm = leaves
+    v = torch.sigmoid((conv2d(x, weight, conv_bias) + bias.view(-1, 1, 1)) * scale.view(-1, 1, 1))
+    out = group_norm(v, groups_of(weight.shape[0]), *norm)
+    return dict(zip(OF_NETWORK, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
+
+
+NETWORK = {"of": (network, our_network, eager_network), "names": OF_NETWORK}
+
+
+def assert_right(
+    shape: tuple, change: Callable = lambda *tensors: tensors, roundings: int = 1, of=(problem, ours, eager), names: tuple = NAMES
+) -> None:
     """NaN and the infinities as eager's or float64's; the errors of several seeds within `allowed_error`: that of one is luck."""
-    errors = {name: [0.0, 0.0, 0.0] for name in NAMES}  # ours, eager's, the largest right value
+    problem, ours, eager = of
+    errors = {name: [0.0, 0.0, 0.0] for name in names}  # ours, eager's, the largest right value
     too_large = []
     for seed in range(12):
         tensors = change(*problem(shape, "cuda", seed=seed))
@@ -125,6 +163,78 @@ def test_second_derivatives_are_pytorchs(device):
 
     for ours, theirs in zip(second(function), second(conv2d), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-10), (torch.float32, 1e-3)], ids=str)
+def test_the_network_agrees_with_pytorchs_on_the_cpu(dtype, bound):
+    tensors = network(ODD, "cpu", dtype)
+    for name, out in our_network(*tensors).items():
+        torch.testing.assert_close(out, eager_network(*tensors)[name], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("needed", range(7), ids=OF_NETWORK[1:])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "alone not"])
+def test_the_network_gives_what_is_needed(needed, alone, device):
+    tensors = network(ODD, device)
+    needs = [alone == (i == needed) for i in range(7)]
+    everything, got = our_network(*tensors), our_network(*tensors, needs=needs)
+    for name, need in zip(OF_NETWORK[1:], needs):
+        torch.testing.assert_close(got[name], everything[name] if need else everything[name].new_empty(0), rtol=1e-5, atol=1e-5)
+
+
+def test_opcheck_of_the_network(device):
+    *arguments, grad = network(ODD, device)
+    x, weight, _, *vectors, _ = arguments
+    namespace = getattr(torch.ops, solution("conv_sigmoid_group_norm").NAMESPACE)
+    h = torch.library.opcheck(namespace.record, (*arguments, 8, 1e-5)) and namespace.record(*arguments, 8, 1e-5)[1]
+    for needs in ([True] * 7, [False, True, False, True, False, True, False]):
+        torch.library.opcheck(namespace.record_backward, (grad, h, x, weight, *vectors, 8, 1e-5, needs))
+
+
+class TestTheNetworkOnTheGPU:
+    pytestmark = gpu
+
+    @shapes
+    def test_as_accurate_as_eager(self, shape):
+        assert_right(shape, **NETWORK)
+
+    @pytest.mark.parametrize("shape", [BENCHMARK, ODD, SHAPES["three channels to seven"]], ids=str)
+    def test_repeated_calls_give_the_same_bits(self, shape):
+        tensors = network(shape, "cuda")
+        first = our_network(*tensors)
+        for _ in range(5):
+            again = our_network(*tensors)
+            assert all(torch.equal(again[name], first[name]) for name in OF_NETWORK)
+
+    @pytest.mark.parametrize("what", [0, 7], ids=["input", "gradient"])
+    @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e-3, 1e3])
+    def test_any_magnitude(self, what, magnitude):
+        assert_right(ODD, lambda *tensors: [t * magnitude if i == what else t for i, t in enumerate(tensors)], **NETWORK)
+
+    @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+    @pytest.mark.parametrize("what", [0, 1, 2, 7], ids=["input", "weight", "bias", "gradient"])
+    def test_what_is_not_finite(self, what, value):
+        def change(*tensors):
+            tensors[what].view(-1)[tensors[what].numel() // 3] = value
+            tensors[what].view(-1)[-1] = value
+            return tensors
+
+        assert_right(ODD, change, **NETWORK)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_gradients_in_any_layout(self, layout):
+        assert_right(ODD, lambda *tensors: (*tensors[:-1], LAYOUTS[layout](tensors[-1])), **NETWORK)
+
+    def test_in_a_graph(self):
+        tensors = network(ODD, "cuda")
+        expected = our_network(*tensors)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = our_network(*tensors)
+        for _ in range(3):
+            graph.replay()
+        assert all(torch.equal(out[name], expected[name]) for name in OF_NETWORK)
 
 
 class TestOnTheGPU:
