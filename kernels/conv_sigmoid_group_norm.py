@@ -1151,28 +1151,34 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
 constexpr int kTileN = 128;      // pixels, of a wgmma
-constexpr int kConsumers = 2;    // warpgroups, and one of each other kind
-constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kExchangeRegisters = 80, kWriterRegisters = 48;
+constexpr int kConsumers = 2, kWriters = 1;  // warpgroups, and one of each other kind
+constexpr int kWideBlock = 128 * (kConsumers + 2 + kWriters);
+constexpr int kConsumerRegisters = 144, kProducerRegisters = 80, kExchangeRegisters = 64, kWriterRegisters = 48;
 constexpr int kMostSlots = 3, kMostStages = 2;
-constexpr int kAhead = 2;        // units that x is brought into L2 ahead
-static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters <=
+static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters * kWriters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
     int band_rows, tasks;    // of a band; the last one may have fewer
     int pixels;              // most of a stage
-    int groups, share;       // of a unit, in a block; lanes of a group in the exchange
+    int team_samples, team_parts;      // how far it is from a team's unit to its next one
+    int groups, share, channel_share;  // of a unit, in a block; lanes of a group in the exchange, for its posts and for its channels
+    float inverse_width;
+    double inverse_count;  // of a group's values
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// A message: a band's moments of a group, read and written as one. Its tag is the round and the count, 16 bits each: a place that waits for a
-// round has seen the one before the last.
-struct alignas(16) Post {
-    uint32_t tag;
-    float hi, lo, m2;
+// Sums of v and of its squares, whose difference is as good in float64 as v is. A message is a band's sums of a group, read and written as
+// one; the last two bits are a tag. A place that waits for a round has seen the one before the last, or nothing.
+struct alignas(16) Sums {
+    double v = 0, square = 0;
+    __device__ __forceinline__ void add(const Sums& other) { v += other.v, square += other.square; }
+    __device__ __forceinline__ void add_across_lanes(int count) {  // neighbouring ones, a power of two
+        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask), square += __shfl_xor_sync(~0u, square, mask);
+    }
 };
+__device__ __forceinline__ uint32_t tag_of(uint32_t round) { return (round >> 1 & 1) + 1; }
 
 // The channel of a slice whose weights are row r of A's hi. A plane of a slot is an odd number of fours, so that those of the rows that
 // store at once are apart by 8 banks.
@@ -1228,16 +1234,14 @@ __device__ __forceinline__ void warp_arrives(uint32_t bar) {
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void write(Post* to, const Post& post) {
-    const uint4 w = *reinterpret_cast<const uint4*>(&post);
-    asm volatile("{\n.reg .b64 a, b;\n.reg .b128 w;\nmov.b64 a, {%1, %2};\nmov.b64 b, {%3, %4};\nmov.b128 w, {a, b};\n"
-        "st.relaxed.gpu.global.b128 [%0], w;\n}" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w) : "memory");
+__device__ __forceinline__ void post(Sums* to, const Sums& sums, uint32_t tag) {
+    const uint64_t square = (__double_as_longlong(sums.square) & ~uint64_t(3)) | tag;
+    asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}"
+        ::"l"(to), "l"(__double_as_longlong(sums.v)), "l"(square) : "memory");
 }
-__device__ __forceinline__ void read(const Post* from, Post& post) {
-    uint4 w;
-    asm volatile("{\n.reg .b64 a, b;\n.reg .b128 w;\nld.relaxed.gpu.global.b128 w, [%4];\nmov.b128 {a, b}, w;\n"
-        "mov.b64 {%0, %1}, a;\nmov.b64 {%2, %3}, b;\n}" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "l"(from) : "memory");
-    post = *reinterpret_cast<const Post*>(&w);
+__device__ __forceinline__ void read(const Sums* from, Sums& sums) {
+    asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
+        "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
@@ -1303,10 +1307,13 @@ __device__ __forceinline__ float convolve_value(
 
 // What each role goes through, unit by unit.
 struct Walk {
-    int unit, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;
-    __device__ __forceinline__ explicit Walk(int team) : unit(team) {}
+    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;  // part: which of the sample's units
+    __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
+        part = unit - sample * s.units_per_sample;
+    }
     __device__ __forceinline__ void next(const WideShape& s) {
-        unit += s.teams;
+        unit += s.teams, sample += s.team_samples, part += s.team_parts;
+        if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
         if (++slot == s.slots) slot = 0, slot_phase ^= 1;
     }
@@ -1320,7 +1327,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Moments<float> moments[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made
+    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made
     __shared__ float norm[kMostSlots][3][kWideSlots];                        // mean, factor, offset
     __shared__ uint64_t bars[2 * kMostStages + 3 * kMostSlots];
     const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
@@ -1328,7 +1335,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         for (int i = 0; i < kMostSlots; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, 4);
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, 4 * kWriters);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -1342,20 +1349,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
 
-    // The slice, of the sample's.
-    const auto slice_of = [&](int unit, int sample) { return (unit - sample * s.units_per_sample) * s.slices + slice; };
+    const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
+    const auto channel_count = [&](int part) {
+        return max(0, min(s.slice_channels, min((part + 1) * s.unit_channels, s.out_channels) - first_channel(part)));
+    };
     const auto out_begin = [&](int sample, int channel) {
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
     const auto held_begin = [&](int slot, int c, int64_t begin) {  // its packs aligned where the output's are
         return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
     };
-    const auto outputs_of_task = [&](int task, int band_rows) {
-        const auto outputs = [&](int pixels) {  // of a band's first ones
-            const int n = min(pixels, band_rows * s.width), row = quotient(n, s.width);
-            return row * s.columns + min(n - row * s.width, s.columns);
-        };
-        return outputs((task + 1) * kTaskPixels) - outputs(task * kTaskPixels);
+    const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
+    const auto outputs_before = [&](int pixel) {  // of the band's
+        const int n = min(pixel, rows * s.width), row = row_of(n);
+        return row * s.columns + min(n - row * s.width, s.columns);
     };
 
     if (warpgroup < kConsumers) {
@@ -1364,8 +1371,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         uint4 a[kSteps<KS>];
         float slope = 0, offset = 0;
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
-        for (Walk at_unit(blockIdx.z); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, slot = at_unit.slot, sample = quotient(at_unit.unit, s.units_per_sample), q = slice_of(at_unit.unit, sample);
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const uint4* const fragments =
                 reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int slab) {
@@ -1378,12 +1385,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0);
             }
-            const int channel = slice_first(s, q) + c;
-            const bool present = c < slice_count(s, q);
+            const int channel = first_channel(at_unit.part) + c;
+            const bool present = c < channel_count(at_unit.part);
             const int own_rows = present ? rows : 0;
             float* const v = held_begin(slot, c, out_begin(sample, channel));
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            Moments<float>& made = moments[slot][warpgroup][c];
+            Sums& made = sums[slot][warpgroup][c];
             int task = turn;
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
@@ -1392,7 +1399,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
-                    row = quotient(pixel, s.width), column = pixel - row * s.width;
+                    row = row_of(pixel), column = pixel - row * s.width;
                     at = v + row * s.columns + column;
                     anchor = sum = square = 0;
                     begin_row();
@@ -1452,11 +1459,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     }
                     if (part == 0) set_anchor(v[0]);
-                    if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
+                    // No row ends here, and no output is missing but the last two: nothing to ask.
+                    if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
-                            const int k = column + 8 * j;
-                            keep(at + 8 * j, 1, k < bound, PAIRS ? k < bound : k + 1 < bound, v[2 * j], v[2 * j + 1]);
+                            const bool last = j == kTileN / 8 - 1;
+                            keep(at + 8 * j, 1, !last || column + 8 * j < bound, !last || column + 8 * j + !PAIRS < bound, v[2 * j], v[2 * j + 1]);
                         }
                         advance(kTileN);
                     } else {
@@ -1486,18 +1494,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     sum += __shfl_xor_sync(~0u, sum, mask);
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
-                Moments<float> some;
-                some.count = float(outputs_of_task(task, rows));
-                const float mean = some.count > 0.0f ? sum * reciprocal(some.count) : 0.0f;
-                some.hi = anchor + mean;
-                some.lo = mean - (some.hi - anchor);
-                some.m2 = fmaf(-sum, mean, square);
-                if (t == 0) made = task == turn ? some : merge(made, some);
+                if (t == 0) {
+                    Sums some;
+                    const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
+                    const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
+                    some.v = far + sum, some.square = fma(origin, far + 2 * double(sum), double(square));
+                    if (task != turn) some.add(made);
+                    made = some;
+                }
             }
             if (task == turn) {  // all of a small band were the other's
                 warp_arrives(x_empty + 8 * stage);
                 mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                if (t == 0) made = Moments<float>();
+                if (t == 0) made = Sums();
             }
             turn = task - tasks;
             warp_arrives(v_full + 8 * slot);
@@ -1509,11 +1518,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
-        for (Walk at_unit(blockIdx.z); at_unit.unit < s.units; at_unit.next(s)) {
-            const int sample = quotient(at_unit.unit, s.units_per_sample), q = slice_of(at_unit.unit, sample);
-            const int later = at_unit.unit + kAhead * s.teams;
-            if (tid < s.in_channels && later < s.units) {
-                const uintptr_t from = uintptr_t(band_of_x(quotient(later, s.units_per_sample), tid)), begin = from & ~uintptr_t(15);
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            Walk later = at_unit;
+            later.next(s);
+            if (tid < s.in_channels && later.unit < s.units) {  // into L2
+                const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale =
@@ -1556,78 +1566,64 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         }
     } else if (warpgroup == kConsumers + 1) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kExchangeRegisters));
-        constexpr int kBatch = 8;  // posts of a lane that are asked for together
+        constexpr int kBatch = 4;  // posts of a lane that are asked for together
         const int share = s.share, sub = lane & (share - 1), group = threadIdx.x % 128 / share;
         uint32_t round = 1;
-        for (Walk at_unit(blockIdx.z); at_unit.unit < s.units; at_unit.next(s), ++round) {
-            const int slot = at_unit.slot, q = slice_of(at_unit.unit, quotient(at_unit.unit, s.units_per_sample));
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), ++round) {
+            const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
             // A lane's group, and one of its channels.
-            const int first = slice_first(s, q), channels = slice_count(s, q), d = s.slices == 1 ? s.group_channels : channels;
-            const int c = group * d + sub;
+            const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
             const bool exists = group * d < channels, own = exists && sub < d;
-            Post* const posts = reinterpret_cast<Post*>(p.mailbox) + ((int64_t(round & 1) * s.teams + blockIdx.z) * s.groups + group) * members;
+            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
+            Sums* const posts = reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(round & 1) * s.teams + blockIdx.z) * s.groups + group) * members;
             mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-            Moments<float> m;
-            if (own) m = merge(moments[slot][0][c], moments[slot][1][c]);
-            m = merge_across_lanes(m, share);
-            if (exists && sub == 0) write(posts + member, Post{round << 16 | uint32_t(rows * s.columns * d), m.hi, m.lo, m.m2});
-            // Every block merges all posts, in one order. A post is overwritten two units later, when all blocks have posted the unit
+            Sums all;
+            if (own) {
+                all = sums[slot][0][c];
+                for (int k = 1; k < kConsumers; ++k) all.add(sums[slot][k][c]);
+            }
+            all.add_across_lanes(s.channel_share);
+            if (exists && sub == 0) post(posts + member, all, tag_of(round));
+            // Every block adds all posts, in one order. A post is overwritten two units later, when all blocks have posted the unit
             // between, for which they have read this one.
-            m = Moments<float>();
+            all = Sums();
             for (int base = sub; exists && base < members; base += share * kBatch) {
-                Post post[kBatch];
+                Sums some[kBatch];
                 uint32_t missing = 0;
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    post[i] = Post{};
                     if (base + i * share < members) missing |= 1u << i;
                 }
                 while (missing) {
-                    const Post* from = posts + base;
+                    const Sums* from = posts + base;
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i, from += share) {
-                        if (missing >> i & 1) read(from, post[i]);
+                        if (missing >> i & 1) read(from, some[i]);
                     }
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        if (post[i].tag >> 16 == (round & 0xffff)) missing &= ~(1u << i);
+                        if ((__double2loint(some[i].square) & 3) == tag_of(round)) missing &= ~(1u << i);
                     }
                 }
-                // Within the batch around its first mean, then as a whole.
-                Moments<float> some;
-                some.hi = post[0].hi;
-                const auto count = [&](int i) { return float(post[i].tag & 0xffff); };  // 0 where there is none
-                const auto delta = [&](int i) { return (post[i].hi - some.hi) + post[i].lo; };
-                float sum = 0;
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    some.count += count(i);
-                    if (count(i) > 0.0f) sum = fmaf(count(i), delta(i), sum);
-                }
-                some.lo = sum * reciprocal(some.count);
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (count(i) > 0.0f) some.m2 += fmaf(count(i) * (delta(i) - some.lo), delta(i) - some.lo, post[i].m2);
-                }
-                m = merge(m, some);
+                for (int i = 0; i < kBatch; ++i) all.add(some[i]);
             }
             __syncwarp();
-            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
-            m = merge_across_lanes(m, share);
-            const float a = gamma * reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
-            if (own) norm[slot][0][c] = m.hi, norm[slot][1][c] = a, norm[slot][2][c] = isfinite(a) ? fmaf(-m.lo, a, beta) : NAN;
+            all.add_across_lanes(share);
+            const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
+            const float hi = float(mean), lo = float(mean - hi), a = gamma * reciprocal_sqrt((variance < 0 ? 0.0f : float(variance)) + s.eps);
+            if (own) norm[slot][0][c] = hi, norm[slot][1][c] = a, norm[slot][2][c] = isfinite(a) ? fmaf(-lo, a, beta) : NAN;
             warp_arrives(norm_full + 8 * slot);
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriterRegisters));
         T* const gout = static_cast<T*>(p.out);
-        const int values = rows * s.columns;
-        for (Walk at_unit(blockIdx.z); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, sample = quotient(at_unit.unit, s.units_per_sample), q = slice_of(at_unit.unit, sample);
-            const int channels = slice_count(s, q);
-            const int64_t begin = out_begin(sample, slice_first(s, q));
+        const int values = rows * s.columns, writer = warp + (warpgroup - kConsumers - 2) * 4;
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int slot = at_unit.slot, channels = channel_count(at_unit.part);
+            const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
             mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            for (int c = warp; c < channels; c += 4) {
+            for (int c = writer; c < channels; c += 4 * kWriters) {
                 const float mean = norm[slot][0][c], a = norm[slot][1][c], offset = norm[slot][2][c];
                 const auto normalized = [&](float w) { return fmaf(w - mean, a, offset); };
                 const int64_t at = begin + c * out_image;
@@ -1919,7 +1915,10 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 128;) s.share /= 2;
-    plan->mail_words = int64_t(2) * s.teams * s.groups * s.slices * s.bands * (sizeof(Post) / 8);
+    for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
+    s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
+    s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
+    plan->mail_words = int64_t(2) * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
     return true;
 }
 
