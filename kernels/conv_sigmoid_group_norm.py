@@ -1243,6 +1243,13 @@ __device__ __forceinline__ void read(const Sums* from, Sums& sums) {
     asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
         "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
+// A store without a branch around it.
+template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
+    static_assert(sizeof(P) == 16, "a whole pack");
+    const uint4& w = *reinterpret_cast<const uint4*>(&pack);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
+        ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
+}
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
@@ -1409,17 +1416,18 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                     anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
-                // Two neighbouring values: into shared memory and into the thread's sums. `next`: where the second one goes.
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
+                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
+                    sum += d0 + d1;
+                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                };
+                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {  // next: where the second one goes
                     if (PAIRS) {
                         if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
                     } else {
                         if (valid) to[0] = v0;
                         if (next_valid) to[next] = v1;
                     }
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
                 const auto advance = [&](int pixels) {
                     column += pixels, at += pixels;
@@ -1431,6 +1439,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
                     const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
                     keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
+                    add(valid, next_valid, v0, v1);
                     advance(8);
                 };
                 begin();
@@ -1461,10 +1470,18 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     if (part == 0) set_anchor(v[0]);
                     // No row ends here, and no output is missing but the last two: nothing to ask.
                     if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
+                        const int last = column + kTileN - 8;
+                        const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
+                        // First all sums, then all stores: a register that a store has not read yet is not to be written.
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool last = j == kTileN / 8 - 1;
-                            keep(at + 8 * j, 1, !last || column + 8 * j < bound, !last || column + 8 * j + !PAIRS < bound, v[2 * j], v[2 * j + 1]);
+                            const bool inner = j < kTileN / 8 - 1;
+                            add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) {
+                            const bool inner = j < kTileN / 8 - 1;
+                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
                         }
                         advance(kTileN);
                     } else {
@@ -1629,16 +1646,17 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const int64_t at = begin + c * out_image;
                 const float* const v = held_begin(slot, c, at);
                 const int head = min(-int(at) & (V - 1), values), packs = (values - head) / V;
-                constexpr int kBatch = 4;  // packs of a lane in flight
+                constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
                 const float* from = v + head + lane * V;
-                for (int left = packs - lane; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
+                for (int left = packs; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
                     Pack<float, 4> four[kBatch][V / 4];
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
                         for (int j = 0; j < V / 4; ++j) {
-                            if (left > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
+                            four[b][j] = {};
+                            if (left - lane > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
                         }
                     }
 #pragma unroll
@@ -1646,7 +1664,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         Pack<T, V> pack;
 #pragma unroll
                         for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
-                        if (left > 32 * b) store_streaming(to + 32 * b * V, pack);
+                        store_if(left - lane > 32 * b, to + 32 * b * V, pack);
                     }
                 }
                 if (lane < values - packs * V) {  // a lane for each value outside whole packs
