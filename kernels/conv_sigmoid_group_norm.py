@@ -1151,11 +1151,12 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
 constexpr int kTileN = 128;      // pixels, of a wgmma
-constexpr int kConsumers = 2, kWriters = 1;  // warpgroups, and one of each other kind
-constexpr int kWideBlock = 128 * (kConsumers + 2 + kWriters);
+constexpr int kConsumers = 2;    // warpgroups, and one of each other kind
+constexpr int kWriters = 3;      // warps; the fourth one posts
+constexpr int kWideBlock = 128 * (kConsumers + 3);
 constexpr int kConsumerRegisters = 144, kProducerRegisters = 80, kExchangeRegisters = 64, kWriterRegisters = 48;
 constexpr int kMostSlots = 3, kMostStages = 2;
-static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters * kWriters <=
+static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
@@ -1170,7 +1171,7 @@ struct WideShape : ConvShape {
 };
 
 // Sums of v and of its squares, whose difference is as good in float64 as v is. A message is a band's sums of a group, read and written as
-// one; the last two bits are a tag. A place that waits for a round has seen the one before the last, or nothing.
+// one; the last two bits are a tag, which changes each time that its place is used.
 struct alignas(16) Sums {
     double v = 0, square = 0;
     __device__ __forceinline__ void add(const Sums& other) { v += other.v, square += other.square; }
@@ -1178,7 +1179,6 @@ struct alignas(16) Sums {
         for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask), square += __shfl_xor_sync(~0u, square, mask);
     }
 };
-__device__ __forceinline__ uint32_t tag_of(uint32_t round) { return (round >> 1 & 1) + 1; }
 
 // The channel of a slice whose weights are row r of A's hi. A plane of a slot is an odd number of fours, so that those of the rows that
 // store at once are apart by 8 banks.
@@ -1314,7 +1314,7 @@ __device__ __forceinline__ float convolve_value(
 
 // What each role goes through, unit by unit.
 struct Walk {
-    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;  // part: which of the sample's units
+    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, tag = 1;  // part: which of the sample's units
     __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
         part = unit - sample * s.units_per_sample;
     }
@@ -1322,7 +1322,10 @@ struct Walk {
         unit += s.teams, sample += s.team_samples, part += s.team_parts;
         if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++slot == s.slots) slot = 0, slot_phase ^= 1;
+        if (++slot == s.slots) {
+            slot = 0, slot_phase ^= 1;
+            if (slot_phase == 0) tag ^= 3;
+        }
     }
 };
 
@@ -1334,15 +1337,16 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made
-    __shared__ float norm[kMostSlots][3][kWideSlots];                        // mean, factor, offset
-    __shared__ uint64_t bars[2 * kMostStages + 3 * kMostSlots];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
+    __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
+    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, x_half = x_empty + 8 * kMostStages,
+                   v_full = x_half + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        for (int i = 0; i < kMostStages; ++i) {
+            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
+        }
         for (int i = 0; i < kMostSlots; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, 4 * kWriters);
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, kWriters);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -1365,6 +1369,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     };
     const auto held_begin = [&](int slot, int c, int64_t begin) {  // its packs aligned where the output's are
         return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
+    };
+    const auto norm_of = [&](int slot, int c) { return reinterpret_cast<float4*>(&sums[slot][0][c]); };  // mean, factor, offset
+    // Where unit's posts of a group are. A place is used again 2 * slots units later: then all have posted the unit halfway, whose slot they
+    // had from the one before, and have read its posts.
+    const auto posts_of = [&](const Walk& unit, int group) {
+        const int place = unit.slot + unit.slot_phase * s.slots;
+        return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
     };
     const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
     const auto outputs_before = [&](int pixel) {  // of the band's
@@ -1397,6 +1408,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int own_rows = present ? rows : 0;
             float* const v = held_begin(slot, c, out_begin(sample, channel));
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
+            // One warpgroup's products go with the other's sigmoids: the second one begins when the first one's first products are done.
+            if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
             Sums& made = sums[slot][warpgroup][c];
             int task = turn;
             for (; task < tasks; task += kConsumers) {
@@ -1459,6 +1472,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                         wgmma_wait(d);
                     }
+                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
                     if (part == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                     if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
                     float v[kTileN / 4];
@@ -1521,6 +1535,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             if (task == turn) {  // all of a small band were the other's
+                if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
                 warp_arrives(x_empty + 8 * stage);
                 mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
                 if (t == 0) made = Sums();
@@ -1585,25 +1600,15 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kExchangeRegisters));
         constexpr int kBatch = 4;  // posts of a lane that are asked for together
         const int share = s.share, sub = lane & (share - 1), group = threadIdx.x % 128 / share;
-        uint32_t round = 1;
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), ++round) {
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
             // A lane's group, and one of its channels.
             const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
             const bool exists = group * d < channels, own = exists && sub < d;
             const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
-            Sums* const posts = reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(round & 1) * s.teams + blockIdx.z) * s.groups + group) * members;
+            const Sums* const posts = posts_of(at_unit, group);
             mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-            Sums all;
-            if (own) {
-                all = sums[slot][0][c];
-                for (int k = 1; k < kConsumers; ++k) all.add(sums[slot][k][c]);
-            }
-            all.add_across_lanes(s.channel_share);
-            if (exists && sub == 0) post(posts + member, all, tag_of(round));
-            // Every block adds all posts, in one order. A post is overwritten two units later, when all blocks have posted the unit
-            // between, for which they have read this one.
-            all = Sums();
+            Sums all;  // every block adds all posts, in one order
             for (int base = sub; exists && base < members; base += share * kBatch) {
                 Sums some[kBatch];
                 uint32_t missing = 0;
@@ -1619,7 +1624,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        if ((__double2loint(some[i].square) & 3) == tag_of(round)) missing &= ~(1u << i);
+                        if ((__double2loint(some[i].square) & 3) == at_unit.tag) missing &= ~(1u << i);
                     }
                 }
 #pragma unroll
@@ -1629,23 +1634,40 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             all.add_across_lanes(share);
             const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
             const float hi = float(mean), lo = float(mean - hi), a = gamma * reciprocal_sqrt((variance < 0 ? 0.0f : float(variance)) + s.eps);
-            if (own) norm[slot][0][c] = hi, norm[slot][1][c] = a, norm[slot][2][c] = isfinite(a) ? fmaf(-lo, a, beta) : NAN;
+            if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
             warp_arrives(norm_full + 8 * slot);
         }
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriterRegisters));
+        if (warp == kWriters) {
+            const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+            for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+                const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+                mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+                for (int first = 0; first * d < channels; first += at_once) {
+                    const int group = first + lane / s.channel_share, c = group * d + sub;
+                    Sums all;
+                    if (sub < d && c < channels) {
+                        for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
+                    }
+                    all.add_across_lanes(s.channel_share);
+                    if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+                }
+            }
+            return;
+        }
         T* const gout = static_cast<T*>(p.out);
-        const int values = rows * s.columns, writer = warp + (warpgroup - kConsumers - 2) * 4;
+        const int values = rows * s.columns;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
             mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            for (int c = writer; c < channels; c += 4 * kWriters) {
-                const float mean = norm[slot][0][c], a = norm[slot][1][c], offset = norm[slot][2][c];
-                const auto normalized = [&](float w) { return fmaf(w - mean, a, offset); };
-                const int64_t at = begin + c * out_image;
+            int64_t at = begin + warp * out_image;
+            for (int c = warp; c < channels; c += kWriters, at += kWriters * out_image) {
+                const float4 norm = *norm_of(slot, c);
+                const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
                 const float* const v = held_begin(slot, c, at);
-                const int head = min(-int(at) & (V - 1), values), packs = (values - head) / V;
+                const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
                 constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
                 const float* from = v + head + lane * V;
@@ -1936,7 +1958,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
     s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
-    plan->mail_words = int64_t(2) * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
+    plan->mail_words = int64_t(2) * s.slots * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
     return true;
 }
 
