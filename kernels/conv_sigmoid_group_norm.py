@@ -1145,39 +1145,49 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
-// Warpgroups share the work by kind, and up to `slots` units are under way in a block: the producers bring x, one or two units ahead; the
-// consumers make v in a slot of shared memory, and post its moments; a warp merges all blocks' moments of the channels that fall to it, and
-// posts the totals; the writers wait for those of their unit's channels.
+// Warpgroups share the work by kind, and up to `slots` units are under way in a block: the producer brings x, one or two units ahead; the
+// consumers make v in a slot of shared memory; the exchange tells the moments of the band to the team's other blocks, waits for theirs, and
+// turns them into the norm's constants; the writers write.
 
-#if CUDART_VERSION >= 12000
+#if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 64;       // pixels, of a wgmma
-static_assert(kTaskPixels == 4 * kTileN, "a task's parts are written out");
-constexpr int kConsumers = 2, kProducers = 2;  // warpgroups; the last one is three writers and the warp that merges
-constexpr int kWriters = 3;                    // warps
-constexpr int kWideBlock = 128 * (kConsumers + kProducers + 1);
-constexpr int kConsumerRegisters = 128, kOtherRegisters = 72;
-constexpr int kMostSlots = 4, kMostStages = 2;
-constexpr int kAhead = 2;        // units that x is brought into L2 ahead
-static_assert(kConsumerRegisters * kConsumers + kOtherRegisters * (kProducers + 1) <= 65536 / kWideBlock / 8 * 8 * (kWideBlock / 128),
-    "what an SM's registers come to, a thread of each warpgroup");
+constexpr int kTileN = 128;      // pixels, of a wgmma
+constexpr int kConsumers = 2;    // warpgroups, and one of each other kind
+constexpr int kWriters = 3;      // warps; the fourth one posts
+constexpr int kWideBlock = 128 * (kConsumers + 3);
+constexpr int kConsumerRegisters = 144, kProducerRegisters = 80, kExchangeRegisters = 64, kWriterRegisters = 48;
+constexpr int kMostSlots = 3, kMostStages = 2;
+static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters <=
+    65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
     int band_rows, tasks;    // of a band; the last one may have fewer
     int pixels;              // most of a stage
-    int slot_floats;
-};
-struct WideOperands : ConvOperands {
-    uint64_t* posts;   // the mailbox: of each slot, team, channel of the unit, task: hi, lo, M2, count
-    uint64_t* totals;  // twice: of each slot, team, number, channel of the unit
+    int team_samples, team_parts;      // how far it is from a team's unit to its next one
+    int groups, share, channel_share;  // of a unit, in a block; lanes of a group in the exchange, for its posts and for its channels
+    float inverse_width;
+    double inverse_count;  // of a group's values
+    uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// Where a channel lies in a slot: four channels apart by 8 banks, four further ones close behind.
-__host__ __device__ __forceinline__ int channel_floats(int c, int plane) { return c * plane - c / 4 * 12; }
+// Sums of v and of its squares, whose difference is as good in float64 as v is. A message is a band's sums of a group, read and written as
+// one; the last two bits are a tag, which changes each time that its place is used.
+struct alignas(16) Sums {
+    double v = 0, square = 0;
+    __device__ __forceinline__ void add(const Sums& other) { v += other.v, square += other.square; }
+    __device__ __forceinline__ void add_across_lanes(int count) {  // neighbouring ones, a power of two
+        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask), square += __shfl_xor_sync(~0u, square, mask);
+    }
+};
+
+// The channel of a slice whose weights are row r of A's hi. A plane of a slot is an odd number of fours, so that those of the rows that
+// store at once are apart by 8 banks.
+__device__ __forceinline__ int channel_of_row(int r) { return r / 8 * 8 + r % 4 * 2 + r / 4 % 2; }
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
+template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
 
 // Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
@@ -1191,7 +1201,8 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
-        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>), c = thread / 4;
+        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>);
+        const int c = channel_of_row(thread / 4);
         const bool odd_one = step == kSteps<KS> - 1;  // of the last tap alone: x's hi and lo are the halves of K, or the second half is x
         const int tap = odd_one ? KS * KS - 1 : 2 * step + r / 2;
         float pieces[2] = {};
@@ -1225,25 +1236,37 @@ __device__ __forceinline__ void warp_arrives(uint32_t bar) {
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void peek(const uint64_t* from, uint64_t (&words)[4]) {
-    for (int i = 0; i < 4; i += 2) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(words[i]), "=l"(words[i + 1]) : "l"(from + i) : "memory");
-    }
+__device__ __forceinline__ void post(Sums* to, const Sums& sums, uint32_t tag) {
+    const uint64_t square = (__double_as_longlong(sums.square) & ~uint64_t(3)) | tag;
+    asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}"
+        ::"l"(to), "l"(__double_as_longlong(sums.v)), "l"(square) : "memory");
 }
-// Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block; K's second half is `half` bytes further on.
-__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t shared, uint32_t half) {
-    return uint64_t((shared & 0x3ffff) >> 4) | uint64_t((half >> 4) & 0x3fff) << 16 | uint64_t(128 >> 4) << 32;
+__device__ __forceinline__ void read(const Sums* from, Sums& sums) {
+    asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
+        "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
+// A store without a branch around it.
+template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
+    static_assert(sizeof(P) == 16, "a whole pack");
+    const uint4& w = *reinterpret_cast<const uint4*>(&pack);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
+        ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
+}
+// Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
+// tap's pixels begin, and how much further on K's second half is, the other tap's.
+__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
+__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
 template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "     \
-        "{%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
-        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type            \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"       \
+        "%62,%63}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"                                                                            \
+        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 #undef WGMMA
@@ -1256,6 +1279,24 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+}
+
+// A pixel's channels in two halves, done here and not where they are stored.
+template <typename T> __device__ __forceinline__ void split(const T (&x)[8], float scale, uint4& hi, uint4& lo) {
+    uint32_t h[4], l[4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        if constexpr (sizeof(T) == 2) {
+            h[k] = pair_of(x[2 * k], x[2 * k + 1]);
+        } else {
+            const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
+            h[k] = bits_of(__floats2half2_rn(v0, v1));
+            const float2 f = floats_of(h[k]);
+            l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
+        }
+        asm volatile("" : "+r"(h[k]), "+r"(l[k]));
+    }
+    hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
 // One value in plain float32.
@@ -1273,28 +1314,47 @@ __device__ __forceinline__ float convolve_value(
     return sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
 }
 
+// What each role goes through, unit by unit.
+struct Walk {
+    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, tag = 1;  // part: which of the sample's units
+    __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
+        part = unit - sample * s.units_per_sample;
+    }
+    __device__ __forceinline__ void next(const WideShape& s) {
+        unit += s.teams, sample += s.team_samples, part += s.team_parts;
+        if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
+        if (++stage == s.stages) stage = 0, stage_phase ^= 1;
+        if (++slot == s.slots) {
+            slot = 0, slot_phase ^= 1;
+            if (slot_phase == 0) tag ^= 3;
+        }
+    }
+};
+
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
 template <typename T, int KS, bool PAIRS>
 __global__ void __launch_bounds__(kWideBlock, 1)
-convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid_constant__ WideShape s) {
+convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ uint64_t bars[2 * (kMostStages + kMostSlots + 1)];
-    __shared__ float norm[2][3][kWideSlots];  // of a unit's channels: mean, factor, offset; units in turn
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
+    __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
+    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, x_half = x_empty + 8 * kMostStages,
+                   v_full = x_half + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < s.stages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
-        for (int i = 0; i < s.slots; ++i) mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(v_empty + 8 * i, kWriters);
-        mbarrier_init(norm_full, 1), mbarrier_init(norm_full + 8, 1);
+        for (int i = 0; i < kMostStages; ++i) {
+            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
+        }
+        for (int i = 0; i < kMostSlots; ++i) {
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, kWriters);
+        }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
-    const int slice = member / s.bands, band = member % s.bands;
+    const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands, member = slice * s.bands + band;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
     const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
     const int tasks = tasks_of(rows);
@@ -1302,49 +1362,37 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
 
-    // What each role goes through, unit by unit.
-    uint32_t round = 1;
-    int unit = team, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, sample, q;  // q: the slice, of the sample's
-    const auto locate = [&] {
-        sample = quotient(unit, s.units_per_sample);
-        q = (unit - sample * s.units_per_sample) * s.slices + slice;
+    const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
+    const auto channel_count = [&](int part) {
+        return max(0, min(s.slice_channels, min((part + 1) * s.unit_channels, s.out_channels) - first_channel(part)));
     };
-    locate();
-    const auto next_unit = [&] {
-        unit += s.teams, ++round;
-        locate();
-        if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++slot == s.slots) slot = 0, slot_phase ^= 1;
-    };
-    const auto out_begin = [&](int channel) {
+    const auto out_begin = [&](int sample, int channel) {
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
-    const auto held_begin = [&](int c, int channel) {  // its packs aligned where the output's are
-        return held + slot * s.slot_floats + channel_floats(c, s.plane) + int(out_begin(channel) & (V - 1));
+    const auto held_begin = [&](int slot, int c, int64_t begin) {  // its packs aligned where the output's are
+        return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
     };
-    const int peers = (s.bands - 1) * s.tasks + tasks_of(s.rows - (s.bands - 1) * s.band_rows), total_stride = s.slices * kWideSlots;
-    const auto posts = [&](int c) {
-        return p.posts + ((int64_t(slot) * s.teams + team) * total_stride + slice * kWideSlots + c) * 4 * peers;
+    const auto norm_of = [&](int slot, int c) { return reinterpret_cast<float4*>(&sums[slot][0][c]); };  // mean, factor, offset
+    // Where unit's posts of a group are. A place is used again 2 * slots units later: then all have posted the unit halfway, whose slot they
+    // had from the one before, and have read its posts.
+    const auto posts_of = [&](const Walk& unit, int group) {
+        const int place = unit.slot + unit.slot_phase * s.slots;
+        return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
     };
-    const auto totals = [&](int k, int c) {  // channel c of the unit's slice k
-        return p.totals + (int64_t(slot + slot_phase * s.slots) * s.teams + team) * 3 * total_stride + k * kWideSlots + c;
-    };
-
-    const auto outputs_of_task = [&](int task, int band_rows) {
-        const auto outputs = [&](int pixels) {  // of a band's first ones
-            const int n = min(pixels, band_rows * s.width), row = quotient(n, s.width);
-            return row * s.columns + min(n - row * s.width, s.columns);
-        };
-        return outputs((task + 1) * kTaskPixels) - outputs(task * kTaskPixels);
+    const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
+    const auto outputs_before = [&](int pixel) {  // of the band's
+        const int n = min(pixel, rows * s.width), row = row_of(n);
+        return row * s.columns + min(n - row * s.width, s.columns);
     };
 
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-        const int g = lane / 4, t = lane % 4, c = warp * 8 + g;
+        const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
         uint4 a[kSteps<KS>];
         float slope = 0, offset = 0;
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
-        for (; unit < s.units; next_unit()) {
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const uint4* const fragments =
                 reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int slab) {
@@ -1357,12 +1405,14 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0);
             }
-            const int channel = slice_first(s, q) + c;
-            const bool present = c < slice_count(s, q);
+            const int channel = first_channel(at_unit.part) + c;
+            const bool present = c < channel_count(at_unit.part);
             const int own_rows = present ? rows : 0;
-            float* const v = held_begin(c, channel);
-            mbarrier_wait(x_full + 8 * stage, stage_phase);
-            bool has_slot = false;
+            float* const v = held_begin(slot, c, out_begin(sample, channel));
+            mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
+            // One warpgroup's products go with the other's sigmoids: the second one begins when the first one's first products are done.
+            if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
+            Sums& made = sums[slot][warpgroup][c];
             int task = turn;
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
@@ -1371,7 +1421,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                 const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
-                    row = quotient(pixel, s.width), column = pixel - row * s.width;
+                    row = row_of(pixel), column = pixel - row * s.width;
                     at = v + row * s.columns + column;
                     anchor = sum = square = 0;
                     begin_row();
@@ -1381,17 +1431,18 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                     anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
-                // Two neighbouring values: into shared memory and into the thread's sums. `next`: where the second one goes.
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
+                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
+                    sum += d0 + d1;
+                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                };
+                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {  // next: where the second one goes
                     if (PAIRS) {
                         if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
                     } else {
                         if (valid) to[0] = v0;
                         if (next_valid) to[next] = v1;
                     }
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
                 const auto advance = [&](int pixels) {
                     column += pixels, at += pixels;
@@ -1403,78 +1454,57 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
                     const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
                     keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
+                    add(valid, next_valid, v0, v1);
                     advance(8);
                 };
-                // Of the task's pixels from part * kTileN on.
-                const auto multiply = [&](float (&d)[kTileN / 2], int part) {
-                    const uint32_t x = shared_address(stages) + stage * stage_bytes + (task * kTaskPixels + part * kTileN) * 16;
-                    const auto multiply_slab = [&](int slab) {
-                        const uint32_t hi = x + slab * slab_bytes, row_bytes = s.width * 16;
-                        const auto pairs = [&](uint32_t from, bool keep) {  // of the first eight taps
-                            wgmma<T>(d, a[0], pixel_descriptor(from, 16), keep);
-                            wgmma<T>(d, a[1], pixel_descriptor(from + 32, row_bytes - 32), true);
-                            wgmma<T>(d, a[2], pixel_descriptor(from + row_bytes + 16, 16), true);
-                            wgmma<T>(d, a[3], pixel_descriptor(from + 2 * row_bytes, 16), true);
-                        };
+                begin();
+                // One copy of this code for all tiles: the roles' code together is as large as the instruction cache.
+#pragma unroll 1
+                for (int part = 0; part < kTaskPixels / kTileN; ++part) {
+                    float d[kTileN / 2];
+#pragma unroll 1
+                    for (int slab = 0; slab < s.slabs; ++slab) {
+                        const uint32_t x = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16 + task * kTaskPixels + part * kTileN;
                         if (s.slabs > 1) load_fragments(slab);
                         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                        if constexpr (KS == 1) {
-                            wgmma<T>(d, a[0], pixel_descriptor(hi, plane_bytes), slab > 0);
-                        } else if constexpr (SPLIT) {
-                            pairs(hi + plane_bytes, slab > 0);
-                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 32, plane_bytes), true);
-                            pairs(hi, true);
-                        } else {
-                            pairs(hi, slab > 0);
-                            wgmma<T>(d, a[4], pixel_descriptor(hi + 2 * row_bytes + 16, 16), true);
+#pragma unroll
+                        for (int k = 0; k < kProducts<T, KS>; ++k) {
+                            wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                         }
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    };
-#pragma unroll 1
-                    for (int slab = 0; slab < s.slabs - 1; ++slab) {
-                        multiply_slab(slab);
-                        wgmma_wait(d);  // before a's registers change
+                        wgmma_wait(d);
                     }
-                    multiply_slab(s.slabs - 1);
-                };
-                const auto finish = [&](const float (&d)[kTileN / 2], bool first) {
+                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
+                    if (part == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
                     float v[kTileN / 4];
 #pragma unroll
                     for (int i = 0; i < kTileN / 4; ++i) {
                         const int k = i / 2 * 4 + i % 2;
                         v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     }
-                    if (first) set_anchor(v[0]);
-                    if (__all_sync(~0u, column + kTileN - 7 < s.width)) {  // no row ends here
+                    if (part == 0) set_anchor(v[0]);
+                    // No row ends here, and no output is missing but the last two: nothing to ask.
+                    if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
+                        const int last = column + kTileN - 8;
+                        const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
+                        // First all sums, then all stores: a register that a store has not read yet is not to be written.
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
-                            const int k = column + 8 * j;
-                            keep(at + 8 * j, 1, k < bound, PAIRS ? k < bound : k + 1 < bound, v[2 * j], v[2 * j + 1]);
+                            const bool inner = j < kTileN / 8 - 1;
+                            add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < kTileN / 8; ++j) {
+                            const bool inner = j < kTileN / 8 - 1;
+                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
                         }
                         advance(kTileN);
                     } else {
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
                     }
-                };
-                begin();
-                // One part's products run while the one before becomes v.
-                float even[kTileN / 2], odd[kTileN / 2];
-                multiply(even, 0);
-                wgmma_wait(even);
-                multiply(odd, 1);
-                if (!has_slot) mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
-                has_slot = true;
-                finish(even, true);
-                wgmma_wait(odd);
-                multiply(even, 2);
-                finish(odd, false);
-                wgmma_wait(even);
-                multiply(odd, 3);
-                finish(even, false);
-                wgmma_wait(odd);
-                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                finish(odd, false);
+                }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
                     begin();
@@ -1497,200 +1527,160 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                     sum += __shfl_xor_sync(~0u, sum, mask);
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
-                const int count = outputs_of_task(task, rows);
-                if (count == 0) anchor = 0;
-                const float mean = count > 0 ? sum * reciprocal(float(count)) : 0.0f, hi = anchor + mean;
-                const float number = t == 0 ? hi : t == 1 ? mean - (hi - anchor) : t == 2 ? fmaf(-sum, mean, square) : float(count);
-                if (present) post(posts(c) + (band * s.tasks + task) * 4 + t, number, round);
+                if (t == 0) {
+                    Sums some;
+                    const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
+                    const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
+                    some.v = far + sum, some.square = fma(origin, far + 2 * double(sum), double(square));
+                    if (task != turn) some.add(made);
+                    made = some;
+                }
             }
-            if (!has_slot) {
+            if (task == turn) {  // all of a small band were the other's
+                if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
                 warp_arrives(x_empty + 8 * stage);
-                mbarrier_wait(v_empty + 8 * slot, slot_phase ^ 1);
+                mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                if (t == 0) made = Sums();
             }
             turn = task - tasks;
             warp_arrives(v_full + 8 * slot);
         }
-    } else if (warpgroup < kConsumers + kProducers) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-        constexpr int kThreads = 128 * kProducers, kItems = 4;  // pixels of a thread, in registers before there is room for them
+    } else if (warpgroup == kConsumers) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+        constexpr int kThreads = 128, kItems = 8;  // pixels of a thread, in registers before there is room for them
         const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
-        T raw[kItems][8];
-        const auto load = [&](int slab, int begin) {  // pixels begin + tid, and every kThreads-th after it
-            const int last = s.in_channels - slab * 8 - 1;
-#pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                // A channel that does not exist has weights of 0.
-                const T* const from = band_of_x(sample, slab * 8 + min(c, last)) + begin + tid;
-#pragma unroll
-                for (int i = 0; i < kItems; ++i) {
-                    if (begin + i * kThreads + tid < pixels) raw[i][c] = __ldg(from + i * kThreads);
-                }
-            }
-        };
-        if (unit < s.units) load(0, 0);
-        while (unit < s.units) {
-            const int later = unit + kAhead * s.teams;
-            if (tid < s.in_channels && later < s.units) {
-                const uintptr_t from = uintptr_t(band_of_x(quotient(later, s.units_per_sample), tid)), begin = from & ~uintptr_t(15);
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            Walk later = at_unit;
+            later.next(s);
+            if (tid < s.in_channels && later.unit < s.units) {  // into L2
+                const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale =
                 sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
-            mbarrier_wait(x_empty + 8 * stage, stage_phase ^ 1);
-            for (int slab = 0, begin = 0; slab < s.slabs;) {
-                unsigned char* const to = stages + stage * stage_bytes + slab * slab_bytes + (begin + tid) * 16;
+            for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
+                const int last = s.in_channels - slab * 8 - 1;
+                uint4 hi[kItems], lo[kItems];
+#pragma unroll
+                for (int half = 0; half < kItems; half += kItems / 2) {
+                    T raw[kItems / 2][8];
+                    const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+#pragma unroll
+                    for (int c = 0; c < 8; ++c) {
+#pragma unroll
+                        for (int i = 0; i < kItems / 2; ++i) {
+                            from_acc(0.0f, raw[i][c]);
+                            if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                        }
+                        from += c < last ? image : 0;  // a channel that does not exist has weights of 0
+                    }
+#pragma unroll
+                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, hi[half + i], lo[half + i]);
+                    asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
+                }
+                if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
                 for (int i = 0; i < kItems; ++i) {
-                    uint32_t hi[4], lo[4] = {};
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        if constexpr (sizeof(T) == 2) {
-                            hi[k] = pair_of(raw[i][2 * k], raw[i][2 * k + 1]);
-                        } else {
-                            const float v0 = raw[i][2 * k] * input_scale, v1 = raw[i][2 * k + 1] * input_scale;
-                            hi[k] = bits_of(__floats2half2_rn(v0, v1));
-                            const float2 f = floats_of(hi[k]);
-                            lo[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-                        }
-                    }
-                    if (begin + i * kThreads + tid < pixels) {
+                    if (begin + i * kThreads < pixels) {
                         uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
-                        *at = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-                        if (SPLIT) at[plane_bytes / 16] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+                        *at = hi[i];
+                        if (SPLIT) at[plane_bytes / 16] = lo[i];
                     }
                 }
                 begin += kItems * kThreads;
-                if (begin >= pixels) begin = 0, ++slab;
-                if (slab < s.slabs) load(slab, begin);
+                if (begin - tid >= pixels) begin = tid, ++slab;
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
-            warp_arrives(x_full + 8 * stage);
-            next_unit();
-            if (unit < s.units) load(0, 0);
+            warp_arrives(x_full + 8 * at_unit.stage);
         }
-    } else if (warp == kWriters) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-        constexpr int kBatch = 4;  // of a lane's peers: their words are asked for together
-        int share = 32;            // lanes of a channel
-        while (share > 1 && 32 / share * s.bands < s.slice_channels) share /= 2;
-        for (; unit < s.units; next_unit()) {
-            const int first = slice_first(s, q), channels = slice_count(s, q);
-            // The channels that fall to this block, of all its slice's blocks.
-            const int c = band + lane / share * s.bands;
-            const uint64_t* const from = posts(min(c, kWideSlots - 1));
-            Moments<float> m;
-            for (int base = 0; base < peers; base += share * kBatch) {
-                const auto peer = [&](int i) { return base + i * share + lane % share; };
-                const auto exists = [&](int i) { return c < channels && peer(i) < peers; };
-                uint64_t words[kBatch][4];
-                bool here;
-                do {
-                    here = true;
+    } else if (warpgroup == kConsumers + 1) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kExchangeRegisters));
+        constexpr int kBatch = 4;  // posts of a lane that are asked for together
+        const int share = s.share, sub = lane & (share - 1), group = threadIdx.x % 128 / share;
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
+            // A lane's group, and one of its channels.
+            const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
+            const bool exists = group * d < channels, own = exists && sub < d;
+            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
+            const Sums* const posts = posts_of(at_unit, group);
+            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            Sums all;  // every block adds all posts, in one order
+            for (int base = sub; exists && base < members; base += share * kBatch) {
+                Sums some[kBatch];
+                uint32_t missing = 0;
 #pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        for (int k = 0; k < 4; ++k) words[i][k] = uint64_t(round) << 32;
-                        if (exists(i)) peek(from + peer(i) * 4, words[i]);
+                for (int i = 0; i < kBatch; ++i) {
+                    if (base + i * share < members) missing |= 1u << i;
+                }
+                while (missing) {
+                    const Sums* from = posts + base;
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i, from += share) {
+                        if (missing >> i & 1) read(from, some[i]);
                     }
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-#pragma unroll
-                        for (int k = 0; k < 4; ++k) here = here && uint32_t(words[i][k] >> 32) == round;
+                        if ((__double2loint(some[i].square) & 3) == at_unit.tag) missing &= ~(1u << i);
                     }
-                } while (!here);
-                // Within the batch around its first mean, then as a whole.
-                const auto number = [&](int i, int k) { return __uint_as_float(uint32_t(words[i][k])); };
-                Moments<float> some;
-                some.hi = number(0, 0);
-                float delta[kBatch], sum = 0;
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    delta[i] = number(i, 3) > 0.0f ? (number(i, 0) - some.hi) + number(i, 1) : 0.0f;
-                    some.count += number(i, 3), sum = fmaf(number(i, 3), delta[i], sum);
                 }
-                some.lo = some.count > 0.0f ? sum * reciprocal(some.count) : 0.0f;
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    some.m2 += fmaf(number(i, 3) * (delta[i] - some.lo), delta[i] - some.lo, number(i, 2));
-                }
-                m = merge(m, some);
+                for (int i = 0; i < kBatch; ++i) all.add(some[i]);
             }
             __syncwarp();
-            m = merge_across_lanes(m, share);
-            for (int k = lane % share; k < 3 && c < channels; k += share) {
-                post(totals(slice, c) + k * total_stride, k == 0 ? m.hi : k == 1 ? m.lo : m.m2, round);
-            }
-            // The lane's channel, of all slices if they are of one group; then the group.
-            m = Moments<float>();
-            for (int k = 0; k < s.slices; ++k) {
-                const int other_slice = s.slices == 1 ? slice : k;
-                if (lane < slice_count(s, q - slice + other_slice)) {
-                    Moments<float> other;
-                    float values[3];
-                    await(totals(other_slice, lane), total_stride, round, values);
-                    other.count = float(out_image);
-                    other.hi = values[0], other.lo = values[1], other.m2 = values[2];
-                    m = merge(m, other);
-                }
-            }
-            __syncwarp();
-            if (s.slices == 1) {  // channels of one size
-                const int begin = quotient(lane, s.group_channels) * s.group_channels;
-                const auto of_channel = [&](float number, int k) { return __shfl_sync(~0u, number, (begin + k) & 31); };
-                const float anchor = of_channel(m.hi, 0), delta = (m.hi - anchor) + m.lo;
-                float sum = 0, m2 = 0;
-                for (int k = 0; k < s.group_channels; ++k) sum += of_channel(delta, k);
-                const float mean = sum * reciprocal(float(s.group_channels));
-                const float own_m2 = fmaf(m.count * (delta - mean), delta - mean, m.m2);
-                for (int k = 0; k < s.group_channels; ++k) m2 += of_channel(own_m2, k);
-                m.hi = anchor + mean;
-                m.lo = mean - (m.hi - anchor);
-                m.m2 = m2, m.count *= float(s.group_channels);
-            } else {
-                m = merge_across_lanes(m, 32);
-            }
-            const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
-            const int own = first + min(lane, channels - 1);
-            const float a = __ldg(p.gamma + own) * rstd;
-            const int even = round & 1;
-            // The writers are done with the unit before the last: where slots are two or one, its slot has been used again.
-            if (s.slots > 2 && round > 2) {
-                const int last = int(round - 3), use = quotient(last, s.slots);
-                mbarrier_wait(v_empty + 8 * (last - use * s.slots), use & 1);
-            }
-            norm[even][0][lane] = m.hi, norm[even][1][lane] = a;
-            norm[even][2][lane] = isfinite(a) ? fmaf(-m.lo, a, __ldg(p.beta + own)) : NAN;
-            warp_arrives(norm_full + 8 * even);
+            all.add_across_lanes(share);
+            const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
+            const float hi = float(mean), lo = float(mean - hi), a = gamma * reciprocal_sqrt((variance < 0 ? 0.0f : float(variance)) + s.eps);
+            if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
+            warp_arrives(norm_full + 8 * slot);
         }
     } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriterRegisters));
+        if (warp == kWriters) {
+            const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+            for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+                const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+                mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+                for (int first = 0; first * d < channels; first += at_once) {
+                    const int group = first + lane / s.channel_share, c = group * d + sub;
+                    Sums all;
+                    if (sub < d && c < channels) {
+                        for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
+                    }
+                    all.add_across_lanes(s.channel_share);
+                    if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+                }
+            }
+            return;
+        }
         T* const gout = static_cast<T*>(p.out);
         const int values = rows * s.columns;
-        for (; unit < s.units; next_unit()) {
-            const int channels = slice_count(s, q), even = round & 1;
-            const int64_t begin = out_begin(slice_first(s, q));
-            mbarrier_wait(v_full + 8 * slot, slot_phase);
-            mbarrier_wait(norm_full + 8 * even, (round - 1) / 2 & 1);
-            for (int c = warp; c < channels; c += kWriters) {
-                const float mean = norm[even][0][c], a = norm[even][1][c], offset = norm[even][2][c];
-                const auto normalized = [&](float w) { return fmaf(w - mean, a, offset); };
-                const int64_t at = begin + c * out_image;
-                const float* const v = held + slot * s.slot_floats + channel_floats(c, s.plane) + (int(at) & (V - 1));
-                const int head = min(-int(at) & (V - 1), values), packs = (values - head) / V, loose = head + packs * V + lane - head;
-                if (lane < head) from_acc(normalized(v[lane]), gout[at + lane]);
-                if (lane >= head && loose < values) from_acc(normalized(v[loose]), gout[at + loose]);
-                constexpr int kBatch = 4;  // packs of a lane in flight
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int slot = at_unit.slot, channels = channel_count(at_unit.part);
+            const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
+            mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
+            int64_t at = begin + warp * out_image;
+            for (int c = warp; c < channels; c += kWriters, at += kWriters * out_image) {
+                const float4 norm = *norm_of(slot, c);
+                const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
+                const float* const v = held_begin(slot, c, at);
+                const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
+                constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
                 const float* from = v + head + lane * V;
-                for (int left = packs - lane; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
+                for (int left = packs; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
                     Pack<float, 4> four[kBatch][V / 4];
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
                         for (int j = 0; j < V / 4; ++j) {
-                            if (left > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
+                            four[b][j] = {};
+                            if (left - lane > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
                         }
                     }
 #pragma unroll
@@ -1698,8 +1688,12 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
                         Pack<T, V> pack;
 #pragma unroll
                         for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
-                        if (left > 32 * b) store_streaming(to + 32 * b * V, pack);
+                        store_if(left - lane > 32 * b, to + 32 * b * V, pack);
                     }
+                }
+                if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                    const int loose = lane < head ? lane : packs * V + lane;
+                    from_acc(normalized(v[loose]), gout[at + loose]);
                 }
             }
             warp_arrives(v_empty + 8 * slot);
@@ -1707,7 +1701,7 @@ convolve_and_normalize_wide(const __grid_constant__ WideOperands p, const __grid
     }
 #endif
 }
-#endif  // CUDART_VERSION >= 12000
+#endif  // CUDART_VERSION >= 12040
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Launchers. Every function returns a cudaError_t; pointers are device memory of h's device, which is current.
@@ -1861,12 +1855,12 @@ static bool plan_convolution(ConvPlan* plan, const int64_t* sizes, int fragment,
 // Cooperative: all blocks of the teams run at once, or none.
 template <typename Operands, typename Shape>
 static cudaError_t launch_together(
-    void (*kernel)(Operands, Shape), int blocks, int threads, int shared_bytes, cudaStream_t stream, const Operands& operands,
+    void (*kernel)(Operands, Shape), dim3 grid, int threads, int shared_bytes, cudaStream_t stream, const Operands& operands,
     const Shape& shape) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
-    const cudaLaunchConfig_t config = {dim3(blocks), dim3(threads), size_t(shared_bytes), stream, &attribute, 1};
+    const cudaLaunchConfig_t config = {grid, dim3(threads), size_t(shared_bytes), stream, &attribute, 1};
     return cudaLaunchKernelEx(&config, kernel, operands, shape);
 }
 
@@ -1899,17 +1893,15 @@ static cudaError_t launch_convolution(
     operands.fragments = reinterpret_cast<uint32_t*>(operands.mailbox + plan.mail_words);
     operands.constants = operands.fragments + plan.fragment_words;
     prepare_weights<T, KS><<<plan.slices, 256, 0, stream>>>(operands, plan.shape, plan.mail_words);
-    return launch_together(kernel, plan.blocks, kConvBlock, plan.shared_bytes, stream, operands, plan.shape);
+    return launch_together(kernel, dim3(plan.blocks), kConvBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 
-#if CUDART_VERSION >= 12000
+#if CUDART_VERSION >= 12040
 struct WidePlan {
     WideShape shape;
     int slices, blocks, shared_bytes;
-    int64_t fragment_words, post_words, total_words;  // of 4 bytes, of 8, of 8; whole 16 bytes
-    int64_t workspace() const {
-        return fragment_words * 4 + (post_words + total_words) * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>);
-    }
+    int64_t fragment_words, mail_words;  // of 4 bytes, of 8; whole 16 bytes
+    int64_t workspace() const { return fragment_words * 4 + mail_words * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>); }
 };
 
 // False where another way is better.
@@ -1924,25 +1916,24 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool aligned = s.rows % bands == 0 && values % pack == 0;
-        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) + 12 - 8, 32) * 32 + 8;
-        const int64_t slot_floats = channel_floats(s.slice_channels, int(plane));
+        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
         if (slot_floats * 4 + stage_bytes > shared_most) break;
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
-        for (int slots = 2; slots <= 3; ++slots) {
-            for (int stages = 1; stages <= 2; ++stages) {
+        for (int slots = 2; slots <= kMostSlots; ++slots) {
+            for (int stages = 1; stages <= kMostStages; ++stages) {
                 if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
-                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                const double write = 500 + divide_up(s.slice_channels, 4) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
                     s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
-                    s.plane = int(plane), s.slot_floats = int(slot_floats), s.pixels = int(pixels);
+                    s.plane = int(plane), s.pixels = int(pixels);
                     plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
                 }
             }
@@ -1952,12 +1943,24 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped.
     const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
+    // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
+    const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
+    const auto pair = [&](int k, int piece) {
+        const int one = 2 * k, two = one + 1, begin = piece * plane;
+        return tap_pair(begin + one / 3 * s.width + one % 3, begin + two / 3 * s.width + two % 3);
+    };
+    for (int k = 0; k < 4; ++k) s.taps[k] = pair(k, pieces - 1), s.taps[5 + k] = pair(k, 0);
+    s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
+    if (ks == 1) s.taps[0] = tap_pair(0, plane);
     plan->slices = s.units_per_sample * s.slices;
     plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
-    const int64_t channels = int64_t(s.slots) * s.teams * s.slices * kWideSlots;
-    plan->post_words = channels * 4 * s.bands * s.tasks;
-    plan->total_words = 2 * channels * 3;
+    s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
+    for (s.share = 32; s.groups * s.share > 128;) s.share /= 2;
+    for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
+    s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
+    s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
+    plan->mail_words = int64_t(2) * s.slots * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
     return true;
 }
 
@@ -1982,17 +1985,15 @@ static cudaError_t launch_wide_convolution(
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
-    WideOperands operands = {};
-    static_cast<ConvOperands&>(operands) = given;
-    operands.mailbox = operands.posts = static_cast<uint64_t*>(workspace);
-    operands.totals = operands.posts + plan.post_words;
-    operands.fragments = reinterpret_cast<uint32_t*>(operands.totals + plan.total_words);
+    ConvOperands operands = given;
+    operands.mailbox = static_cast<uint64_t*>(workspace);
+    operands.fragments = reinterpret_cast<uint32_t*>(operands.mailbox + plan.mail_words);
     operands.constants = operands.fragments + plan.fragment_words;
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
-    prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.post_words + plan.total_words);
-    return launch_together(kernel, plan.blocks, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.mail_words);
+    return launch_together(kernel, dim3(plan.shape.bands, plan.shape.slices, plan.shape.teams), kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
-#endif  // CUDART_VERSION >= 12000
+#endif  // CUDART_VERSION >= 12040
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
 // h, out: `slices` contiguous slices, 16-byte aligned. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16. vectors: the operands, gamma and
@@ -2033,7 +2034,7 @@ extern "C" int convolution_forward(
     const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
     *workspace_bytes = -1;
     if (sizes[1] > 64) return cudaSuccess;
-#if CUDART_VERSION >= 12000
+#if CUDART_VERSION >= 12040
     cudaError_t error = cudaSuccess;
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
