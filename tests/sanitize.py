@@ -1,39 +1,147 @@
-"""Every kernel under compute-sanitizer: forward and gradients of the tests' cases, once each, the small ones first.
+"""Every kernel under compute-sanitizer: forward and gradients of the tests' cases, in every dtype, those first that reach a new kernel.
 
     python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 60]
+    python tests/sanitize.py --reach     only says how many kernels of the built library the calls launch, and which they do not
 
-One process for each pair and tool, all at once; each says how many calls it got through in its seconds, and what the tool found. Exit code 1
-if that was anything. Every tensor is an allocation of its own, so that the tools know its borders.
+First all calls run once under PyTorch's profiler, which says which of them launches which kernels. Then one process for each pair and tool,
+all at once; each says how many calls it got through in its seconds, how many kernels they launched, and what the tool found. Exit code 1
+if that was anything, or if a tool did not get through all kernels. Every tensor is an allocation of its own, so that the tools know its
+borders. PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 """
 
 import argparse
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import test_convolution_gradients
+import test_float32_gemm
+import test_gpu
+import test_implicit_gemm
+import test_instance_norm_backward
 import torch
-from cases import CASES, DTYPES, STEMS, build
-from test_gpu import LARGE
+from cases import CASES, DTYPES, STEMS, Case, build, solution
 
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
+LARGEST = 2e7  # values of the inputs: a sanitizer takes minutes for more
 
 
-def call_all(stem: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    cases = sorted((case for case in [*CASES, *LARGE] if case.stem == stem and case.values < 2e7), key=lambda case: case.values)
-    wanted = [(case, dtype) for dtype in (torch.float32, *(other for other in DTYPES if other is not torch.float32)) for case in cases]
-    for done, (case, dtype) in enumerate(wanted):
-        if time.monotonic() > deadline:
-            break
-        _, new, inputs = build(case, "cuda", dtype)
+def cases_of(stem: str) -> list[Case]:
+    """Those of the tests that force a kernel by its shape."""
+    found = [*CASES, *test_gpu.LARGE]
+    found += test_float32_gemm.CASES + test_float32_gemm.ODD
+    found += test_implicit_gemm.SHAPES
+    found += [
+        test_instance_norm_backward.case_of(*shape) for shape in test_instance_norm_backward.SMALL + test_instance_norm_backward.LARGE
+    ]
+    for name, (n, ins, outs, *size, kernel) in test_convolution_gradients.SHAPES.items():
+        init = ins, outs, kernel, 1, (outs, 1, 1), (outs, 1, 1)
+        found.append(Case("conv_sigmoid_group_norm", name, init, ((n, ins, *size),)))
+    return sorted((case for case in found if case.stem == stem and case.values < LARGEST), key=lambda case: case.values)
+
+
+def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
+    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, and badly scaled rows."""
+    calls = []
+
+    def add(case, dtype, how, call, change=lambda new, inputs: inputs, tf32=False):
+        def whole():
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            _, new, inputs = build(case, "cuda", dtype)
+            call(new, change(new, inputs))
+
+        calls.append((f"{case} in {dtype}, {how}", whole))
+
+    def train(new, inputs):
         out = new(*(t.requires_grad_() for t in inputs))
         out.backward(torch.ones_like(out))
+
+    def badly_scaled(new, inputs):
+        return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
+
+    def frozen(new, inputs):
+        new.eval().freeze_weight()
+        return inputs
+
+    for case in cases_of(stem):
+        for dtype in DTYPES:
+            add(case, dtype, "gradients", train)
+            add(case, dtype, "no gradients", torch.no_grad()(lambda new, inputs: new(*inputs)))
+        if case in test_float32_gemm.CASES + test_float32_gemm.ODD:
+            for tf32 in (False, True):
+                add(case, torch.float32, f"frozen, TF32 {tf32}", torch.no_grad()(lambda new, inputs: new(*inputs)), frozen, tf32)
+                add(case, torch.float32, f"badly scaled, TF32 {tf32}", train, badly_scaled, tf32)
+    return calls
+
+
+def name_of(kernel: str) -> str:
+    """As compilers and profilers both have it: without arguments, casts and blanks."""
+    plain = re.sub(r"^void |\(anonymous namespace\)::|\((?:\w|::)+\)(?=[\w-])|\s", "", kernel)
+    return plain.partition(">(")[0].partition("(")[0].replace("true", "1").replace("false", "0")
+
+
+def built_kernels(stem: str) -> set[str]:
+    """Those in the library."""
+    library = next(path for path in torch.ops.loaded_libraries if Path(path).name.startswith(solution(stem).NAMESPACE))
+    listed = subprocess.run(["cuobjdump", "--dump-resource-usage", library], capture_output=True, text=True, check=True).stdout
+    mangled = re.findall(r"Function (\w+):", listed)
+    plain = subprocess.run(["c++filt", *mangled], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name_of(kernel) for kernel in plain}
+
+
+def profile_all(stem: str, path: Path) -> None:
+    """Writes, as JSON, the kernels of each call and those that no call launches. A kernel that only waits stands between two calls."""
+    calls = calls_of(stem)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _, call in calls:
+            call()
+            torch.cuda._sleep(1)
         torch.cuda.synchronize()
-    else:
-        done = len(wanted)
-    print(f"{done} of {len(wanted)} calls")
+    built, launched = built_kernels(stem), [set()]
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if "spin_kernel" in event.name:
+            launched.append(set())
+        launched[-1] |= {name_of(event.name)} & built
+    assert len(launched) == len(calls) + 1
+    reached = set().union(*launched)
+    path.write_text(json.dumps({"calls": [sorted(names) for names in launched[:-1]], "unreached": sorted(built - reached)}))
+
+
+def in_order(launched: list[list[str]]) -> list[int]:
+    """First the calls that launch kernels which no smaller one does, then the others."""
+    seen, first = set(), []
+    for index, names in enumerate(launched):
+        if not seen.issuperset(names):
+            first.append(index)
+            seen.update(names)
+    return [*first, *(index for index in range(len(launched)) if index not in set(first))]
+
+
+def call_all(stem: str, path: Path, seconds: float) -> None:
+    calls, launched = calls_of(stem), json.loads(path.read_text())["calls"]
+    deadline, seen = time.monotonic() + seconds, set()
+    for done, index in enumerate(in_order(launched), 1):
+        calls[index][1]()
+        torch.cuda.synchronize()
+        seen.update(launched[index])
+        print(f"{done} of {len(calls)} calls, {len(seen)} of {len(set().union(*launched))} kernels", flush=True)
+        if time.monotonic() > deadline:
+            break
+
+
+def start(*arguments, tool: str | None = None) -> subprocess.Popen:
+    command = [sys.executable, __file__, *map(str, arguments)]
+    if tool:
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", *command]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def main() -> int:
@@ -41,32 +149,42 @@ def main() -> int:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--call", help=argparse.SUPPRESS)  # what the processes do
+    parser.add_argument("--reach", action="store_true")
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
+    parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.call:
-        call_all(options.call, options.seconds)
+    if options.profile:
+        profile_all(options.pairs, options.profile)
         return 0
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    running = {}
-    for tool in options.tools.split(","):
-        for stem in options.pairs.split(","):
-            command = [sys.executable, __file__, "--call", stem, "--seconds", str(options.seconds)]
-            running[tool, stem] = subprocess.Popen(
-                ["compute-sanitizer", "--tool", tool, "--print-limit", "5", *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-    found = 0
+    if options.call:
+        call_all(options.pairs, options.call, options.seconds)
+        return 0
+    folder = Path(tempfile.mkdtemp())
+    found, stems = 0, options.pairs.split(",")
+    profiling = {stem: start("--pairs", stem, "--profile", folder / stem) for stem in stems}
+    for stem, process in profiling.items():
+        said = process.communicate()[0]
+        assert process.returncode == 0, said
+        reach = json.loads((folder / stem).read_text())
+        reached = set().union(*reach["calls"])
+        print(f"{stem}: {len(reach['calls'])} calls launch {len(reached)} of {len(reached) + len(reach['unreached'])} kernels", flush=True)
+        for kernel in reach["unreached"]:
+            print(f"    not {kernel}", flush=True)
+    tools = [] if options.reach else options.tools.split(",")
+    running = {
+        (tool, stem): start("--pairs", stem, "--call", folder / stem, "--seconds", options.seconds, tool=tool)
+        for tool in tools
+        for stem in stems
+    }
     for (tool, stem), process in running.items():
         said = process.communicate()[0]
-        calls, summary = re.search(r"\d+ of \d+ calls", said), re.search(r"SUMMARY: (.*)", said)
+        calls, summary = re.findall(r"(\d+ of \d+) calls, (\d+) of (\d+) kernels", said), re.search(r"SUMMARY: (.*)", said)
         clean = bool(calls and summary and re.search(r"\b0 (errors|hazards)", summary[1]))
-        found += not clean
-        print(f"{tool}, {stem}: {calls and calls[0]}, {summary and summary[1]}", flush=True)
+        found += not clean or calls[-1][1] != calls[-1][2]
+        print(f"{tool}, {stem}: {calls and '{} calls, {} of {} kernels'.format(*calls[-1])}, {summary and summary[1]}", flush=True)
         if not clean:
             print("\n".join(said.splitlines()[-60:]), flush=True)
+    shutil.rmtree(folder)
     return 1 if found else 0
 
 
