@@ -2,8 +2,8 @@
 
     python tests/agreement.py [NAME ...]
 
-Each is timed by the judge, by triton.testing.do_bench, and by the judge as the replay of a CUDA graph. Exit code 1 if two of the three differ
-by more than 3%. Needs a GPU.
+Each is timed by the judge, by triton.testing.do_bench, and by the judge as the replay of a CUDA graph. Exit code 1 if two of the three
+differ by more than 3%. Needs a GPU.
 """
 
 import sys

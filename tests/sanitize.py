@@ -1,6 +1,6 @@
 """Every kernel under compute-sanitizer: forward and gradients of the tests' cases, in every dtype, those first that reach a new kernel.
 
-    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 60]
+    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 120]
     python tests/sanitize.py --reach     only says how many kernels of the built library the calls launch, and which they do not
 
 First all calls run once under PyTorch's profiler, which says which of them launches which kernels. Then one process for each pair and tool,
@@ -124,9 +124,8 @@ def in_order(launched: list[list[str]]) -> list[int]:
     return [*first, *(index for index in range(len(launched)) if index not in set(first))]
 
 
-def call_all(stem: str, path: Path, seconds: float) -> None:
-    calls, launched = calls_of(stem), json.loads(path.read_text())["calls"]
-    deadline, seen = time.monotonic() + seconds, set()
+def call_all(stem: str, path: Path, deadline: float) -> None:
+    calls, launched, seen = calls_of(stem), json.loads(path.read_text())["calls"], set()
     for done, index in enumerate(in_order(launched), 1):
         calls[index][1]()
         torch.cuda.synchronize()
@@ -136,54 +135,58 @@ def call_all(stem: str, path: Path, seconds: float) -> None:
             break
 
 
-def start(*arguments, tool: str | None = None) -> subprocess.Popen:
+def start(*arguments, output: Path, tool: str | None = None) -> subprocess.Popen:
     command = [sys.executable, __file__, *map(str, arguments)]
     if tool:
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "5", *command]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=120, help="of each tool, its start included; the last call may take half of it")
     parser.add_argument("--reach", action="store_true")
     parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
     parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.profile:
         profile_all(options.pairs, options.profile)
         return 0
     if options.call:
-        call_all(options.pairs, options.call, options.seconds)
+        call_all(options.pairs, options.call, options.until)
         return 0
     folder = Path(tempfile.mkdtemp())
     found, stems = 0, options.pairs.split(",")
-    profiling = {stem: start("--pairs", stem, "--profile", folder / stem) for stem in stems}
+    profiling = {stem: start("--pairs", stem, "--profile", folder / stem, output=folder / f"{stem}.log") for stem in stems}
     for stem, process in profiling.items():
-        said = process.communicate()[0]
-        assert process.returncode == 0, said
+        assert process.wait() == 0, (folder / f"{stem}.log").read_text()
         reach = json.loads((folder / stem).read_text())
         reached = set().union(*reach["calls"])
         print(f"{stem}: {len(reach['calls'])} calls launch {len(reached)} of {len(reached) + len(reach['unreached'])} kernels", flush=True)
         for kernel in reach["unreached"]:
             print(f"    not {kernel}", flush=True)
-    tools = [] if options.reach else options.tools.split(",")
-    running = {
-        (tool, stem): start("--pairs", stem, "--call", folder / stem, "--seconds", options.seconds, tool=tool)
-        for tool in tools
-        for stem in stems
-    }
-    for (tool, stem), process in running.items():
-        said = process.communicate()[0]
+    until, running = time.monotonic() + options.seconds, {}
+    for tool in [] if options.reach else options.tools.split(","):
+        for stem in stems:
+            log = folder / f"{tool}, {stem}"
+            running[log] = start("--pairs", stem, "--call", folder / stem, "--until", until, output=log, tool=tool)
+    for log, process in running.items():
+        try:
+            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+        said = log.read_text()
         calls, summary = re.findall(r"(\d+ of \d+) calls, (\d+) of (\d+) kernels", said), re.search(r"SUMMARY: (.*)", said)
         clean = bool(calls and summary and re.search(r"\b0 (errors|hazards)", summary[1]))
         found += not clean or calls[-1][1] != calls[-1][2]
-        print(f"{tool}, {stem}: {calls and '{} calls, {} of {} kernels'.format(*calls[-1])}, {summary and summary[1]}", flush=True)
+        got_through = "{} calls, {} of {} kernels".format(*calls[-1]) if calls else "no call"
+        print(f"{log.name}: {got_through}, {summary[1] if summary else 'cut off'}", flush=True)
         if not clean:
-            print("\n".join(said.splitlines()[-60:]), flush=True)
+            print("\n".join([line for line in said.splitlines() if not re.match(r"\d+ of \d+ calls", line)][-60:]), flush=True)
     shutil.rmtree(folder)
     return 1 if found else 0
 
