@@ -98,7 +98,8 @@ def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
             add(case, torch.float32, f"frozen, TF32 {tf32}", infer, frozen, tf32)
             add(case, torch.float32, f"badly scaled, no gradients, TF32 {tf32}", infer, badly_scaled, tf32)
             add(case, torch.float32, f"badly scaled, gradients, TF32 {tf32}", train, badly_scaled, tf32)
-    for tail in test_backward.TAILS:
+    kinds = {tail.kind for tail in test_backward.TAILS if tail.groups}
+    for tail in [*test_backward.TAILS, *(test_backward.Tail(kind, "groups of 1500 features", (3, 3000), 2) for kind in kinds)]:
         for dtype in DTYPES if tail.kind.stem == stem else ():
             add_tail(tail, dtype)
     return calls
@@ -150,7 +151,9 @@ def in_order(launched: list[list[str]]) -> list[int]:
 def call_all(stem: str, path: Path, deadline: float) -> None:
     calls, launched, seen = calls_of(stem), json.loads(path.read_text())["calls"], set()
     for done, index in enumerate(in_order(launched), 1):
-        calls[index][1]()
+        name, call = calls[index]
+        print(f"calling {name}", flush=True)
+        call()
         torch.cuda.synchronize()
         seen.update(launched[index])
         print(f"{done} of {len(calls)} calls, {len(seen)} of {len(set().union(*launched))} kernels", flush=True)
@@ -211,7 +214,9 @@ def main() -> int:
         got_through = "{} calls, {} of {} kernels".format(*calls[-1]) if calls else "no call"
         print(f"{log.name}: {got_through}, {summary[1] if summary else 'cut off'}", flush=True)
         if not clean:
-            print("\n".join([line for line in said.splitlines() if not re.match(r"\d+ of \d+ calls", line)][-60:]), flush=True)
+            lines = [line for line in said.splitlines() if not re.match(r"\d+ of \d+ calls", line)]
+            begin = next((i for i, line in enumerate(lines) if re.match("=========.*(Error|Invalid|Race|Uninit|Barrier|leak)", line)), 0)
+            print("\n".join(lines[max(0, begin - 1) : begin + 60]), flush=True)
     shutil.rmtree(folder)
     return 1 if found else 0
 
