@@ -1,7 +1,8 @@
 """Judges the candidates of tests/candidates/: every wrong one must be rejected for the reason it names, every honest one accepted.
 
     python tests/attack.py                      all of them, once, with the reason each is rejected for
-    python tests/attack.py --repeats 100 honest the honest ones, each with 100 seeds
+    python tests/attack.py --repeats 100 --processes 16 honest
+                                                the honest ones, each with 100 seeds, shared by 16 processes
     python tests/attack.py pairs                the suite's own four, at a batch of 4
     python tests/attack.py wrong/zeros          one
 
@@ -9,6 +10,7 @@ One of them alone, as anybody would: python harness.py tests/candidates/model.py
 """
 
 import argparse
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CANDIDATES = ROOT / "tests" / "candidates"
 sys.path.insert(0, str(ROOT))
 
-from judge import machine, trial  # noqa: E402
+from judge import machine, timing, trial  # noqa: E402
 from judge.pairs import Pair, Problem, discover  # noqa: E402
 from judge.roof import Ceilings, Load  # noqa: E402
 
@@ -88,24 +90,32 @@ def judge_candidate(name: str, device: str = "cpu", seed: int = 0) -> tuple[bool
     return as_expected and not any(before), said
 
 
+def judge_task(task: tuple[str, str, int]) -> tuple[bool, str]:
+    timing.FLUSH_BYTES["cpu"] = 1 << 20  # this is about the judgement, not the figures
+    return judge_candidate(*task)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="folders or files of tests/candidates (all)")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="with the seeds 0 to N - 1 (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
     options = parser.parse_args()
-    names = [name for given in options.names or ("wrong", "wrong_gradient", "ends_the_process", "honest") for name in named(given) or [given]]
-    failures = 0
+    given = options.names or ("wrong", "wrong_gradient", "ends_the_process", "honest")
+    names = [name for folder in given for name in named(folder) or [folder] if options.device == "cuda" or not needs_gpu(name)]
+    seeds, failures = range(options.repeats), 0
+    tasks = [(name, options.device, seed) for name in names for seed in seeds]
+    if options.processes > 1:
+        results = multiprocessing.get_context("spawn").Pool(options.processes).imap(judge_task, tasks)
+    else:
+        results = map(judge_task, tasks)
     for name in names:
-        if needs_gpu(name) and options.device == "cpu":
-            continue
-        results = [judge_candidate(name, options.device, seed) for seed in range(options.repeats)]
-        failed = [(seed, said) for seed, (as_expected, said) in enumerate(results) if not as_expected]
+        outcomes = [next(results) for _ in seeds]
+        failed = [(seed, said) for seed, (as_expected, said) in zip(seeds, outcomes, strict=True) if not as_expected]
         failures += len(failed)
-        print(
-            f"{'FAILED' if failed else 'ok':6} {len(results) - len(failed)} of {len(results)}  {name:38} {(failed or results)[0][1]}",
-            flush=True,
-        )
+        counts = f"{len(seeds) - len(failed)} of {len(seeds)}"
+        print(f"{'FAILED' if failed else 'ok':6} {counts}  {name:38} {failed[0] if failed else outcomes[0][1]}", flush=True)
     return 1 if failures else 0
 
 

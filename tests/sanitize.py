@@ -1,72 +1,223 @@
-"""Every kernel under compute-sanitizer: forward and gradients of the tests' cases, once each, the small ones first.
+"""Every kernel under compute-sanitizer: forward and gradients of the tests' cases, in every dtype, those first that reach a new kernel.
 
-    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 60]
+    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 120]
+    python tests/sanitize.py --reach     only says how many kernels of the built library the calls launch, and which they do not
 
-One process for each pair and tool, all at once; each says how many calls it got through in its seconds, and what the tool found. Exit code 1
-if that was anything. Every tensor is an allocation of its own, so that the tools know its borders.
+First all calls run once under PyTorch's profiler, which says which of them launches which kernels. Then one process for each pair and tool,
+all at once; each says how many calls it got through in its seconds, how many kernels they launched, and what the tool found. Exit code 1
+if that was anything, or if a tool did not get through all kernels. Every tensor is an allocation of its own, so that the tools know its
+borders. PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 """
 
 import argparse
+import copy
+import functools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import test_backward
+import test_convolution_gradients
+import test_float32_gemm
+import test_gpu
+import test_implicit_gemm
+import test_instance_norm_backward
 import torch
-from cases import CASES, DTYPES, STEMS, build
-from test_gpu import LARGE
+from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
 
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
+LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
+PRODUCTS = test_float32_gemm.CASES + test_float32_gemm.ODD + test_float32_gemm.LARGE
 
 
-def call_all(stem: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    cases = sorted((case for case in [*CASES, *LARGE] if case.stem == stem and case.values < 2e7), key=lambda case: case.values)
-    wanted = [(case, dtype) for dtype in (torch.float32, *(other for other in DTYPES if other is not torch.float32)) for case in cases]
-    for done, (case, dtype) in enumerate(wanted):
-        if time.monotonic() > deadline:
-            break
-        _, new, inputs = build(case, "cuda", dtype)
+def cases_of(stem: str) -> list[Case]:
+    """Those of the tests that force a kernel by its shape."""
+    found = [*CASES, *test_gpu.LARGE]
+    found += PRODUCTS + test_implicit_gemm.SHAPES
+    found += [
+        test_instance_norm_backward.case_of(*shape) for shape in test_instance_norm_backward.SMALL + test_instance_norm_backward.LARGE
+    ]
+    for name, (n, ins, outs, *size, kernel) in test_convolution_gradients.SHAPES.items():
+        init = ins, outs, kernel, 1, (outs, 1, 1), (outs, 1, 1)
+        found.append(Case("conv_sigmoid_group_norm", name, init, ((n, ins, *size),)))
+    return sorted((case for case in found if case.stem == stem and case.values < LARGEST), key=lambda case: case.values)
+
+
+@functools.lru_cache(maxsize=1)
+def drawn(case: Case) -> tuple:
+    return build(case)[1:]
+
+
+def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
+    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, and badly scaled rows."""
+    calls = []
+
+    def add(case, dtype, how, call, change=lambda new, inputs: inputs, tf32=False):
+        def whole():
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            new, inputs = drawn(case)
+            new, inputs = copy.deepcopy(new).to("cuda", dtype), converted(inputs, "cuda", dtype)
+            call(new, change(new, inputs))
+
+        calls.append((f"{case} in {dtype}, {how}", whole))
+
+    def add_tail(tail, dtype):
+        def whole():
+            _, ours, (*inputs, gradient) = tail.build("cuda", dtype)
+            ours(*(t.requires_grad_() for t in inputs)).backward(gradient)
+
+        calls.append((f"{tail} in {dtype}", whole))
+
+    def train(new, inputs):
         out = new(*(t.requires_grad_() for t in inputs))
         out.backward(torch.ones_like(out))
+
+    @torch.no_grad()
+    def infer(new, inputs):
+        new(*inputs)
+
+    def badly_scaled(new, inputs):
+        return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
+
+    def frozen(new, inputs):
+        new.eval().freeze_weight()
+        return inputs
+
+    for case in cases_of(stem):
+        for dtype in DTYPES:
+            add(case, dtype, "gradients", train)
+            add(case, dtype, "no gradients", infer)
+        for tf32 in (False, True) if case in PRODUCTS else ():
+            add(case, torch.float32, f"frozen, TF32 {tf32}", infer, frozen, tf32)
+            add(case, torch.float32, f"badly scaled, no gradients, TF32 {tf32}", infer, badly_scaled, tf32)
+            add(case, torch.float32, f"badly scaled, gradients, TF32 {tf32}", train, badly_scaled, tf32)
+    kinds = {tail.kind for tail in test_backward.TAILS if tail.groups}
+    for tail in [*test_backward.TAILS, *(test_backward.Tail(kind, "groups of 1500 features", (3, 3000), 2) for kind in kinds)]:
+        for dtype in DTYPES if tail.kind.stem == stem else ():
+            add_tail(tail, dtype)
+    return calls
+
+
+def name_of(kernel: str) -> str:
+    """As compilers and profilers both have it: without arguments, casts and blanks."""
+    plain = re.sub(r"^void |\(anonymous namespace\)::|\((?:\w|::)+\)(?=[\w-])|\s", "", kernel)
+    return plain.partition(">(")[0].partition("(")[0].replace("true", "1").replace("false", "0")
+
+
+def built_kernels(stem: str) -> set[str]:
+    """Those in the library."""
+    library = next(path for path in torch.ops.loaded_libraries if Path(path).name.startswith(solution(stem).NAMESPACE))
+    listed = subprocess.run(["cuobjdump", "--dump-resource-usage", library], capture_output=True, text=True, check=True).stdout
+    mangled = re.findall(r"Function (\w+):", listed)
+    plain = subprocess.run(["c++filt", *mangled], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name_of(kernel) for kernel in plain}
+
+
+def profile_all(stem: str, path: Path) -> None:
+    """Writes, as JSON, the kernels of each call and those that no call launches. A kernel that only waits stands between two calls."""
+    calls = calls_of(stem)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _, call in calls:
+            call()
+            torch.cuda._sleep(1)
         torch.cuda.synchronize()
-    else:
-        done = len(wanted)
-    print(f"{done} of {len(wanted)} calls")
+    built, launched = built_kernels(stem), [set()]
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if "spin_kernel" in event.name:
+            launched.append(set())
+        launched[-1] |= {name_of(event.name)} & built
+    assert len(launched) == len(calls) + 1
+    reached = set().union(*launched)
+    path.write_text(json.dumps({"calls": [sorted(names) for names in launched[:-1]], "unreached": sorted(built - reached)}))
+
+
+def in_order(launched: list[list[str]]) -> list[int]:
+    """First the calls that launch kernels which no smaller one does, then the others."""
+    seen, first = set(), []
+    for index, names in enumerate(launched):
+        if not seen.issuperset(names):
+            first.append(index)
+            seen.update(names)
+    return [*first, *(index for index in range(len(launched)) if index not in set(first))]
+
+
+def call_all(stem: str, path: Path, deadline: float) -> None:
+    calls, launched, seen = calls_of(stem), json.loads(path.read_text())["calls"], set()
+    for done, index in enumerate(in_order(launched), 1):
+        name, call = calls[index]
+        print(f"calling {name}", flush=True)
+        call()
+        torch.cuda.synchronize()
+        seen.update(launched[index])
+        print(f"{done} of {len(calls)} calls, {len(seen)} of {len(set().union(*launched))} kernels", flush=True)
+        if time.monotonic() > deadline:
+            break
+
+
+def start(*arguments, output: Path, tool: str | None = None) -> subprocess.Popen:
+    command, environment = [sys.executable, __file__, *map(str, arguments)], {**os.environ}
+    if tool:
+        # Races inside cuBLAS's own kernels, which racecheck reports, are not for us to judge.
+        options = ["--tool", tool, "--print-limit", "5", *(["--kernel-name-exclude", "kns=nvjet"] if tool == "racecheck" else [])]
+        command = ["compute-sanitizer", *options, *command]
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    return subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--call", help=argparse.SUPPRESS)  # what the processes do
+    parser.add_argument("--seconds", type=float, default=120, help="of each tool, its start included; the last call may take half of it")
+    parser.add_argument("--reach", action="store_true")
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
+    parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.call:
-        call_all(options.call, options.seconds)
+    if options.profile:
+        profile_all(options.pairs, options.profile)
         return 0
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    running = {}
-    for tool in options.tools.split(","):
-        for stem in options.pairs.split(","):
-            command = [sys.executable, __file__, "--call", stem, "--seconds", str(options.seconds)]
-            running[tool, stem] = subprocess.Popen(
-                ["compute-sanitizer", "--tool", tool, "--print-limit", "5", *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-    found = 0
-    for (tool, stem), process in running.items():
-        said = process.communicate()[0]
-        calls, summary = re.search(r"\d+ of \d+ calls", said), re.search(r"SUMMARY: (.*)", said)
+    if options.call:
+        call_all(options.pairs, options.call, options.until)
+        return 0
+    folder = Path(tempfile.mkdtemp())
+    found, stems = 0, options.pairs.split(",")
+    profiling = {stem: start("--pairs", stem, "--profile", folder / stem, output=folder / f"{stem}.log") for stem in stems}
+    for stem, process in profiling.items():
+        assert process.wait() == 0, (folder / f"{stem}.log").read_text()
+        reach = json.loads((folder / stem).read_text())
+        reached = set().union(*reach["calls"])
+        print(f"{stem}: {len(reach['calls'])} calls launch {len(reached)} of {len(reached) + len(reach['unreached'])} kernels", flush=True)
+        for kernel in reach["unreached"]:
+            print(f"    not {kernel}", flush=True)
+    until, running = time.monotonic() + options.seconds, {}
+    for tool in [] if options.reach else options.tools.split(","):
+        for stem in stems:
+            log = folder / f"{tool}, {stem}"
+            running[log] = start("--pairs", stem, "--call", folder / stem, "--until", until, output=log, tool=tool)
+    for log, process in running.items():
+        try:
+            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+        said = log.read_text()
+        calls, summary = re.findall(r"(\d+ of \d+) calls, (\d+) of (\d+) kernels", said), re.search(r"SUMMARY: (.*)", said)
         clean = bool(calls and summary and re.search(r"\b0 (errors|hazards)", summary[1]))
-        found += not clean
-        print(f"{tool}, {stem}: {calls and calls[0]}, {summary and summary[1]}", flush=True)
+        found += not clean or calls[-1][1] != calls[-1][2]
+        got_through = "{} calls, {} of {} kernels".format(*calls[-1]) if calls else "no call"
+        print(f"{log.name}: {got_through}, {summary[1] if summary else 'cut off'}", flush=True)
         if not clean:
-            print("\n".join(said.splitlines()[-60:]), flush=True)
+            lines = [line for line in said.splitlines() if not re.match(r"\d+ of \d+ calls", line)]
+            begin = next((i for i, line in enumerate(lines) if re.match("=========.*(Error|Invalid|Race|Uninit|Barrier|leak)", line)), 0)
+            print("\n".join(lines[max(0, begin - 1) : begin + 60]), flush=True)
+    shutil.rmtree(folder)
     return 1 if found else 0
 
 

@@ -45,6 +45,7 @@ def candidate(forward="return self.right(x)", at_import="", at_init=""):
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(timing, "SECONDS_EACH", {"cuda": 0.05, "cpu": 0.05})
+    monkeypatch.setattr(timing, "FLUSH_BYTES", {"cuda": 1 << 20, "cpu": 1 << 20})  # nothing here is about the figures
 
 
 @pytest.fixture(autouse=True)

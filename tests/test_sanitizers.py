@@ -23,7 +23,9 @@ for case in CASES:
             _, new, inputs = build(case, "cpu", dtype)
             for layout in ("contiguous", "offset by one element", "transposed"):
                 with torch.no_grad():
-                    new(*[LAYOUTS[layout](t) for t in inputs])
+                    out = new(*[LAYOUTS[layout](t) for t in inputs])
+                gradient = LAYOUTS[layout](torch.ones_like(out))
+                new(*[LAYOUTS[layout](t).requires_grad_() for t in inputs]).backward(gradient)
                 ran += 1
 print(f"ran {ran}")
 """
@@ -40,7 +42,10 @@ def sanitizer_libraries() -> list[str]:
 
 
 def test_no_fault_of_memory_or_arithmetic(tmp_path):
-    """Small cases of every pair, in every dtype, also at odd offsets, also empty; CPU strings only, whatever devices there are."""
+    """Forward and gradients of small cases of every pair, in every dtype, also at odd offsets, also empty.
+
+    The CPU's strings only, whatever devices there are.
+    """
     libraries = sanitizer_libraries()
     if not libraries or shutil.which("c++") is None:
         pytest.skip("needs g++ with libasan and libubsan")
