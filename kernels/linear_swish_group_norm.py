@@ -1397,7 +1397,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
-    __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ int flagged[kRecomputeBlock], flagged_count, few[kFew * 16], few_count;
     __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
@@ -1492,13 +1492,12 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
     const int step = gridDim.x * kRecomputeBlock, across = product.blocks_across();
     for (int first = blockIdx.x; first < product.blocks(); first += step) {
+        if (tid == 0) flagged_count = 0;
+        __syncthreads();
         const int own = first + tid * gridDim.x;
-        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
-        if (!__syncthreads_or(flags[tid])) continue;
-        for (int i = 0; i < kRecomputeBlock; ++i) {
-            const int block = first + i * gridDim.x;
-            if (flags[i]) finish_block(block / across * kBlockSide, block % across * kBlockSide);
-        }
+        if (own < product.blocks() && product.flags[own] != 0) flagged[atomicAdd(&flagged_count, 1)] = own;
+        __syncthreads();
+        for (int i = 0; i < flagged_count; ++i) finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide);
         __syncthreads();
     }
 #endif
