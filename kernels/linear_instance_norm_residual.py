@@ -970,10 +970,11 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
         else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
         else *to = pack;
     };
+    T* const first = out + (uint64_t(uint32_t(row)) * uint32_t(n) + uint32_t(slab.column));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int column = slab.column + half * 32;
-        T* own = out + int64_t(row) * n + column;
+        T* own = first + half * 32;
         Pack<T, 4> four;
         Pack<T, 2> pairs[2];
 #pragma unroll
@@ -1002,14 +1003,22 @@ __device__ __forceinline__ void unscale(
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         rows[r] = scale(r);
-        float least = fabsf(v[r][0]);
-#pragma unroll
-        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
-        perhaps = perhaps || least < rows[r].y + most;
+        perhaps = perhaps || rows[r].y + most > 0;
         open[r] = slab.row + 4 * r < product.m;
     }
+    bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+        perhaps = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            float least = fabsf(v[r][0]);
+#pragma unroll
+            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+            perhaps = perhaps || least < rows[r].y + most;
+        }
+        seldom = __any_sync(~0u, perhaps);
+    }
     unsigned uncertain[4] = {};  // a bit for each column
-    const bool seldom = __any_sync(~0u, perhaps);
     if (seldom) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
