@@ -899,7 +899,7 @@ struct Products {
     static constexpr int kConsumerRegisters = kFinishers == 1 ? 168 : 104, kFinisherRegisters = kFinishers == 1 ? 152 : 120;
     static_assert(kProducerRegisters + kFinishers * kFinisherRegisters + kConsumers * kConsumerRegisters <= kThreads / 128 * kRegisters,
                   "those of a block");
-    static_assert(kConsumers * kSlabs % kFinishers == 0, "a finisher's slots of a tile are those of the one before, further on");
+    static_assert(kConsumers * kSlabs % kFinishers == 0, "the finishers' turns go on from tile to tile");
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
