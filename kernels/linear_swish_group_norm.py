@@ -1964,7 +1964,6 @@ constexpr int kFinishWarps = 16;
 constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
 constexpr int kGradientSums = 4;        // and of grad's values themselves
 constexpr int kRecentRows = 16;         // after which a sum of values moves to a larger one, or float32's roundings would add up
-static_assert(kRecentRows % 2 == 0, "every other row is an odd one of them");
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -2062,6 +2061,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
 
     load(blockIdx.x);
     int recent = 0;  // rows since the sums were moved; odd in every other row
+    static_assert(kRecentRows % 2 == 0, "so that it stays so");
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         if (recent == kRecentRows) move_sums(), recent = 0;
         const int parity = ++recent & 1;
