@@ -582,7 +582,7 @@ struct Products {
     static constexpr int kConsumerRegisters = kFinishers == 1 ? 168 : 104, kFinisherRegisters = kFinishers == 1 ? 152 : 120;
     static_assert(kProducerRegisters + kFinishers * kFinisherRegisters + kConsumers * kConsumerRegisters <= kThreads / 128 * kRegisters,
                   "those of a block");
-    static_assert(kConsumers * kSlabs % kFinishers == 0, "a finisher's slots of a tile are those of the one before, further on");
+    static_assert(kConsumers * kSlabs % kFinishers == 0, "the finishers' turns go on from tile to tile");
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
@@ -963,10 +963,11 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
         else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
         else *to = pack;
     };
+    T* const first = out + (uint64_t(uint32_t(row)) * uint32_t(n) + uint32_t(slab.column));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int column = slab.column + half * 32;
-        T* own = out + int64_t(row) * n + column;
+        T* own = first + half * 32;
         Pack<T, 4> four;
         Pack<T, 2> pairs[2];
 #pragma unroll
@@ -995,14 +996,22 @@ __device__ __forceinline__ void unscale(
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         rows[r] = scale(r);
-        float least = fabsf(v[r][0]);
-#pragma unroll
-        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
-        perhaps = perhaps || least < rows[r].y + most;
+        perhaps = perhaps || rows[r].y + most > 0;
         open[r] = slab.row + 4 * r < product.m;
     }
+    bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+        perhaps = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            float least = fabsf(v[r][0]);
+#pragma unroll
+            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+            perhaps = perhaps || least < rows[r].y + most;
+        }
+        seldom = __any_sync(~0u, perhaps);
+    }
     unsigned uncertain[4] = {};  // a bit for each column
-    const bool seldom = __any_sync(~0u, perhaps);
     if (seldom) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -1080,7 +1089,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
-    __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ int flagged[kRecomputeBlock], flagged_count, few[kFew * 16], few_count;
     __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
@@ -1175,13 +1184,12 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
     const int step = gridDim.x * kRecomputeBlock, across = product.blocks_across();
     for (int first = blockIdx.x; first < product.blocks(); first += step) {
+        if (tid == 0) flagged_count = 0;
+        __syncthreads();
         const int own = first + tid * gridDim.x;
-        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
-        if (!__syncthreads_or(flags[tid])) continue;
-        for (int i = 0; i < kRecomputeBlock; ++i) {
-            const int block = first + i * gridDim.x;
-            if (flags[i]) finish_block(block / across * kBlockSide, block % across * kBlockSide);
-        }
+        if (own < product.blocks() && product.flags[own] != 0) flagged[atomicAdd(&flagged_count, 1)] = own;
+        __syncthreads();
+        for (int i = 0; i < flagged_count; ++i) finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide);
         __syncthreads();
     }
 #endif
@@ -1200,17 +1208,20 @@ __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
 #if CUDART_VERSION >= 12000
     wait_for_predecessor();
 #endif
-    Pack<T, V> r[ITEMS];
+    Pack<T, V> r[ITEMS], own_y[ITEMS];  // both on their way at once
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) r[i] = load_streaming<T, V>(h + row * n + int64_t(lane + i * group) * V);
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (lane + i * group < packs) own_y[i] = load_streaming<T, V>(y + row * n + int64_t(lane + i * group) * V);
     }
     const Moments<A> m = moments_in_registers(r, packs, false, A(0), n, lane, group, warp_sums);
     const Finish<A> finish(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int64_t at = row * n + int64_t(lane + i * group) * V;
-        if (lane + i * group < packs) store_streaming(out + at, finish(r[i], load_streaming<T, V>(y + at)));
+        if (lane + i * group < packs) store_streaming(out + row * n + int64_t(lane + i * group) * V, finish(r[i], own_y[i]));
     }
 }
 

@@ -896,7 +896,7 @@ struct Products {
     static constexpr int kConsumerRegisters = kFinishers == 1 ? 168 : 104, kFinisherRegisters = kFinishers == 1 ? 152 : 120;
     static_assert(kProducerRegisters + kFinishers * kFinisherRegisters + kConsumers * kConsumerRegisters <= kThreads / 128 * kRegisters,
                   "those of a block");
-    static_assert(kConsumers * kSlabs % kFinishers == 0, "a finisher's slots of a tile are those of the one before, further on");
+    static_assert(kConsumers * kSlabs % kFinishers == 0, "the finishers' turns go on from tile to tile");
     static_assert(kSlabs * kBlockSide == kTileN && kTileN <= 256, "whole slabs; a TMA box has at most 256 rows");
     // A warpgroup waits for a slot's last slab by parity; it must know that the one before has been taken, from its own last wait.
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
@@ -1277,10 +1277,11 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
         else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
         else *to = pack;
     };
+    T* const first = out + (uint64_t(uint32_t(row)) * uint32_t(n) + uint32_t(slab.column));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int column = slab.column + half * 32;
-        T* own = out + int64_t(row) * n + column;
+        T* own = first + half * 32;
         Pack<T, 4> four;
         Pack<T, 2> pairs[2];
 #pragma unroll
@@ -1309,14 +1310,22 @@ __device__ __forceinline__ void unscale(
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
         rows[r] = scale(r);
-        float least = fabsf(v[r][0]);
-#pragma unroll
-        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
-        perhaps = perhaps || least < rows[r].y + most;
+        perhaps = perhaps || rows[r].y + most > 0;
         open[r] = slab.row + 4 * r < product.m;
     }
+    bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+        perhaps = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            float least = fabsf(v[r][0]);
+#pragma unroll
+            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+            perhaps = perhaps || least < rows[r].y + most;
+        }
+        seldom = __any_sync(~0u, perhaps);
+    }
     unsigned uncertain[4] = {};  // a bit for each column
-    const bool seldom = __any_sync(~0u, perhaps);
     if (seldom) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -1394,7 +1403,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
-    __shared__ int flags[kRecomputeBlock], few[kFew * 16], few_count;
+    __shared__ int flagged[kRecomputeBlock], flagged_count, few[kFew * 16], few_count;
     __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
@@ -1489,13 +1498,12 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
     const int step = gridDim.x * kRecomputeBlock, across = product.blocks_across();
     for (int first = blockIdx.x; first < product.blocks(); first += step) {
+        if (tid == 0) flagged_count = 0;
+        __syncthreads();
         const int own = first + tid * gridDim.x;
-        flags[tid] = own < product.blocks() ? product.flags[own] : 0;
-        if (!__syncthreads_or(flags[tid])) continue;
-        for (int i = 0; i < kRecomputeBlock; ++i) {
-            const int block = first + i * gridDim.x;
-            if (flags[i]) finish_block(block / across * kBlockSide, block % across * kBlockSide);
-        }
+        if (own < product.blocks() && product.flags[own] != 0) flagged[atomicAdd(&flagged_count, 1)] = own;
+        __syncthreads();
+        for (int i = 0; i < flagged_count; ++i) finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide);
         __syncthreads();
     }
 #endif
@@ -1521,8 +1529,9 @@ template <int kLanes> __device__ __forceinline__ float sum_across_lanes(float v)
     return v;
 }
 
-// A row's 64 values of h, kCount of them in each of kLanes lanes, become v * scale + shift: the normalised ones.
-template <int kLanes, int kCount>
+// A row's 64 values of h, kCount of them in each of kLanes lanes, become v * scale + shift: the normalised ones. kExact: to float32's
+// accuracy also where they lie far from zero.
+template <int kLanes, bool kExact, int kCount>
 __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&bias)[kCount], float eps, float& scale, float& shift) {
     constexpr float kShare = 1.0f / kBlockSide;  // multiplied in before the sum, so that large values do not overflow it
     static_assert(kLanes * kCount == kBlockSide, "a slab is a group");
@@ -1536,12 +1545,12 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         v[i] -= mean;
-        rest += v[i];
+        if constexpr (kExact) rest += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     squares = sum_across_lanes<kLanes>(squares) * kShare;
-    rest = sum_across_lanes<kLanes>(rest) * kShare;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;                    // scale is 0 then; inf * 0 must not make a NaN of it
+    if constexpr (kExact) rest = sum_across_lanes<kLanes>(rest) * kShare;  // what the rounding of the mean left over
+    if (isinf(squares)) rest = 0;  // scale is 0 then; inf * 0 must not make a NaN of it
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
@@ -1549,8 +1558,9 @@ __device__ __forceinline__ void normalize_row(float (&v)[kCount], const float (&
 // The epilogue's arithmetic is as much work as one product: two warpgroups share it.
 template <class Value> using FinishedProduct = Products<1, 128, 5, 3, Value, 2>;
 
-// T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself.
-template <typename T> struct SwishGroupNormEpilogue {
+// T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself. kExact: of three
+// products.
+template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
     static constexpr bool kScaled = sizeof(T) == 4;
     static constexpr int kVectors = kScaled ? 5 : 4, kBias = kVectors - 3;
     Product product;
@@ -1594,7 +1604,7 @@ template <typename T> struct SwishGroupNormEpilogue {
         eight(kBias, first);
         float by[4], shift[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) normalize_row<8>(v[r], first, eps, by[r], shift[r]);
+        for (int r = 0; r < 4; ++r) normalize_row<8, kExact>(v[r], first, eps, by[r], shift[r]);
         eight(kBias + 1, first);
         eight(kBias + 2, second);
 #pragma unroll
@@ -1610,7 +1620,7 @@ template <typename T> struct SwishGroupNormEpilogue {
         if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
         float v[2] = {own_h.x, own_h.y}, scale, shift;
         const float own[2] = {bias[column], bias[column + 1]};
-        normalize_row<32>(v, own, eps, scale, shift);
+        normalize_row<32, true>(v, own, eps, scale, shift);
         v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
         v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
         *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
@@ -2708,8 +2718,8 @@ extern "C" int product_gradient(bool of_weight, const float* const* grad, const 
 // --- end shared: product gradients ---
 
 #if CUDART_VERSION >= 12000
-template <typename T>
-static SwishGroupNormEpilogue<T> network_from(const void* const* from, void* out, T* h, int64_t m, int64_t n, int64_t k, double eps) {
+template <typename T, bool kExact = false>
+static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, void* out, T* h, int64_t m, int64_t n, int64_t k, double eps) {
     const auto at = [&](int i) { return static_cast<const T*>(from[i]); };
     Product product = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, int(m), int(n), int(k)};
     if constexpr (sizeof(T) == 4) product.x = at(0), product.weight = at(1), product.bias = at(2);
@@ -2744,9 +2754,12 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
         return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
             network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
-    const auto epilogue = network_from<float>(from, out, h, m, n, k, eps);
-    return tf32 ? launch_product<FinishedProduct<__half>>(epilogue, workspace, frozen, h != nullptr, device, stream)
-                : launch_product<ThreeProducts>(epilogue, workspace, frozen, h != nullptr, device, stream);
+    const bool recorded = h != nullptr;
+    const auto launch = [&](auto kind, const auto& epilogue) {
+        return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
+    };
+    return tf32 ? launch(FinishedProduct<__half>{}, network_from<float>(from, out, h, m, n, k, eps))
+                : launch(ThreeProducts{}, network_from<float, true>(from, out, h, m, n, k, eps));
 #else
     return cudaErrorNotSupported;
 #endif
