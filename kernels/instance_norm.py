@@ -679,11 +679,12 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
-// The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in turn,
-// so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at once,
-// and leaves the others where they are until the slice's statistics are complete. Blocks tell each other their parts' moments by st.async,
-// one 16-byte message a pair, and count the arrivals on an mbarrier; there is no cluster-wide barrier but at the start and the end.
+// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the
+// slices shared out beforehand the fast clusters end long before the slow ones.) The producer warp's bulk copies fill a ring of stages in
+// shared memory as they fall empty. Two teams of consumers take the slices in turn, so that one stores while the other gathers. A team takes
+// the first chunks of its part into registers, which empties their stages at once, and leaves the others where they are until the slice's
+// statistics are complete. Blocks tell each other their parts' moments by st.async, one 16-byte message a pair, and count the arrivals on
+// an mbarrier; there is no cluster-wide barrier but at the start and the end.
 
 constexpr int kTeam = 224;         // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
 constexpr int kHeldPacks = 4;      // of a chunk, a thread, shared among the operands
@@ -771,8 +772,8 @@ __device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>
 }
 #endif
 
-// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the slice
-// together. Chunks are whole 128-byte lines but for the last.
+// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the
+// slice together. Chunks are whole lines.
 template <typename T> struct Part {
     int chunk_packs, stride, packs, chunks;  // packs: from the part's first one to the slice's end
     int64_t first_value;  // of the part's first pack, in the tensor
