@@ -70,6 +70,16 @@ __device__ __forceinline__ void from_acc(double a, double& v) { v = a; }
 __device__ __forceinline__ void from_acc(float a, __half& v) { v = __float2half_rn(a); }
 __device__ __forceinline__ void from_acc(float a, __nv_bfloat16& v) { v = __float2bfloat16_rn(a); }
 
+// Makes the compiler forget that it has converted this pack before, so that packs wait in registers as they came, not widened.
+template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T, V>& pack) {
+    if constexpr (V * sizeof(T) == 16 && sizeof(T) < 4) {
+        int4& words = *reinterpret_cast<int4*>(&pack);
+        asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+    }
+}
+// --- end shared: values ---
+
+// --- shared: streaming accesses (home: kernels/linear_instance_norm_residual.py) ---
 // Streaming accesses: evicted first, since nothing here is used again from L2 on purpose.
 template <typename T, int V> __device__ __forceinline__ Pack<T, V> load_streaming(const T* p) {
     Pack<T, V> pack;
@@ -87,15 +97,7 @@ template <typename T, int V> __device__ __forceinline__ void store_streaming(T* 
         *reinterpret_cast<Pack<T, V>*>(p) = pack;
     }
 }
-
-// Makes the compiler forget that it has converted this pack before, so that packs wait in registers as they came, not widened.
-template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T, V>& pack) {
-    if constexpr (V * sizeof(T) == 16 && sizeof(T) < 4) {
-        int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
-    }
-}
-// --- end shared: values ---
+// --- end shared: streaming accesses ---
 
 // --- shared: moments (home: kernels/instance_norm.py) ---
 // 1 / v of a count, to an ulp, without the call (and its spills) that IEEE division makes.
@@ -163,12 +165,6 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// Of `parts` neighbours in memory; every warp takes them all.
-template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
-    M m;
-    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
-    return in_all_lanes(merge_across_warp(m));
-}
 // --- end shared: moments ---
 
 // --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
@@ -217,6 +213,13 @@ template <typename A> struct Accumulator {
         return r;
     }
 };
+
+// Of `parts` neighbours in memory; every warp takes them all.
+template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
+    M m;
+    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
+    return in_all_lanes(merge_across_warp(m));
+}
 // --- end shared: running moments ---
 
 // --- shared: sigmoid (home: kernels/linear_swish_group_norm.py) ---

@@ -12,13 +12,13 @@ between. Where it waits depends on its size alone, and so does the kernel; each 
 
     slice                              waits in                                   DRAM traffic      on
     a pack of 16 bytes or part of one  a thread's registers                       one read, write   any GPU
-    up to 16 KiB, whole lines          registers of 1 to 256 threads              one read, write   any GPU
-    up to 9 KiB, any size              shared memory, with its neighbours         one read, write   any GPU
+    up to 9 KiB, not whole lines       shared memory, with its neighbours         one read, write   any GPU
+    up to 64 KiB (backward 16 KiB)     registers of 1 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
     any                                nowhere (L2, if it happens to)             two reads, write  any GPU
 
-Accesses are of 16 bytes; where a slice is not whole packs of 16, its few loose values at both ends go apart, or a tile of many slices is
-moved as one. A tensor that does not begin on 16 bytes is copied first.
+Accesses are of 16 bytes, and a warp's of whole lines of 128; where a slice is not whole lines, its loose values at both ends go apart, or
+a tile of many slices is moved as one. A tensor that does not begin on 16 bytes is copied first.
 
 Statistics are accumulated in float32 (float64 for float64) as (count, mean, M2) and merged pairwise after Chan, Golub and LeVeque
 (1979), never as E[x^2] - E[x]^2. The mean is carried as an unevaluated sum hi + lo, and the output is ((x - hi) - lo) * rstd, so that a
@@ -71,24 +71,6 @@ __device__ __forceinline__ void from_acc(double a, double& v) { v = a; }
 __device__ __forceinline__ void from_acc(float a, __half& v) { v = __float2half_rn(a); }
 __device__ __forceinline__ void from_acc(float a, __nv_bfloat16& v) { v = __float2bfloat16_rn(a); }
 
-// Streaming accesses: evicted first, since nothing here is used again from L2 on purpose.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load_streaming(const T* p) {
-    Pack<T, V> pack;
-    if constexpr (V * sizeof(T) == 16) {
-        *reinterpret_cast<int4*>(&pack) = __ldcs(reinterpret_cast<const int4*>(p));
-    } else {
-        pack = *reinterpret_cast<const Pack<T, V>*>(p);
-    }
-    return pack;
-}
-template <typename T, int V> __device__ __forceinline__ void store_streaming(T* p, const Pack<T, V>& pack) {
-    if constexpr (V * sizeof(T) == 16) {
-        __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&pack));
-    } else {
-        *reinterpret_cast<Pack<T, V>*>(p) = pack;
-    }
-}
-
 // Makes the compiler forget that it has converted this pack before, so that packs wait in registers as they came, not widened.
 template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T, V>& pack) {
     if constexpr (V * sizeof(T) == 16 && sizeof(T) < 4) {
@@ -97,6 +79,39 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
     }
 }
 // --- end shared: values ---
+
+// Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
+// be evicted first, and stores, never displace that: they share what little room is left, and a copy runs at 91% of cudaMemcpy's speed.
+// With the default it reaches 96%, with loads that are to be evicted last 100%; such lines still make room for the next kernels' soon.
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p) {
+    Pack<T, V> pack;
+    if constexpr (V * sizeof(T) == 16) {
+        *reinterpret_cast<int4*>(&pack) = *reinterpret_cast<const int4*>(p);
+    } else {
+        pack = *reinterpret_cast<const Pack<T, V>*>(p);
+    }
+    return pack;
+}
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load_evict_last(const T* p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if constexpr (V * sizeof(T) == 16) {
+        Pack<T, V> pack;
+        int4& words = *reinterpret_cast<int4*>(&pack);
+        asm("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+            "ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
+            : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(p));
+        return pack;
+    }
+#endif
+    return load<T, V>(p);
+}
+template <typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
+    if constexpr (V * sizeof(T) == 16) {
+        *reinterpret_cast<int4*>(p) = *reinterpret_cast<const int4*>(&pack);
+    } else {
+        *reinterpret_cast<Pack<T, V>*>(p) = pack;
+    }
+}
 
 // --- shared: moments (home: kernels/instance_norm.py) ---
 // 1 / v of a count, to an ulp, without the call (and its spills) that IEEE division makes.
@@ -164,12 +179,6 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// Of `parts` neighbours in memory; every warp takes them all.
-template <typename M> __device__ __forceinline__ M merge_parts(const M* __restrict__ first, int parts) {
-    M m;
-    for (int p = threadIdx.x % 32; p < parts; p += 32) m = merge(m, first[p]);
-    return in_all_lanes(merge_across_warp(m));
-}
 // --- end shared: moments ---
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -195,8 +204,8 @@ __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERA
 }
 template <int V, int OPERANDS, typename T> __device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load_streaming<T, V>(x + i);
-    if constexpr (OPERANDS == 2) place.of[1] = load_streaming<T, V>(g + i);
+    place.of[0] = load<T, V>(x + i);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i);
     return place;
 }
 
@@ -452,7 +461,7 @@ template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
 constexpr int kRegisterBlock = 256;  // threads of a block at least, whole groups of it
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
 
@@ -480,24 +489,28 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
     const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group;
     const Span<T> span(slice * n, slice < slices ? n : 0);
-    const int packs = int(span.packs), loose = int(span.loose(lane));
-    x += slice * n, g += slice * n, y += slice * n;
+    const int packs = int(span.packs) - lane, loose = int(span.loose(lane));
+    const int64_t begin = slice * n, first = begin + span.head + lane * V;
+    const auto mine = [&](int i) { return i * group < packs; };
 
     Place<T, V, OPERANDS> r[ITEMS];
     Place<T, 1, OPERANDS> loose_place;
-    if (loose >= 0) loose_place = load_place<1, OPERANDS>(x, g, loose);
+    if (loose >= 0) loose_place = load_place<1, OPERANDS>(x, g, begin + loose);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) r[i] = load_place<V, OPERANDS>(x, g, span.head + (lane + i * group) * V);
+        if (mine(i)) {
+            r[i].of[0] = load_evict_last<T, V>(x + first + i * group * V);
+            if constexpr (OPERANDS == 2) r[i].of[1] = load_evict_last<T, V>(g + first + i * group * V);
+        }
     }
     A anchor = 0;
     if (sizeof(T) == 2 && slice < slices) {
-        anchor = to_acc(x[0]);
+        anchor = to_acc(x[begin]);
         if (group > 32) {  // many values: an outlier among them as anchor would cost more
-            const Pack<T, V> first = load_streaming<T, V>(x + span.head);
+            const Pack<T, V> few = load<T, V>(x + begin + span.head);
             anchor = 0;
 #pragma unroll
-            for (int j = 0; j < V; ++j) anchor += to_acc(first.value[j]) * (1.0f / V);
+            for (int j = 0; j < V; ++j) anchor += to_acc(few.value[j]) * (1.0f / V);
         }
     }
     const auto each = [&](auto take) {
@@ -505,7 +518,7 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             keep_packed(r[i]);
-            if (lane + i * group < packs) take(r[i]);
+            if (mine(i)) take(r[i]);
         }
     };
     __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
@@ -518,9 +531,9 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if constexpr (ITEMS > 2) keep_packed(r[i]);
-        if (lane + i * group < packs) store_streaming(y + span.head + (lane + i * group) * V, result(r[i]));
+        if (mine(i)) store(y + first + i * group * V, result(r[i]));
     }
-    if (loose >= 0) store_streaming(y + loose, result(loose_place));
+    if (loose >= 0) store(y + begin + loose, result(loose_place));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -569,7 +582,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
             for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
         if (begin + V <= values) {
-            store_streaming(y + begin, out);
+            store(y + begin, out);
         } else {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -591,12 +604,9 @@ template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 // 16 bytes into shared memory, under way until wait_for_copies.
 __device__ __forceinline__ void begin_copy(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n}"
-        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 #else
-    *static_cast<int4*>(shared) = __ldcs(static_cast<const int4*>(global));
+    *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
 }
 __device__ __forceinline__ void wait_for_copies() {
@@ -653,27 +663,28 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
         if (exists) {
 #pragma unroll 4
             for (int i = words_begin + lane * W; i < words_end; i += step) {
-                store_streaming(tile + i, result(load_place<W, OPERANDS>(tile, g_tile, i)));
+                store(tile + i, result(load_place<W, OPERANDS>(tile, g_tile, i)));
             }
-            if (loose >= 0) store_streaming(tile + loose, result(load_place<1, OPERANDS>(tile, g_tile, loose)));
+            if (loose >= 0) store(tile + loose, result(load_place<1, OPERANDS>(tile, g_tile, loose)));
         }
     }
     __syncthreads();
 
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
-        if (i >= 0) store_streaming(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
+        if (i >= 0) store(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
     }
     if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the slices shared out beforehand the fast clusters end long before the slow ones.)
-// The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in turn,
-// so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at once,
-// and leaves the others where they are until the slice's statistics are complete. Blocks tell each other their parts' moments by st.async,
-// one 16-byte message a pair, and count the arrivals on an mbarrier; there is no cluster-wide barrier but at the start and the end.
+// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the
+// slices shared out beforehand the fast clusters end long before the slow ones.) The producer warp's bulk copies fill a ring of stages in
+// shared memory as they fall empty. Two teams of consumers take the slices in turn, so that one stores while the other gathers. A team takes
+// the first chunks of its part into registers, which empties their stages at once, and leaves the others where they are until the slice's
+// statistics are complete. Blocks tell each other their parts' moments by st.async, one 16-byte message a pair, and count the arrivals on
+// an mbarrier; there is no cluster-wide barrier but at the start and the end.
 
 constexpr int kTeam = 224;         // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
 constexpr int kHeldPacks = 4;      // of a chunk, a thread, shared among the operands
@@ -695,7 +706,6 @@ static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's m
 // block has gathered, and so has heard of.
 static_assert(kMostInRegisters<float, 2> > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
 
-// --- shared: cluster (home: kernels/instance_norm.py) ---
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 #if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -715,7 +725,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
 }
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* bar) {
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
         ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
@@ -742,10 +752,7 @@ __device__ __forceinline__ int cluster_blocks() { int r; asm("mov.u32 %0, %%clus
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-#endif
-// --- end shared: cluster ---
 
-#if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void send_slice(int slice, int* queue, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
         ::"r"(peer_address(queue, rank)), "r"(slice), "r"(peer_address(bar, rank)) : "memory");
@@ -765,8 +772,8 @@ __device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>
 }
 #endif
 
-// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the slice
-// together. Chunks are whole 128-byte lines but for the last.
+// A block's part of a slice: every `blocks`-th chunk of `chunk_packs` packs (of one operand), so that a cluster's blocks move along the
+// slice together. Chunks are whole lines.
 template <typename T> struct Part {
     int chunk_packs, stride, packs, chunks;  // packs: from the part's first one to the slice's end
     int64_t first_value;  // of the part's first pack, in the tensor
@@ -932,21 +939,21 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             for (int r = 1; r < blocks; ++r) m = merge(m, inbox[team][turn][r]);
             const Result<T, OPERANDS> result(m, float(n), eps);
 
-            if (loose >= 0) store_streaming(y + int64_t(slice) * n + loose, result(loose_place));
-            const auto store = [&](int c, auto place) {
+            if (loose >= 0) store(y + int64_t(slice) * n + loose, result(loose_place));
+            const auto write = [&](int c, auto place) {
                 const int count = places_of(c);
                 T* const to = y + part.value_of(c) + tid * V;
 #pragma unroll
                 for (int i = 0; i < kPlaces; ++i) {
-                    if (i < count) store_streaming(to + i * (kTeam * V), result(place(i)));
+                    if (i < count) store(to + i * (kTeam * V), result(place(i)));
                 }
             };
 #pragma unroll
             for (int c = 0; c < kHeldChunks; ++c) {
-                if (c < part.chunks) store(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
+                if (c < part.chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
             }
             for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
-                store(c, [&](int i) { return my_place(stage, i); });
+                write(c, [&](int i) { return my_place(stage, i); });
                 leave_stage(stage);
             }
         }
@@ -1060,13 +1067,13 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
                 const int64_t at = j + b * kStreamBlock;
-                if (at < end) store_streaming(y + part.begin + at * V, result(batch[b]));
+                if (at < end) store(y + part.begin + at * V, result(batch[b]));
             }
         }
     };
     write(max(part.first, kept), part.end);
     if (parts > 1 && last_reader) write(0, kept);
-    if (part.loose >= 0) store_streaming(y + part.loose, result(load_place<1, OPERANDS>(x, g, part.loose)));
+    if (part.loose >= 0) store(y + part.loose, result(load_place<1, OPERANDS>(x, g, part.loose)));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -1113,7 +1120,8 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     const int n = int(task.n), packs = int(divide_up(n, V));
     int group = task.n * sizeof(T) % 128 == 0 || task.n * sizeof(T) < 128 ? 1 : 128;  // a thread has one loose value at most
     while (group * kRegisterItems<T, OPERANDS> < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
-    const auto kernel = packs <= kFewItems * group ? norm_in_registers<T, kFewItems, OPERANDS> : norm_in_registers<T, kRegisterItems<T, OPERANDS>, OPERANDS>;
+    const bool few = packs <= kFewItems * group;
+    const auto kernel = few ? norm_in_registers<T, kFewItems, OPERANDS> : norm_in_registers<T, kRegisterItems<T, OPERANDS>, OPERANDS>;
     const int block = group > kRegisterBlock ? group : kRegisterBlock;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), group);
