@@ -150,9 +150,9 @@ def laid(t: torch.Tensor, layouts: list[Callable], r: random.Random) -> torch.Te
 
 
 def moved(t: torch.Tensor, device) -> torch.Tensor:
-    """The same memory on another device, gaps and offset and all: one copy."""
+    """The same memory on another device, gaps and offset and all: one copy, which nobody waits for."""
     everything = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
-    there = everything.to(device).as_strided(t.shape, t.stride(), t.storage_offset())
+    there = everything.to(device, non_blocking=True).as_strided(t.shape, t.stride(), t.storage_offset())
     return torch._neg_view(there) if t.is_neg() else there
 
 
