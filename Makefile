@@ -16,6 +16,7 @@ test: $(VENV)/installed
 # The CPU tests with older versions of PyTorch, and gigabytes of wheels for them; see tests/versions.py.
 versions:
 	python3.11 tests/versions.py
+	python3.11 tests/versions.py --shared-cache
 
 # The README's table and charts, from the committed measurements.
 chart: $(VENV)/installed
