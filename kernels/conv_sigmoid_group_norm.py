@@ -3843,7 +3843,8 @@ template <typename A> struct Differentiator {
     A raw[kBlock], given[kBlock], v[kBlock], normal[kBlock], grad_v[kBlock], out[kBlock], of_operand[kOperands][kBlock];
     Spread<A> operands[kOperands];
 
-    Differentiator(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
+    Differentiator(
+        const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
         : grad(grad), h(h), grad_h(grad_h), vectors(vectors), sizes(sizes), eps(eps) {}
 
     // `values` are those of h from `at` on, their channels' pixels from `channel` on.
@@ -3941,8 +3942,8 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
-    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
     const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
     std::vector<double> partial(chunks * kSums * channels);
@@ -3958,8 +3959,8 @@ template <typename A> void backward_of_vectors(const Values<A>& grad, const Valu
 }
 
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
-template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
-    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t spatial = sizes.spatial, part = 8 * kBlock, parts = (spatial + part - 1) / part;
     const int64_t channels = sizes.groups * sizes.channels, rows = sizes.slices * sizes.channels;
     bool second = grad_h.data != nullptr;
@@ -4253,7 +4254,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
+    # As fast as -O3 here, in two thirds of the compiler's time.
+    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += simd.get(capability, [])
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
