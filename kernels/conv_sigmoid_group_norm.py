@@ -2015,7 +2015,6 @@ extern "C" int group_norm_forward(
         default: return launch<__nv_bfloat16>(h, out, vectors_from<float>(vectors, full), sizes, eps, workspace, stream);
     }
 }
-extern "C" const char* group_norm_error(int error) { return cudaGetErrorString(cudaError_t(error)); }
 // --- end shared: group norm entry points ---
 
 // The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
@@ -3926,6 +3925,10 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
+#ifdef WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -4001,17 +4004,6 @@ template <typename A> struct Values {
     }
 };
 
-// compute(A()), with the type A to compute in.
-template <typename F> void in_type_for(const at::Tensor& t, const char* name, const F& compute) {
-    switch (t.scalar_type()) {
-        case at::kDouble: return compute(double());
-        case at::kFloat:
-        case at::kHalf:
-        case at::kBFloat16: return compute(float());
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": not implemented for ", t.scalar_type());
-    }
-}
-
 // Count, mean and sum of squared deviations; blocks are merged after Chan, Golub and LeVeque (1979).
 struct Moments {
     double count = 0, mean = 0, m2 = 0;
@@ -4021,6 +4013,21 @@ struct Moments {
         mean += delta * (other.count / total);
         m2 += other.m2 + delta * delta * (count * other.count / total);
         count = total;
+    }
+};
+// Moments of values v, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
+struct Joint {
+    Moments v;
+    double sum = 0, co = 0;
+    void merge(const Joint& other) {
+        if (other.v.count == 0) return;
+        if (v.count > 0) {
+            const double delta = other.v.mean - v.mean, grad_delta = other.sum / other.v.count - sum / v.count;
+            co += delta * grad_delta * (v.count * other.v.count / (v.count + other.v.count));
+        }
+        co += other.co;
+        sum += other.sum;
+        v.merge(other.v);
     }
 };
 // Two sweeps over a block in the first cache; what the rounded mean leaves over is put back by `rest`.
@@ -4043,6 +4050,34 @@ template <typename A> inline Moments block_moments(const A* values, int64_t n) {
     return m;
 }
 // --- end shared: cpu values ---
+
+// --- shared: tensors (home: kernels/instance_norm.py) ---
+// As the CUDA strings number them.
+int dtype_number(const at::Tensor& t, const char* name) {
+    switch (t.scalar_type()) {
+        case at::kFloat: return 0;
+        case at::kDouble: return 1;
+        case at::kHalf: return 2;
+        case at::kBFloat16: return 3;
+        default: TORCH_CHECK_NOT_IMPLEMENTED(false, name, ": not implemented for ", t.scalar_type());
+    }
+}
+// compute(A()), with the type A to compute in.
+template <typename F> void in_type_for(const at::Tensor& t, const char* name, const F& compute) {
+    if (dtype_number(t, name) == 1) compute(double());
+    else compute(float());
+}
+#ifdef WITH_CUDA
+// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
+at::Tensor aligned(const at::Tensor& t) {
+    const at::Tensor ready = t.contiguous();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
+}
+at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
+void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
+#endif
+// --- end shared: tensors ---
 
 // --- shared: cpu sigmoid (home: kernels/linear_swish_group_norm.py) ---
 // 1 / (1 + exp(-v)) without a branch, so that loops over it vectorise. exp(-|v|) = 2^n * exp(r) with |r| <= ln(2) / 2, and a polynomial
@@ -4301,7 +4336,8 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     }
 }
 
-at::Tensor forward_meta(const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups) {
+at::Tensor forward_meta(const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups,
+    double) {
     check(h, operands, weight, bias, groups);
     return at::empty_like(h, h.options(), at::MemoryFormat::Contiguous);
 }
@@ -4316,13 +4352,9 @@ Sizes sizes_of(const at::Tensor& h, int64_t groups) {
     return sizes;
 }
 
-// As the kernels read them: contiguous and 16-byte aligned, the vectors in float32 (float64 for float64).
-at::Tensor prepared(const at::Tensor& tensor) {
-    const at::Tensor ready = tensor.contiguous();
-    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
-}
+// A channel vector as the kernels read it: contiguous, in float32 (float64 for float64).
 at::Tensor prepared(const at::Tensor& vector, const at::Tensor& h) {
-    return prepared(vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+    return vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
 }
 
 template <typename A> Vectors<A> vectors_of(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias) {
@@ -4341,7 +4373,7 @@ template <typename A> Vectors<A> vectors_of(const Operands& operands, const at::
 at::Tensor forward_on_cpu(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
     check(h, operands, weight, bias, groups);
-    const at::Tensor input = prepared(h), gamma = prepared(weight, h), beta = prepared(bias, h);
+    const at::Tensor input = h.contiguous(), gamma = prepared(weight, h), beta = prepared(bias, h);
     at::Tensor out = at::empty_like(input);
     if (h.numel() == 0) return out;
     Operands ready;
@@ -4353,71 +4385,46 @@ at::Tensor forward_on_cpu(
     return out;
 }
 
-}  // namespace
-
 #ifdef WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
 extern "C" int64_t group_norm_workspace(int64_t slices, int64_t slice_bytes);
 extern "C" int group_norm_forward(
     int dtype, const void* h, void* out, const void* const* vectors, const bool* full, int64_t slices, int64_t n, int64_t spatial,
     int groups, double eps, void* workspace, cudaStream_t stream);
-extern "C" const char* group_norm_error(int error);
 
-static at::Tensor forward_on_cuda(
+at::Tensor forward_on_cuda(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
     check(h, operands, weight, bias, groups);
     const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor input = prepared(h), gamma = prepared(weight, h), beta = prepared(bias, h);
+    const at::Tensor input = aligned(h), gamma = aligned(prepared(weight, h)), beta = aligned(prepared(bias, h));
     at::Tensor out = at::empty_like(input);
     if (h.numel() == 0) return out;
-    int dtype = 0;
-    switch (h.scalar_type()) {
-        case at::kFloat: dtype = 0; break;
-        case at::kDouble: dtype = 1; break;
-        case at::kHalf: dtype = 2; break;
-        case at::kBFloat16: dtype = 3; break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
-    }
     Operands ready;
     const void* vectors[kOperands + 2];
     bool full[kOperands];
     for (int k = 0; k < kOperands; ++k) {
-        ready[k] = prepared(operands[k], h);
+        ready[k] = aligned(prepared(operands[k], h));
         vectors[k] = ready[k].data_ptr();
         full[k] = ready[k].dim() > 1;
     }
     vectors[kOperands] = gamma.data_ptr();
     vectors[kOperands + 1] = beta.data_ptr();
     const Sizes sizes = sizes_of(h, groups);
-    const at::Tensor workspace = at::empty({group_norm_workspace(sizes.slices, sizes.n * h.element_size())}, h.options().dtype(at::kByte));
-    const int error = group_norm_forward(dtype, input.data_ptr(), out.data_ptr(), vectors, full, sizes.slices, sizes.n, sizes.spatial,
-        int(groups), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
-    TORCH_CHECK(error == 0, "group_norm: ", group_norm_error(error));
+    const at::Tensor workspace = workspace_of(group_norm_workspace(sizes.slices, sizes.n * h.element_size()), h);
+    check_launch(group_norm_forward(dtype_number(h, "group_norm"), input.data_ptr(), out.data_ptr(), vectors, full, sizes.slices, sizes.n,
+        sizes.spatial, int(groups), eps, workspace.data_ptr(), current_stream()), "group_norm");
     return out;
 }
 #endif
 // --- end shared: group norm arguments ---
 
-static at::Tensor sigmoid_group_norm_cpu(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight,
-    const at::Tensor& group_bias, int64_t groups, double eps) {
-    return forward_on_cpu(h, {bias, scale}, weight, group_bias, groups, eps);
+template <auto forward> at::Tensor sigmoid_group_norm(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& scale,
+    const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    return forward(h, {bias, scale}, weight, group_bias, groups, eps);
 }
-static at::Tensor sigmoid_group_norm_meta(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight,
-    const at::Tensor& group_bias, int64_t groups, double eps) {
-    return forward_meta(h, {bias, scale}, weight, group_bias, groups);
-}
-#ifdef WITH_CUDA
-static at::Tensor sigmoid_group_norm_cuda(const at::Tensor& h, const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight,
-    const at::Tensor& group_bias, int64_t groups, double eps) {
-    return forward_on_cuda(h, {bias, scale}, weight, group_bias, groups, eps);
-}
-#endif
 
 // ---- the convolution too
 
-static at::Tensor convolution_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
+at::Tensor convolution_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     TORCH_CHECK(x.dim() == 4 && conv_weight.dim() == 4 && x.sym_size(1) == conv_weight.sym_size(1) && conv_bias.dim() == 1,
         "convolve: x (n, c, h, w) and weight (o, c, k, k) are wanted");
@@ -4426,7 +4433,7 @@ static at::Tensor convolution_meta(const at::Tensor& x, const at::Tensor& conv_w
     check(h, {bias, scale}, weight, group_bias, groups);
     return h;
 }
-static at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
+at::Tensor convolution_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     return forward_on_cpu(at::conv2d(x, conv_weight, conv_bias), {bias, scale}, weight, group_bias, groups, eps);
 }
@@ -4435,7 +4442,7 @@ extern "C" int convolution_forward(
     int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
 
-static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
+at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias,
     const at::Tensor& scale, const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     const auto type = x.scalar_type();
@@ -4444,29 +4451,23 @@ static at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_w
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
         const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
-        const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 2 : 3;
-        const int error = convolution_forward(
-            dtype, input, out, vectors, sizes, eps, workspace, workspace_bytes, c10::cuda::getCurrentCUDAStream().stream());
-        TORCH_CHECK(error == 0, "convolve: ", group_norm_error(error));
+        check_launch(convolution_forward(dtype_number(x, "convolve"), input, out, vectors, sizes, eps, workspace, workspace_bytes,
+            current_stream()), "convolve");
     };
     int64_t workspace_bytes = -1;
     if (covered) run(nullptr, nullptr, nullptr, nullptr, &workspace_bytes);
     if (workspace_bytes < 0) return forward_on_cuda(at::conv2d(x, conv_weight, conv_bias), {bias, scale}, weight, group_bias, groups, eps);
     at::Tensor out = convolution_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
-    const at::Tensor input = prepared(x);
-    const at::Tensor ready[] = {prepared(conv_weight, x), prepared(conv_bias, x), prepared(bias, x), prepared(scale, x), prepared(weight, x),
-        prepared(group_bias, x)};
+    const at::Tensor input = aligned(x), workspace = workspace_of(workspace_bytes, x);
+    at::Tensor ready[] = {conv_weight, conv_bias, bias, scale, weight, group_bias};
     const void* vectors[6];
-    for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
-    const at::Tensor workspace = at::empty({workspace_bytes}, x.options().dtype(at::kByte));
+    for (int i = 0; i < 6; ++i) vectors[i] = (ready[i] = aligned(prepared(ready[i], x))).data_ptr();
     run(input.data_ptr(), out.data_ptr(), vectors, workspace.data_ptr(), &workspace_bytes);
     return out;
 }
 #endif
 
 // ---- The backward.
-
-namespace {
 
 // The gradients of h and of the operands from v's, at n values.
 template <typename A>
@@ -4483,21 +4484,6 @@ void differentiate(const A* h, const std::array<const A*, kOperands>& operand, c
 }
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
-// Moments of values, the sum of the gradients that came for them, and the co-moment of the two, sum((v - mean) * (gradient - mean)).
-struct Joint {
-    Moments v;
-    double sum = 0, co = 0;
-    void merge(const Joint& other) {
-        if (other.v.count == 0) return;
-        if (v.count > 0) {
-            const double delta = other.v.mean - v.mean, grad_delta = other.sum / other.v.count - sum / v.count;
-            co += delta * grad_delta * (v.count * other.v.count / (v.count + other.v.count));
-        }
-        co += other.co;
-        sum += other.sum;
-        v.merge(other.v);
-    }
-};
 template <typename A> inline Joint block_joint(const A* values, const A* grads, int64_t n) {
     Joint joint;
     joint.v = block_moments(values, n);
@@ -4535,7 +4521,8 @@ template <typename A> struct Differentiator {
     A raw[kBlock], given[kBlock], v[kBlock], normal[kBlock], grad_v[kBlock], out[kBlock], of_operand[kOperands][kBlock];
     Spread<A> operands[kOperands];
 
-    Differentiator(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
+    Differentiator(
+        const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors, const Sizes& sizes, double eps)
         : grad(grad), h(h), grad_h(grad_h), vectors(vectors), sizes(sizes), eps(eps) {}
 
     // `values` are those of h from `at` on, their channels' pixels from `channel` on.
@@ -4633,8 +4620,8 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
-    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
     const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
     std::vector<double> partial(chunks * kSums * channels);
@@ -4650,8 +4637,8 @@ template <typename A> void backward_of_vectors(const Values<A>& grad, const Valu
 }
 
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
-template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h, const Vectors<A>& vectors,
-    const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
     const int64_t spatial = sizes.spatial, part = 8 * kBlock, parts = (spatial + part - 1) / part;
     const int64_t channels = sizes.groups * sizes.channels, rows = sizes.slices * sizes.channels;
     bool second = grad_h.data != nullptr;
@@ -4728,7 +4715,8 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 using Needs = std::array<bool, kSums + 1>;
 
 std::vector<at::Tensor> backward_meta(
-    const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight, int64_t groups, const Needs& needs) {
+    const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight, int64_t groups, double,
+    const Needs& needs) {
     check(h, operands, weight, weight, groups);
     TORCH_CHECK(grad.sym_sizes() == h.sym_sizes() && grad.scalar_type() == h.scalar_type() && grad.device() == h.device(),
         "group_norm: the gradient must have the shape, dtype and device of the input");
@@ -4744,7 +4732,7 @@ std::vector<at::Tensor> backward_meta(
 
 std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
     int64_t groups, double eps, const Needs& needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, needs);
+    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, eps, needs);
     at::Tensor sums = at::empty({kSums, h.size(1)}, h.options().dtype(at::kDouble)).zero_();
     if (h.numel() > 0) {
         const at::Tensor input = h.contiguous(), given = grad.contiguous(), gamma = prepared(weight, h);
@@ -4775,24 +4763,16 @@ extern "C" int group_norm_backward(
 std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tensor& h, const Operands& operands, const at::Tensor& weight,
     int64_t groups, double eps, const Needs& needs) {
     const c10::cuda::CUDAGuard guard(h.device());
-    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, needs);
+    std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, eps, needs);
     if (h.numel() == 0) {
         for (at::Tensor& result : results) result.zero_();
         return results;
     }
-    int dtype = 0;
-    switch (h.scalar_type()) {
-        case at::kFloat: dtype = 0; break;
-        case at::kDouble: dtype = 1; break;
-        case at::kHalf: dtype = 2; break;
-        case at::kBFloat16: dtype = 3; break;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "group_norm: not implemented for ", h.scalar_type());
-    }
-    const at::Tensor input = prepared(h), given = prepared(grad), gamma = prepared(weight, h);
+    const at::Tensor input = aligned(h), given = aligned(grad), gamma = aligned(prepared(weight, h));
     Operands ready;
     const void* vectors[kOperands + 2];
     for (int k = 0; k < kOperands; ++k) {
-        ready[k] = prepared(operands[k], h);
+        ready[k] = aligned(prepared(operands[k], h));
         vectors[k] = ready[k].data_ptr();
     }
     vectors[kOperands] = vectors[kOperands + 1] = gamma.data_ptr();
@@ -4803,46 +4783,23 @@ std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tenso
         to[k] = needs[k + 1] ? sums[k].data_ptr() : nullptr;
     }
     const Sizes sizes = sizes_of(h, groups);
-    const int64_t bytes = group_norm_backward_workspace(dtype, sizes.slices, sizes.n, sizes.spatial, int(groups));
-    const at::Tensor workspace = at::empty({bytes}, h.options().dtype(at::kByte));
-    void* grad_h = needs[0] ? results[0].data_ptr() : nullptr;
-    const int error = group_norm_backward(dtype, given.data_ptr(), input.data_ptr(), grad_h, vectors, to, sizes.slices, sizes.n,
-        sizes.spatial, int(groups), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
-    TORCH_CHECK(error == 0, "group_norm: ", group_norm_error(error));
+    const int dtype = dtype_number(h, "group_norm");
+    const at::Tensor workspace =
+        workspace_of(group_norm_backward_workspace(dtype, sizes.slices, sizes.n, sizes.spatial, int(groups)), h);
+    check_launch(group_norm_backward(dtype, given.data_ptr(), input.data_ptr(), needs[0] ? results[0].data_ptr() : nullptr, vectors, to,
+        sizes.slices, sizes.n, sizes.spatial, int(groups), eps, workspace.data_ptr(), current_stream()), "group_norm");
     for (int k = 0; k < kSums; ++k) results[k + 1] = sums[k].to(results[k + 1].scalar_type());
     return results;
 }
 #endif
-
-}  // namespace
 // --- end shared: group norm gradient arguments ---
 
-static std::vector<at::Tensor> sigmoid_group_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
-    const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, Needs needs) {
-    return backward_on_cpu(grad, h, {bias, scale}, weight, groups, eps, needs);
+template <auto backward> std::vector<at::Tensor> sigmoid_group_norm_backward(const at::Tensor& grad, const at::Tensor& h,
+    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, Needs needs) {
+    return backward(grad, h, {bias, scale}, weight, groups, eps, needs);
 }
-static std::vector<at::Tensor> sigmoid_group_norm_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
-    const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double, Needs needs) {
-    return backward_meta(grad, h, {bias, scale}, weight, groups, needs);
-}
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
-    m.def("backward(Tensor grad, Tensor h, Tensor bias, Tensor scale, Tensor weight, int groups, float eps, bool[5] needs) -> Tensor[]");
-}
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) { m.impl("backward", sigmoid_group_norm_backward_cpu); }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) { m.impl("backward", sigmoid_group_norm_backward_meta); }
-// It is called where no gradient is taken of it; whoever does so is told.
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("backward", torch::autograd::autogradNotImplementedFallback()); }
-#ifdef WITH_CUDA
-static std::vector<at::Tensor> sigmoid_group_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& bias,
-    const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, Needs needs) {
-    return backward_on_cuda(grad, h, {bias, scale}, weight, groups, eps, needs);
-}
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", sigmoid_group_norm_backward_cuda); }
-#endif
 
 // ---- The convolution alone, for training, and its gradients.
-
-namespace {
 
 at::Tensor convolution_alone_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     TORCH_CHECK(x.dim() == 4 && weight.dim() == 4 && x.sym_size(1) == weight.sym_size(1) && bias.dim() == 1,
@@ -4883,20 +4840,19 @@ template <typename F> bool run_with_workspace(const at::Tensor& x, const at::Ten
     if (x.scalar_type() != at::kFloat || weight.scalar_type() != at::kFloat || weight.size(2) != weight.size(3)) return false;
     const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2)};
     const auto run = [&](void* workspace, int64_t* bytes) {
-        const int error = launch(sizes, workspace, bytes, c10::cuda::getCurrentCUDAStream().stream());
-        TORCH_CHECK(error == 0, "convolution: ", group_norm_error(error));
+        check_launch(launch(sizes, workspace, bytes, current_stream()), "convolution");
     };
     int64_t bytes = -1;
     run(nullptr, &bytes);
     if (bytes < 0) return false;
-    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    const at::Tensor workspace = workspace_of(bytes, x);
     run(workspace.data_ptr(), &bytes);
     return true;
 }
 
 at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor input = prepared(x), taps = prepared(weight), offset = prepared(bias);
+    const at::Tensor input = aligned(x), taps = aligned(weight), offset = aligned(bias);
     at::Tensor h = convolution_alone_meta(x, weight, bias);
     const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
         return convolution_alone(
@@ -4908,7 +4864,7 @@ at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight,
 std::vector<at::Tensor> convolution_gradients_cuda(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor given = prepared(grad), input = prepared(x), taps = prepared(weight);
+    const at::Tensor given = aligned(grad), input = aligned(x), taps = aligned(weight);
     std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
     const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
         const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
@@ -4937,7 +4893,7 @@ Pair record_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Te
 Pair record_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
     const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const at::Tensor h = convolution_alone_meta(x, conv_weight, conv_bias);
-    return {forward_meta(h, {bias, scale}, weight, group_bias, groups), h};
+    return {forward_meta(h, {bias, scale}, weight, group_bias, groups, eps), h};
 }
 
 // By two operators: the gradient of h, and the convolution's from it.
@@ -4959,10 +4915,10 @@ std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Te
         backward_on_cpu, convolution_gradients_aten, grad, h, x, conv_weight, {bias, scale}, weight, groups, eps, needs);
 }
 std::vector<at::Tensor> record_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
-    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double, AllNeeds needs) {
+    const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
     std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, conv_weight, {needs[0], needs[1], needs[2]});
     const std::vector<at::Tensor> tail =
-        backward_meta(grad, h, {bias, scale}, weight, groups, Needs{false, needs[3], needs[4], needs[5], needs[6]});
+        backward_meta(grad, h, {bias, scale}, weight, groups, eps, Needs{false, needs[3], needs[4], needs[5], needs[6]});
     results.insert(results.end(), tail.begin() + 1, tail.end());
     return results;
 }
@@ -4978,8 +4934,8 @@ Pair record_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::T
     const c10::cuda::CUDAGuard guard(x.device());
     if (bias.dim() == 1 && scale.dim() == 1) {
         auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
-        const at::Tensor input = prepared(x);
-        const at::Tensor ready[] = {prepared(conv_weight), prepared(conv_bias), prepared(bias), prepared(scale), prepared(weight), prepared(group_bias)};
+        const at::Tensor input = aligned(x);
+        const at::Tensor ready[] = {aligned(conv_weight), aligned(conv_bias), aligned(bias), aligned(scale), aligned(weight), aligned(group_bias)};
         const void* vectors[6];
         for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
         const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
@@ -4996,8 +4952,8 @@ std::vector<at::Tensor> record_backward_cuda(const at::Tensor& grad, const at::T
     const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
     const c10::cuda::CUDAGuard guard(x.device());
     std::vector<at::Tensor> results = record_backward_meta(grad, h, x, conv_weight, bias, scale, weight, groups, eps, needs);
-    const at::Tensor given = prepared(grad), input = prepared(x), values = prepared(h);
-    const at::Tensor ready[] = {prepared(conv_weight), prepared(bias), prepared(scale), prepared(weight)};
+    const at::Tensor given = aligned(grad), input = aligned(x), values = aligned(h);
+    const at::Tensor ready[] = {aligned(conv_weight), aligned(bias), aligned(scale), aligned(weight)};
     const void* vectors[4];
     for (int i = 0; i < 4; ++i) vectors[i] = ready[i].data_ptr();
     const bool bias_alone = needs[2] && !needs[3];  // the convolution's: both are the same sum
@@ -5020,7 +4976,11 @@ std::vector<at::Tensor> record_backward_cuda(const at::Tensor& grad, const at::T
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
+    m.def("forward(Tensor h, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
+    m.def("backward(Tensor grad, Tensor h, Tensor bias, Tensor scale, Tensor weight, int groups, float eps, bool[5] needs) -> Tensor[]");
+    m.def("convolve(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, "
+          "float eps) -> Tensor");
     m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
     m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
     m.def(
@@ -5031,50 +4991,40 @@ TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
         "float eps, bool[7] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+    m.impl("forward", sigmoid_group_norm<forward_on_cpu>);
+    m.impl("backward", sigmoid_group_norm_backward<backward_on_cpu>);
+    m.impl("convolve", convolution_cpu);
     m.impl("convolution", convolution_alone_aten);
     m.impl("convolution_backward", convolution_gradients_aten);
     m.impl("record", record_cpu);
     m.impl("record_backward", record_backward_cpu);
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+    m.impl("forward", sigmoid_group_norm<forward_meta>);
+    m.impl("backward", sigmoid_group_norm_backward<backward_meta>);
+    m.impl("convolve", convolution_meta);
     m.impl("convolution", convolution_alone_meta);
     m.impl("convolution_backward", convolution_gradients_meta);
     m.impl("record", record_meta);
     m.impl("record_backward", record_backward_meta);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
-    m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback());
-    m.impl("record_backward", torch::autograd::autogradNotImplementedFallback());
-}
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+    m.impl("forward", sigmoid_group_norm<forward_on_cuda>);
+    m.impl("backward", sigmoid_group_norm_backward<backward_on_cuda>);
+    m.impl("convolve", convolution_cuda);
     m.impl("convolution", convolution_alone_cuda);
     m.impl("convolution_backward", convolution_gradients_cuda);
     m.impl("record", record_cuda);
     m.impl("record_backward", record_backward_cuda);
 }
 #endif
-
-TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
-    m.def("forward(Tensor h, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
-    m.def(
-        "convolve(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, "
-        "float eps) -> Tensor");
+// The backwards are called where no gradient is taken of them; whoever does so is told.
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+    for (const char* name : {"backward", "convolution_backward", "record_backward"}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
-    m.impl("forward", sigmoid_group_norm_cpu);
-    m.impl("convolve", convolution_cpu);
-}
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
-    m.impl("forward", sigmoid_group_norm_meta);
-    m.impl("convolve", convolution_meta);
-}
-#ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
-    m.impl("forward", sigmoid_group_norm_cuda);
-    m.impl("convolve", convolution_cuda);
-}
-#endif
 """
 
 CUDA_FLAGS = ["-O3"]
@@ -5091,7 +5041,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *simd.get(capability, [])]
+    # As fast as -O3 here, in two thirds of the compiler's time.
+    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += simd.get(capability, [])
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
