@@ -3945,7 +3945,8 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole blocks
+// are not inlined: each is compiled once.
 constexpr int64_t kBlock = 1024;
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
@@ -4031,7 +4032,7 @@ struct Joint {
     }
 };
 // Two sweeps over a block in the first cache; what the rounded mean leaves over is put back by `rest`.
-template <typename A> inline Moments block_moments(const A* values, int64_t n) {
+template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, int64_t n) {
     const A share = A(1) / n;  // multiplied in before the sum, so that large values do not overflow it
     A mean = 0;
 #pragma omp simd reduction(+ : mean)
@@ -4132,7 +4133,7 @@ inline double sigmoid(double v) {
 
 // What values of h become before the norm. `to` may be `h`.
 constexpr int kOperands = 2;  // the bias, the scale
-template <typename A> void activate(const A* h, const std::array<const A*, kOperands>& operand, A* to, int64_t n) {
+template <typename A> [[gnu::noinline]] void activate(const A* h, const std::array<const A*, kOperands>& operand, A* to, int64_t n) {
     const A *bias = operand[0], *scale = operand[1];
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) to[i] = sigmoid((h[i] + bias[i]) * scale[i]);
@@ -4207,7 +4208,7 @@ template <typename A> struct Normalizer {
         }
     };
 
-    void activate_block(int64_t slice, int64_t begin, int64_t count, A* to) {
+    [[gnu::noinline]] void activate_block(int64_t slice, int64_t begin, int64_t count, A* to) {
         const int64_t at = slice * sizes.n + begin;
         const Place place(sizes, slice, begin);
         const A* from = h.read(at, count, to);
@@ -4219,7 +4220,7 @@ template <typename A> struct Normalizer {
         activate(from, operand, to, count);
     }
 
-    Moments moments(int64_t slice, int64_t begin, int64_t end) {
+    [[gnu::noinline]] Moments moments(int64_t slice, int64_t begin, int64_t end) {
         Moments m;
         for (int64_t i = begin; i < end; i += kBlock) {
             const int64_t count = std::min(kBlock, end - i);
@@ -4232,7 +4233,7 @@ template <typename A> struct Normalizer {
     }
 
     // (from - mean) * rstd * gamma + beta
-    void scale(const A* from, A* to, int64_t n, const A* gamma, const A* beta, const Moments& m) const {
+    [[gnu::noinline]] void scale(const A* from, A* to, int64_t n, const A* gamma, const A* beta, const Moments& m) const {
         const A hi = static_cast<A>(m.mean), lo = static_cast<A>(m.mean - hi), rstd = static_cast<A>(1 / std::sqrt(m.m2 / m.count + eps));
         if (std::isfinite(vectors.largest_gamma * rstd)) {
 #pragma omp simd
@@ -4244,7 +4245,7 @@ template <typename A> struct Normalizer {
             }
         }
     }
-    void normalize(int64_t slice, int64_t begin, int64_t end, const Moments& m) {
+    [[gnu::noinline]] void normalize(int64_t slice, int64_t begin, int64_t end, const Moments& m) {
         for (int64_t i = begin; i < end; i += kBlock) {
             const int64_t count = std::min(kBlock, end - i), at = slice * sizes.n + i;
             const Place place(sizes, slice, i);
@@ -4258,7 +4259,7 @@ template <typename A> struct Normalizer {
     }
 
     // Whole slices from first to last. Short ones together, as far as they are of one sample and fit a block.
-    void slices(int64_t first, int64_t last) {
+    [[gnu::noinline]] void slices(int64_t first, int64_t last) {
         const int64_t n = sizes.n, together = kBlock / n;
         for (int64_t s = first, run; s < last; s += run) {
             run = std::max<int64_t>(1, std::min({together, last - s, sizes.groups - s % sizes.groups}));
@@ -4471,7 +4472,7 @@ at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, 
 
 // The gradients of h and of the operands from v's, at n values.
 template <typename A>
-void differentiate(const A* h, const std::array<const A*, kOperands>& operand, const A* v, const A* grad_v, A* grad_h,
+[[gnu::noinline]] void differentiate(const A* h, const std::array<const A*, kOperands>& operand, const A* v, const A* grad_v, A* grad_h,
     const std::array<A*, kOperands>& grad_operand, int64_t n) {
     const A *bias = operand[0], *scale = operand[1];
     A *grad_bias = grad_operand[0], *grad_scale = grad_operand[1];
@@ -4484,7 +4485,7 @@ void differentiate(const A* h, const std::array<const A*, kOperands>& operand, c
 }
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
-template <typename A> inline Joint block_joint(const A* values, const A* grads, int64_t n) {
+template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
     Joint joint;
     joint.v = block_moments(values, n);
     double sum = 0, co = 0;
@@ -4526,7 +4527,7 @@ template <typename A> struct Differentiator {
         : grad(grad), h(h), grad_h(grad_h), vectors(vectors), sizes(sizes), eps(eps) {}
 
     // `values` are those of h from `at` on, their channels' pixels from `channel` on.
-    const A* activated(const A* values, int64_t channel, int64_t count, std::array<const A*, kOperands>& operand) {
+    [[gnu::noinline]] const A* activated(const A* values, int64_t channel, int64_t count, std::array<const A*, kOperands>& operand) {
         for (int k = 0; k < kOperands; ++k) operand[k] = operands[k](vectors.operand[k], channel, 0, count, sizes.spatial);
         activate(values, operand, v, count);
         return v;
@@ -4555,7 +4556,7 @@ template <typename A> struct Differentiator {
             for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
         }
     }
-    void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
+    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
         const int64_t n = sizes.n;
         std::array<const A*, kOperands> operand;
         Joint joint;
@@ -4591,7 +4592,7 @@ template <typename A> struct Differentiator {
     }
 
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
-    Joint joint_of(int64_t row, int64_t pixel, int64_t count) {
+    [[gnu::noinline]] Joint joint_of(int64_t row, int64_t pixel, int64_t count) {
         Joint joint;
         std::array<const A*, kOperands> operand;
         for (int64_t p = pixel; p < pixel + count; p += kBlock) {
@@ -4601,7 +4602,7 @@ template <typename A> struct Differentiator {
         }
         return joint;
     }
-    void gradients_of(int64_t row, int64_t pixel, int64_t count, const SliceGradient<A>& slice, double* sums) {
+    [[gnu::noinline]] void gradients_of(int64_t row, int64_t pixel, int64_t count, const SliceGradient<A>& slice, double* sums) {
         std::array<const A*, kOperands> operand;
         const int64_t channel = row % (sizes.groups * sizes.channels);
         for (int64_t p = pixel; p < pixel + count; p += kBlock) {

@@ -2601,7 +2601,8 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole blocks
+// are not inlined: each is compiled once.
 constexpr int64_t kBlock = 1024;
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
@@ -2687,7 +2688,7 @@ struct Joint {
     }
 };
 // Two sweeps over a block in the first cache; what the rounded mean leaves over is put back by `rest`.
-template <typename A> inline Moments block_moments(const A* values, int64_t n) {
+template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, int64_t n) {
     const A share = A(1) / n;  // multiplied in before the sum, so that large values do not overflow it
     A mean = 0;
 #pragma omp simd reduction(+ : mean)
@@ -2973,7 +2974,7 @@ at::Tensor freeze_cuda(const at::Tensor& weight) {
 // ---- The backward.
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
-template <typename A> inline Joint block_joint(const A* values, const A* grads, int64_t n) {
+template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
     Joint joint;
     joint.v = block_moments(values, n);
     double sum = 0, co = 0;
