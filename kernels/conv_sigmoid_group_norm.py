@@ -2701,7 +2701,7 @@ struct Correlation {
     float4* fragments;
     int64_t tiles;
     int from_channels, to_channels, slabs, to_blocks;  // slabs of eight channels; blocks of 8 * NT
-    int height, width, pad, rows, columns, row_tiles, column_tiles;
+    int height, width, pad, rows, columns, column_tiles;
     bool flipped, pairs;
 };
 
@@ -2737,20 +2737,16 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
     return float(c.bias == nullptr ? sum : sum + double(__ldg(c.bias + channel)));
 }
 
-// A block takes a run of tiles, R rows of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of
-// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
+// A block takes a run of tiles, a row of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
 // on. Of an mma's two pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
 constexpr int kCorrelateBlocks = 3;  // an SM
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
 static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
 constexpr int kLineRow = 32 + 4;  // of a row of a warp's results there
 
-template <int KS, int NT, int R>
+template <int KS, int NT>
 __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const __grid_constant__ Correlation c) {
-    constexpr int MT = 2, kRows = R + KS - 1, kStage = kRows * 8 * kImageRow, kLines = NT * 8 * R;
-    constexpr bool kAllWeights = NT == 1;  // of a slab at once, or one row of them, for one row of to
-    constexpr int KYS = kAllWeights ? KS : 1;
-    static_assert(kAllWeights || R == 1, "a row of from is used for one row of weights");
+    constexpr int MT = 2, kStage = KS * 8 * kImageRow, kLines = NT * 8;
     extern __shared__ float4 shared_quads[];
     float* const shared = reinterpret_cast<float*>(shared_quads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
@@ -2760,8 +2756,8 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
     };
     const auto after = [&](Tile tile) {
         if (++tile.block < c.to_blocks) return tile;
-        tile.block = 0, tile.row += R;
-        if (tile.row >= c.rows) tile.row = 0, tile.column += kStripWidth;
+        tile.block = 0;
+        if (++tile.row >= c.rows) tile.row = 0, tile.column += kStripWidth;
         if (tile.column >= c.columns) tile.column = 0, ++tile.sample;
         return tile;
     };
@@ -2775,26 +2771,26 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
         };
 #pragma unroll
         for (int channel = warp; channel < 8; channel += kStripWarps) {
-            copy_rows<kRows, 8 * kImageRow>(to + channel * kImageRow, from + channel * plane, c.width, first, c.width, c.pairs,
+            copy_rows<KS, 8 * kImageRow>(to + channel * kImageRow, from + channel * plane, c.width, first, c.width, c.pairs,
                 [&](int row) { return exists(channel, row); });
         }
-        if (KS > 1 && threadIdx.x < kRows * 8) {
+        if (KS > 1 && threadIdx.x < KS * 8) {
             const int row = threadIdx.x / 8, channel = threadIdx.x % 8;
             copy_halo(to + threadIdx.x * kImageRow, from + channel * plane + row * c.width, first, c.width, exists(channel, row), c.pairs);
         }
         commit_copies();
     };
     const int64_t begin = c.tiles * blockIdx.x / gridDim.x, end = c.tiles * (blockIdx.x + 1) / gridDim.x;
-    const int64_t rows = quotient(begin, int64_t(c.to_blocks)), strips = quotient(rows, int64_t(c.row_tiles));
+    const int64_t rows = quotient(begin, int64_t(c.to_blocks)), strips = quotient(rows, int64_t(c.rows));
     const int64_t sample = quotient(strips, int64_t(c.column_tiles));
-    Tile tile = {sample, int(begin - rows * c.to_blocks), int(rows - strips * c.row_tiles) * R,
+    Tile tile = {sample, int(begin - rows * c.to_blocks), int(rows - strips * c.rows),
         int(strips - sample * c.column_tiles) * kStripWidth};
     int stage = 0;
     copy(tile, 0, 0);
     for (int64_t i = begin; i < end; ++i) {
         const Tile next = i + 1 < end ? after(tile) : tile;
         const int channel_first = tile.block * NT * 8 + 2 * quarter;
-        float total[R][NT][MT][4] = {};
+        float total[NT][MT][4] = {};
         for (int slab = 0; slab < c.slabs; ++slab, stage ^= 1) {
             const bool last = slab + 1 == c.slabs;
             copy(last ? next : tile, last ? 0 : slab + 1, stage ^ 1);
@@ -2802,20 +2798,15 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
             __syncthreads();
             const float* pixels = shared + stage * kStage + quarter * kImageRow + warp * 32 + eighth * 4;
             const float4* fragments = c.fragments + int64_t(tile.block * c.slabs + slab) * (KS * KS * NT * 32) + lane;
-            float w[KYS][KS][NT][2][2];  // hi, lo
-            const auto load_weights = [&] {
+#pragma unroll 1
+            for (int ky = 0; ky < KS; ++ky, pixels += 8 * kImageRow) {
+                float w[KS][NT][2][2];  // hi, lo
 #pragma unroll
-                for (int k = 0; k < KYS * KS * NT; ++k) {
-                    const float4 f = __ldg(fragments + k * 32);
-                    float(&to)[2][2] = w[k / (KS * NT)][k / NT % KS][k % NT];
+                for (int k = 0; k < KS * NT; ++k, fragments += 32) {
+                    const float4 f = __ldg(fragments);
+                    float(&to)[2][2] = w[k / NT][k % NT];
                     to[0][0] = f.x, to[0][1] = f.y, to[1][0] = f.z, to[1][1] = f.w;
                 }
-                fragments += KYS * KS * NT * 32;
-            };
-            if (kAllWeights) load_weights();
-#pragma unroll(kAllWeights ? kRows : 1)
-            for (int row = 0; row < kRows; ++row, pixels += 8 * kImageRow) {  // of from: it is ky below row - ky of to
-                if (!kAllWeights) load_weights();
                 float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
@@ -2828,35 +2819,24 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
                         split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
                     }
                 }
-                float sums[KYS][NT][MT][4];  // smallest products first
+                float sums[NT][MT][4];  // smallest products first
 #pragma unroll
                 for (int product = 0; product < 3 * KS; ++product) {
                     const int kx = product % KS;
 #pragma unroll
-                    for (int ky = 0; ky < KYS; ++ky) {
-                        if (kAllWeights && (row - ky < 0 || row - ky >= R)) continue;
+                    for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
-                        for (int nt = 0; nt < NT; ++nt) {
-#pragma unroll
-                            for (int mt = 0; mt < MT; ++mt) {
-                                float(&d)[4] = sums[ky][nt][mt];
-                                const float(&f)[2][2] = w[ky][kx][nt];
-                                if (product == 0) mma_tf32<true>(d, lo[mt], f[0]);
-                                else if (product / KS == 0) mma_tf32(d, lo[kx + mt], f[0]);
-                                else mma_tf32(d, hi[kx + mt], f[product / KS == 1]);
-                            }
+                        for (int mt = 0; mt < MT; ++mt) {
+                            float(&d)[4] = sums[nt][mt];
+                            const float(&f)[2][2] = w[kx][nt];
+                            if (product == 0) mma_tf32<true>(d, lo[mt], f[0]);
+                            else if (product / KS == 0) mma_tf32(d, lo[kx + mt], f[0]);
+                            else mma_tf32(d, hi[kx + mt], f[product / KS == 1]);
                         }
                     }
                 }
 #pragma unroll
-                for (int ky = 0; ky < KYS; ++ky) {
-                    const int to_row = kAllWeights ? row - ky : 0;
-                    if (to_row < 0 || to_row >= R) continue;
-#pragma unroll
-                    for (int k = 0; k < NT * MT * 4; ++k) {
-                        total[to_row][k / (MT * 4)][k / 4 % MT][k % 4] += sums[ky][k / (MT * 4)][k / 4 % MT][k % 4];
-                    }
-                }
+                for (int k = 0; k < NT * MT * 4; ++k) total[k / (MT * 4)][k / 4 % MT][k % 4] += sums[k / (MT * 4)][k / 4 % MT][k % 4];
             }
             __syncthreads();
         }
@@ -2866,50 +2846,45 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
                 const int nt = k / 2, j = k % 2, channel = channel_first + nt * 8 + j;
                 const float bias = channel < c.to_channels ? __ldg(c.bias + channel) : 0.0f;
 #pragma unroll
-                for (int i = 0; i < R * 4; ++i) total[i / 4][nt][i % 2][i / 2 % 2 * 2 + j] += bias;
+                for (int i = 0; i < 4; ++i) total[nt][i % 2][i / 2 * 2 + j] += bias;
             }
         }
         const int column = tile.column + warp * 32 + eighth * 4, columns_left = c.columns - column;
-        const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0, rows_left = c.rows - tile.row;
+        const int channels_left = columns_left > 0 ? c.to_channels - channel_first : 0;
         const int64_t plane = int64_t(c.rows) * c.columns;
         float* const to = c.to + (tile.sample * c.to_channels + channel_first) * plane + int64_t(tile.row) * c.columns + column;
         // Rows that do not start at whole 16 bytes go through shared memory, so that a warp writes 128 neighbouring bytes at a time.
         float* const lines = shared + 2 * kStage + warp * kLines * kLineRow;
 #pragma unroll
-        for (int k = 0; k < NT * 2 * R; ++k) {
-            const int nt = k / (2 * R), j = k / R % 2, r = k % R, channel = nt * 8 + j;
-            const float4 v = make_float4(total[r][nt][0][j], total[r][nt][1][j], total[r][nt][0][2 + j], total[r][nt][1][2 + j]);
+        for (int k = 0; k < NT * 2; ++k) {
+            const int nt = k / 2, j = k % 2, channel = nt * 8 + j;
+            const float4 v = make_float4(total[nt][0][j], total[nt][1][j], total[nt][0][2 + j], total[nt][1][2 + j]);
             if (c.columns % 4 != 0) {
-                *reinterpret_cast<float4*>(lines + (r * NT * 8 + channel + 2 * quarter) * kLineRow + eighth * 4) = v;
-            } else if (channel < channels_left && r < rows_left) {
-                *reinterpret_cast<float4*>(to + channel * plane + r * c.columns) = v;
+                *reinterpret_cast<float4*>(lines + (channel + 2 * quarter) * kLineRow + eighth * 4) = v;
+            } else if (channel < channels_left) {
+                *reinterpret_cast<float4*>(to + channel * plane) = v;
             }
         }
         __syncwarp();
         if (c.columns % 4 != 0) {
             const int own_column = tile.column + warp * 32 + lane, first = tile.block * NT * 8, channels = min(NT * 8, c.to_channels - first);
-            float* row_to = c.to + (tile.sample * c.to_channels + first) * plane + int64_t(tile.row) * c.columns + own_column;
-            const float* row_lines = lines + lane;
-            for (int r = 0; r < min(R, rows_left) && own_column < c.columns; ++r, row_to += c.columns, row_lines += NT * 8 * kLineRow) {
-                float* at = row_to;
-                if (channels == NT * 8) {
+            float* at = c.to + (tile.sample * c.to_channels + first) * plane + int64_t(tile.row) * c.columns + own_column;
+            if (own_column < c.columns && channels == NT * 8) {
 #pragma unroll
-                    for (int channel = 0; channel < NT * 8; ++channel, at += plane) *at = row_lines[channel * kLineRow];
-                } else {
-                    for (int channel = 0; channel < channels; ++channel, at += plane) *at = row_lines[channel * kLineRow];
-                }
+                for (int channel = 0; channel < NT * 8; ++channel, at += plane) *at = lines[channel * kLineRow + lane];
+            } else if (own_column < c.columns) {
+                for (int channel = 0; channel < channels; ++channel, at += plane) *at = lines[channel * kLineRow + lane];
             }
             __syncwarp();
         }
         float zero = 0;
 #pragma unroll
-        for (int k = 0; k < R * NT * MT * 4; ++k) zero = fmaf(total[k / (NT * MT * 4)][k / (MT * 4) % NT][k / 4 % MT][k % 4], 0.0f, zero);
+        for (int k = 0; k < NT * MT * 4; ++k) zero = fmaf(total[k / (MT * 4)][k / 4 % MT][k % 4], 0.0f, zero);
         if (zero != 0.0f) {  // NaN: a value is not finite
-            for (int k = 0; k < NT * 2 * R * 4; ++k) {
-                const int channel = k / (4 * R) % 2 + k / (8 * R) * 8, r = k / 4 % R, p = k % 4;
-                if (channel >= channels_left || r >= rows_left || p >= columns_left) continue;
-                const float v = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row + r, column + p);
-                to[channel * plane + r * c.columns + p] = v;
+            for (int k = 0; k < NT * 2 * 4; ++k) {
+                const int channel = k / 8 * 8 + k / 4 % 2, p = k % 4;
+                if (channel >= channels_left || p >= columns_left) continue;
+                to[channel * plane + p] = correlate_one<KS>(c, tile.sample, channel_first + channel, tile.row, column + p);
             }
         }
         tile = next;
@@ -2930,7 +2905,7 @@ template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGra
 
 // Block (b, channels) sums a run of units; a warp takes every fourth step of 16 pixels, twice the K of an mma, and a lane four neighbouring
 // ones. The sums of a step are made apart.
-constexpr int kSumBlocks = 3;  // an SM
+constexpr int kSumBlocks = 2;  // an SM
 constexpr int kSumRow = kStripWidth + 16;
 static_assert(kSumRow % 32 == 16, "lanes of two channels and four fours of pixels meet different banks");
 
@@ -3140,7 +3115,7 @@ template <int KS, typename G> __global__ void __launch_bounds__(kAddBlock) add_w
 // eight make row r + 1 of h's gradient, four add row r's share to the weights' gradients, each for 16 of h's channels and every second
 // step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
 
-constexpr int kTailWarps = 4, kSumWarps = 8, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
+constexpr int kTailWarps = 8, kSumWarps = 4, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
 constexpr int kRing = 4;  // rows of h's gradient: that in the making, and three in use; and as many of x
 constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
 
@@ -3179,6 +3154,12 @@ __device__ __forceinline__ float2 pair_or_zero(const float* at, bool left, bool 
     return make_float2(left ? __ldcs(at) : 0.0f, right ? __ldcs(at + 1) : 0.0f);
 }
 
+__device__ __forceinline__ float only_if(bool exists, float v) {  // no branch, which would keep values from overlapping
+    float r;
+    asm("{.reg .pred p; setp.ne.s32 p, %2, 0; selp.f32 %0, %1, 0f00000000, p;}" : "=f"(r) : "f"(v), "r"(int(exists)));
+    return r;
+}
+
 // Where a value is not finite, the halves of an infinity may have made a NaN: one by one then.
 __device__ __forceinline__ float gradient_of_h(const Training& p, const ChannelGradient& c, int64_t sample, int channel, int64_t pixel) {
     const int64_t at = (sample * p.out_channels + channel) * p.rows * p.columns + pixel;
@@ -3211,6 +3192,7 @@ constexpr int kTrainShared = (kRing * (kGradChannels * kImageRow + 8 * kSumRow) 
 __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ Training p) {
     constexpr int KS = 3, TAPS = 9, kDhRow = kImageRow, kDhStage = kGradChannels * kDhRow, kXRow = 8 * kSumRow;
     extern __shared__ float4 shared_quads[];
+    __shared__ int shared_last;
     float* const shared_dh = reinterpret_cast<float*>(shared_quads);      // ring of rows, of channels, of columns from 2 before the strip's on
     float* const shared_x = shared_dh + kRing * kDhStage;                  // ring of rows, of channels
     float2* const fragments = reinterpret_cast<float2*>(shared_x + kRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
@@ -3219,8 +3201,9 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
     const int strip_of = int(blockIdx.x) / p.bands, band = int(blockIdx.x) % p.bands;
     const int64_t sample = strip_of / p.column_tiles;
     const int column = strip_of % p.column_tiles * kStripWidth;
-    const int first = int(int64_t(p.height) * band / p.bands), last = int(int64_t(p.height) * (band + 1) / p.bands);
+    const int first = quotient(p.height * band, p.bands), last = quotient(p.height * (band + 1), p.bands);
     const int begin = max(first - (KS - 1), 0);
+    if (threadIdx.x == 0) shared_last = last;
     const int64_t plane = int64_t(p.height) * p.width, grad_plane = int64_t(p.rows) * p.columns;
 
     for (int i = threadIdx.x; i < kGradChannels; i += kTrainBlock) constants[i] = channel_gradient(p, sample, i);
@@ -3237,6 +3220,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
     __syncthreads();
 
     if (warp < kTailWarps) {  // h's gradient
+        const auto end = [&] { return *static_cast<volatile int*>(&shared_last); };  // no register for it: all are taken
         const int own = warp * kTailChannels, channels = p.out_channels - own;
         float2 h[kTailChannels][2] = {}, grad[kTailChannels][2] = {}, h_before = {}, grad_before = {};
         float sums[kTailChannels], products[kTailChannels];
@@ -3245,7 +3229,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
 #pragma unroll
         for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
         const auto load = [&](int row) {
-            if (row >= p.rows || row >= last) return;
+            if (row >= p.rows || row >= end()) return;
             const auto load_by = [&](const auto& pair) {
                 const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
                 if (column > 0 && lane < min(kTailChannels, channels)) {
@@ -3269,13 +3253,13 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         const auto make = [&](int row) {
             float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow;
             float* const pairs_to = to + 2 + 2 * lane;
-            if (row >= p.rows) {
-                for (int i = lane; i < kTailChannels * kDhRow; i += 32) to[i] = 0.0f;
-                return;
-            }
             if (row <= first) {  // the rows before are another piece's to count
 #pragma unroll
                 for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
+            }
+            if (row >= p.rows) {
+                for (int i = lane; i < kTailChannels * kDhRow; i += 32) to[i] = 0.0f;
+                return;
             }
 #pragma unroll
             for (int c = 0; c < kTailChannels; ++c) {
@@ -3286,30 +3270,52 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                     float q[2];
 #pragma unroll
                     for (int k = 0; k < 2; ++k) {
-                        q[k] = exists[j][k] ? gradient_before_scale(biased[k], given[k], channel) : 0.0f;
+                        q[k] = only_if(exists[j][k], gradient_before_scale(biased[k], given[k], channel));
                         sums[c] += q[k];
                         products[c] = fmaf(q[k], biased[k], products[c]);
                     }
                     *reinterpret_cast<float2*>(pairs_to + c * kDhRow + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
                 }
             }
-            if (lane < kTailChannels) {
-                float2 before = {};
+            if (column > 0 && lane < kTailChannels) {
                 const ChannelGradient channel = constants[own + lane];
-                if (column > 0 && column - 2 < p.columns) before.x = gradient_before_scale(h_before.x + channel.bias, grad_before.x, channel) * channel.push;
-                if (column > 0 && column - 1 < p.columns) before.y = gradient_before_scale(h_before.y + channel.bias, grad_before.y, channel) * channel.push;
+                const auto one = [&](int left, float h, float grad) {
+                    return only_if(left < p.columns, gradient_before_scale(h + channel.bias, grad, channel) * channel.push);
+                };
+                const float2 before = make_float2(one(column - 2, h_before.x, grad_before.x), one(column - 1, h_before.y, grad_before.y));
                 *reinterpret_cast<float2*>(to + lane * kDhRow) = before;
             }
         };
+        const auto copy = [&](int row) {  // of x, for the weights'
+            if (row < min(end(), p.rows) + KS - 1 && p.partials != nullptr) {
+                float* const to = shared_x + row % kRing * kXRow;
+                const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
+                copy_rows<8 / kTailWarps, kTailWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kTailWarps * plane, column, p.width,
+                    p.pairs, [&](int i) { return warp + i * kTailWarps < p.in_channels; });
+                if (threadIdx.x < 8) {
+                    copy_halo(to + threadIdx.x * kSumRow, from + threadIdx.x * plane, column, p.width, threadIdx.x < p.in_channels, p.pairs);
+                }
+            }
+            commit_copies();
+        };
+        for (int ky = 0; ky < KS; ++ky) copy(first + ky);
+        if (column == 0) {  // nothing is to the left
+            for (int i = threadIdx.x; i < kRing * kGradChannels; i += 32 * kTailWarps) {
+                *reinterpret_cast<float2*>(shared_dh + i * kDhRow) = make_float2(0.0f, 0.0f);
+            }
+        }
         load(begin);
         make(begin);
         load(begin + 1);
+        await_copies<0>();
         meet();
-        for (int row = begin; row < last; ++row) {
-            if (row + 1 < last) {
+        for (int row = begin; row < end(); ++row) {
+            if (row >= first) copy(row + KS);
+            if (row + 1 < end()) {
                 make(row + 1);
                 load(row + 2);
             }
+            await_copies<0>();
             meet();
         }
 #pragma unroll
@@ -3326,27 +3332,12 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
             }
         }
     } else if (warp < kTailWarps + kSumWarps) {  // the weights'
-        const int of = warp - kTailWarps, mt = of % 2, end = min(last, p.rows);
-        const auto copy = [&](int row) {
-            if (row < end + KS - 1) {
-                float* const to = shared_x + row % kRing * kXRow;
-                const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-                copy_rows<8 / kSumWarps, kSumWarps * kSumRow>(to + of * kSumRow, from + of * plane, kSumWarps * plane, column, p.width,
-                    p.pairs, [&](int i) { return of + i * kSumWarps < p.in_channels; });
-                if (of == 0 && lane < 8) {
-                    copy_halo(to + lane * kSumRow, from + lane * plane, column, p.width, lane < p.in_channels, p.pairs);
-                }
-            }
-            commit_copies();
-        };
+        const int of = warp - kTailWarps, mt = of % 2, end = p.partials == nullptr ? first : min(last, p.rows);
         float total[TAPS][4] = {};
         const int steps = min(kStripWidth / 16, (max(p.columns - column, 0) + 15) / 16);
-        for (int ky = 0; ky < KS; ++ky) copy(first + ky);
-        await_copies<0>();
         meet();
         for (int row = begin; row < last; ++row) {
-            if (row >= first && row < end && p.partials != nullptr) {
-                copy(row + KS);
+            if (row >= first && row < end) {
                 for (int step = of / 2; step < steps; step += kSumWarps / 2) {
                     const int pixel = step * 16 + 4 * quarter;
                     float grad_hi[2][4], grad_lo[2][4];  // of pixels k and k + 2
@@ -3384,7 +3375,6 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                         for (int k = 0; k < KS * 4; ++k) total[ky * KS + k / 4][k % 4] += sums[k / 4][k % 4];
                     }
                 }
-                await_copies<0>();
             }
             meet();
         }
@@ -3492,7 +3482,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
 // A block owns a piece, as above but 64 columns wide; of its four warps each has 16 of h's channels, whose weights stay in registers, and
 // 32 columns. A row of x gives its share to three rows of h. A lane's pixels are eight neighbours of two channels.
 constexpr int kRecordWidth = 64, kRecordRow = kRecordWidth + 8, kRecordRing = 4;
-constexpr int kRecordBlocks = 3;
+constexpr int kRecordBlocks = 2;
 
 struct Recording {
     const float *x, *weight, *conv_bias, *bias, *scale;
@@ -3506,14 +3496,14 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
     constexpr int KS = 3, TAPS = 9, NT = 4, kXRow = 8 * kRecordRow;
     __shared__ float shared_x[kRecordRing * kXRow];
     __shared__ float shared_lines[kStripWarps][16 * kLineRow];
-    __shared__ float4 shared_lo[2][TAPS][32];
+    __shared__ float4 shared_vectors[32];  // v = 1 / (1 + 2^((h + y) * z)), h = sum + x
     __shared__ Moments<float> shared_moments[32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int block = int(blockIdx.x) % p.channel_blocks, piece = int(blockIdx.x) / p.channel_blocks;
     const int strip = piece / p.bands, band = piece % p.bands;
     const int64_t sample = strip / p.column_tiles;
     const int column = strip % p.column_tiles * kRecordWidth;
-    const int first = int(int64_t(p.rows) * band / p.bands), last = int(int64_t(p.rows) * (band + 1) / p.bands);
+    const int first = quotient(p.rows * band, p.bands), last = quotient(p.rows * (band + 1), p.bands);
     const int half = warp % 2, own_first = block * 32 + half * 16, group_column = warp / 2 * 32;
     const int64_t plane = int64_t(p.height) * p.width, h_plane = int64_t(p.rows) * p.columns;
 
@@ -3537,24 +3527,17 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
         }
         commit_copies();
     };
-    float w[TAPS][4];  // the upper halves of the weights; the lower ones wait in shared memory
+    float w[TAPS][2][4];  // hi, lo
 #pragma unroll
-    for (int tap = 0; tap < TAPS; ++tap) {
-        float lo[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            const int to = own_first + k % 2 * 8 + eighth, from = k / 2 * 4 + quarter;
-            const bool exists = to < p.out_channels && from < p.in_channels;
-            split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][k], lo[k]);
-        }
-        if (warp < 2) shared_lo[half][tap][lane] = make_float4(lo[0], lo[1], lo[2], lo[3]);
+    for (int k = 0; k < TAPS * 4; ++k) {
+        const int to = own_first + k % 2 * 8 + eighth, from = k / 2 % 2 * 4 + quarter, tap = k / 4;
+        const bool exists = to < p.out_channels && from < p.in_channels;
+        split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][0][k % 4], w[tap][1][k % 4]);
     }
-    float conv_bias[2], bias[2], slope[2];  // v = 1 / (1 + 2^((h + bias) * slope))
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        const int channel = min(own_first + k * 8 + eighth, p.out_channels - 1);
-        conv_bias[k] = __ldg(p.conv_bias + channel), bias[k] = __ldg(p.bias + channel);
-        slope[k] = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
+    if (threadIdx.x < 32) {
+        const int channel = min(block * 32 + int(threadIdx.x), p.out_channels - 1);
+        const float slope = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
+        shared_vectors[threadIdx.x] = make_float4(__ldg(p.conv_bias + channel), __ldg(p.bias + channel), slope, 0.0f);
     }
     float anchor[2], sum[2] = {}, square[2] = {};  // of v - anchor
     const int columns_left = p.columns - column - group_column, left = columns_left - 8 * quarter;
@@ -3562,11 +3545,12 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
     const auto emit = [&](int row, const float (&tile)[NT][4]) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
+            const float4 vector = shared_vectors[half * 16 + k * 8 + eighth];
             float h[8], v[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                h[i] = tile[i % 4][k * 2 + i / 4] + conv_bias[k];
-                v[i] = sigmoid_from_exponent((h[i] + bias[k]) * slope[k]);
+                h[i] = tile[i % 4][k * 2 + i / 4] + vector.x;
+                v[i] = sigmoid_from_exponent((h[i] + vector.y) * vector.z);
             }
             float4* const to = reinterpret_cast<float4*>(lines + (k * 8 + eighth) * kLineRow + 8 * quarter);
             to[0] = make_float4(h[0], h[1], h[2], h[3]), to[1] = make_float4(h[4], h[5], h[6], h[7]);
@@ -3620,26 +3604,25 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
 #pragma unroll
                 for (int i = 0; i < NT + KS - 1; ++i) split_tf32(values[i], hi[i][k], lo[i][k]);
             }
+            float sums[KS][NT][4];  // smallest products first
 #pragma unroll
-            for (int ky = 0; ky < KS; ++ky) {
-                float sums[NT][4];  // smallest products first
+            for (int product = 0; product < 3 * KS; ++product) {
+                const int kx = product % KS;
 #pragma unroll
-                for (int product = 0; product < 3 * KS; ++product) {
-                    const int kx = product % KS;
-                    float w_lo[4];
-                    if (product / KS == 1) *reinterpret_cast<float4*>(w_lo) = shared_lo[half][ky * KS + kx][lane];
+                for (int ky = 0; ky < KS; ++ky) {
 #pragma unroll
                     for (int nt = 0; nt < NT; ++nt) {
-                        if (product == 0) mma_tf32<true>(sums[nt], w[ky * KS], lo[nt]);
-                        else if (product / KS == 0) mma_tf32(sums[nt], w[ky * KS + kx], lo[nt + kx]);
-                        else mma_tf32(sums[nt], product / KS == 1 ? w_lo : w[ky * KS + kx], hi[nt + kx]);
+                        if (product == 0) mma_tf32<true>(sums[ky][nt], w[ky * KS][0], lo[nt]);
+                        else if (product / KS == 0) mma_tf32(sums[ky][nt], w[ky * KS + kx][0], lo[nt + kx]);
+                        else mma_tf32(sums[ky][nt], w[ky * KS + kx][product / KS == 1], hi[nt + kx]);
                     }
                 }
+            }
 #pragma unroll
-                for (int k = 0; k < NT * 4; ++k) {
-                    float& to = total[(u - ky + KS) % KS][k / 4][k % 4];
-                    to = ky == 0 ? sums[k / 4][k % 4] : to + sums[k / 4][k % 4];
-                }
+            for (int k = 0; k < KS * NT * 4; ++k) {
+                const int ky = k / (NT * 4), nt = k / 4 % NT;
+                float& to = total[(u - ky + KS) % KS][nt][k % 4];
+                to = ky == 0 ? sums[ky][nt][k % 4] : to + sums[ky][nt][k % 4];
             }
             if (row >= first + KS - 1) emit(row - (KS - 1), total[(u + 1) % KS]);
         }
@@ -3672,10 +3655,13 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __gri
     }
 }
 
-// A block owns part of a row, the pixels of a channel of a sample, and takes the moments of its slice, of which there are `count`.
+// A block owns part of a row, the pixels of a channel of a sample, and merges the moments of its slice, of which there are `count`.
+constexpr int kNormalPacks = 8;  // of a thread in flight
+constexpr int kNormalPart = kNormalPacks * kMaxGroup * 4;  // values of a part: short blocks end together
+
 __global__ void __launch_bounds__(kMaxGroup, 1) normalize_rows(const float* __restrict__ h, float* __restrict__ out,
     const Moments<float>* __restrict__ moments, Vectors<float> vectors, Sizes sizes, int64_t part_values, int parts, int count, float eps) {
-    constexpr int V = 4, B = 4;
+    constexpr int V = 4, B = kNormalPacks;
     const Row<V> row(sizes, part_values, parts, kMaxGroup);
     const int64_t slice = row.sample * sizes.groups + quotient(row.channel, sizes.channels);
     const Moments<float> m = merge_parts(moments + slice * count, count);
@@ -3717,16 +3703,16 @@ template <typename K> static cudaError_t resident_blocks(K kernel, int shared_by
     return error;
 }
 
-template <int KS, int NT, int R>
+template <int KS, int NT>
 static cudaError_t launch_correlation(Correlation c, int64_t samples, const Device& device, cudaStream_t stream) {
     c.slabs = int(divide_up(c.from_channels, 8)), c.to_blocks = int(divide_up(c.to_channels, 8 * NT));
     c.rows = c.height + 2 * c.pad - KS + 1, c.columns = c.width + 2 * c.pad - KS + 1;
-    c.row_tiles = int(divide_up(c.rows, R)), c.column_tiles = int(divide_up(c.columns, kStripWidth));
-    c.tiles = samples * c.to_blocks * c.row_tiles * c.column_tiles;
+    c.column_tiles = int(divide_up(c.columns, kStripWidth));
+    c.tiles = samples * c.to_blocks * c.rows * c.column_tiles;
     c.pairs = c.width % 2 == 0;
-    const int lines = c.columns % 4 == 0 ? 0 : kStripWarps * NT * 8 * R;
-    const int shared_bytes = (2 * (R + KS - 1) * 8 * kImageRow + lines * kLineRow) * int(sizeof(float));
-    auto kernel = correlate<KS, NT, R>;
+    const int lines = c.columns % 4 == 0 ? 0 : kStripWarps * NT * 8;
+    const int shared_bytes = (2 * KS * 8 * kImageRow + lines * kLineRow) * int(sizeof(float));
+    auto kernel = correlate<KS, NT>;
     int64_t blocks;
     const cudaError_t error = resident_blocks(kernel, shared_bytes, device, &blocks);
     if (error != cudaSuccess) return error;
@@ -3736,8 +3722,8 @@ static cudaError_t launch_correlation(Correlation c, int64_t samples, const Devi
     return cudaGetLastError();
 }
 template <int KS> static cudaError_t launch_correlation(const Correlation& c, int64_t samples, const Device& device, cudaStream_t stream) {
-    if (c.to_channels <= 8) return launch_correlation<KS, 1, 4>(c, samples, device, stream);
-    return launch_correlation<KS, 4, 1>(c, samples, device, stream);
+    if (c.to_channels <= 8) return launch_correlation<KS, 1>(c, samples, device, stream);
+    return launch_correlation<KS, 4>(c, samples, device, stream);
 }
 static int64_t fragment_bytes(const int64_t* sizes) {  // both ways round
     const auto up = [](int64_t channels) { return divide_up(channels, 32) * 32; };
@@ -3849,10 +3835,10 @@ extern "C" int convolution_recorded(const void* x, void* h, void* out, const voi
     const Vectors<float> tail = vectors_from<float>(vectors + 2, full);
     const Sizes slices = slices_of(sizes, groups);
     if (slices.n <= kMostInRegisters<float, 1>) return launch<float>(h, out, tail, slices, eps, nullptr, stream);
-    const int parts = stream_parts(slices.slices * slices.channels, slices.spatial * int64_t(sizeof(float)), device.sms);
-    const int64_t part_values = divide_up(divide_up(slices.spatial, parts), 32) * 32, used = divide_up(slices.spatial, part_values);
-    normalize_rows<<<unsigned(slices.slices * slices.channels * used), kMaxGroup, 0, stream>>>(p.h, static_cast<float*>(out), p.moments,
-        tail, slices, part_values, int(used), pieces * slices.channels, float(eps));
+    const int64_t part_values = divide_up(divide_up(slices.spatial, divide_up(slices.spatial, kNormalPart)), 32) * 32;
+    const int64_t parts = divide_up(slices.spatial, part_values);
+    normalize_rows<<<unsigned(slices.slices * slices.channels * parts), kMaxGroup, 0, stream>>>(p.h, static_cast<float*>(out), p.moments,
+        tail, slices, part_values, int(parts), pieces * slices.channels, float(eps));
     return cudaGetLastError();
 }
 
