@@ -20,10 +20,13 @@ Sums have a fixed order: the same input, the same bits. Bias and scale may have 
 way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
 cache.
 
-Gradients: one operator for all that follows the convolution, which computes v anew, and reads h and the output's gradient twice, or once
-where channels have one pixel. Where they are needed, the convolution and its own gradients are operators too: for plain 3x3 and 1x1 ones
-of float32, up to 64 channels to 128, implicit GEMMs on the tensor cores in TF32 halves, with float32's accuracy and range; ATen's
-elsewhere. Second derivatives, and a bias or scale of h's shape, in ATen operators.
+Gradients: of plain 3x3 convolutions of float32 from up to 8 channels, what is recorded is h, which is stored once while the moments of v
+are taken, and read once for the norm. The gradients, for up to 32 channels, read h and the output's gradient twice: for their joint
+moments, and to make h's gradient, which waits in shared memory alone until it has gone into x's and the weights'. Elsewhere there are two
+operators: for all that follows the convolution one, which computes v anew, and reads h and the output's gradient twice, or once where
+channels have one pixel; and for the convolution one, plain 3x3 and 1x1 ones of float32 up to 64 channels to 128, implicit GEMMs as well,
+or ATen's. All these products are made on the tensor cores of TF32 halves, with float32's accuracy and range. Second derivatives, and a
+bias or scale of h's shape, in ATen operators.
 """
 
 import contextlib
@@ -2737,7 +2740,8 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
     return float(c.bias == nullptr ? sum : sum + double(__ldg(c.bias + channel)));
 }
 
-// A block takes a run of tiles, a row of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
+// A block takes a run of tiles, a row of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of
+// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
 // on. Of an mma's two pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
 constexpr int kCorrelateBlocks = 3;  // an SM
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
@@ -3069,7 +3073,8 @@ struct GivenGradient {
     }
 };
 // given(sample, channel, pixel): a value of grad.
-template <int KS, typename G> __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p, G given) {
+template <int KS, typename G>
+__global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p, G given) {
     constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
     const int in = blockIdx.x, out = blockIdx.y;
     const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
@@ -3108,16 +3113,17 @@ template <int KS, typename G> __global__ void __launch_bounds__(kAddBlock) add_w
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// The gradients of all that is trained, of 3x3 kernels from at most 8 channels to at most 32, in one pass after the joint moments: the
-// gradient of h is made row by row in shared memory, and used from there for x's and the weights'; it never is in global memory.
+// The gradients of all that is trained, of 3x3 kernels from at most 8 channels to at most 32, in one sweep after the joint
+// moments: the gradient of h is made row by row in shared memory, and used from there for x's and the weights'.
 //
 // A block owns a piece: rows [first, last) of x's gradient in a strip of 128 columns of one sample. Its warps have three trades. While
 // eight make row r + 1 of h's gradient, four add row r's share to the weights' gradients, each for 16 of h's channels and every second
 // step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
 
 constexpr int kTailWarps = 8, kSumWarps = 4, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
-constexpr int kRing = 4;  // rows of h's gradient: that in the making, and three in use; and as many of x
+constexpr int kDhRing = 2, kXRing = 4;  // rows: one under way, and those in use
 constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
+static_assert(kTailWarps == 8, "a warp copies one of x's channels");
 
 // What makes a channel's dh of its h and grad: q = (gamma * grad - mean - mean_lo - (v - hi - lo) * pull) * v * (1 - v), dh = q * push.
 struct alignas(16) ChannelGradient {
@@ -3165,7 +3171,8 @@ __device__ __forceinline__ float gradient_of_h(const Training& p, const ChannelG
     const int64_t at = (sample * p.out_channels + channel) * p.rows * p.columns + pixel;
     return gradient_before_scale(__ldg(p.h + at) + c.bias, __ldg(p.grad + at), c) * c.push;
 }
-__device__ __noinline__ float gradient_of_x(const Training& p, const ChannelGradient* constants, int64_t sample, int channel, int row, int column) {
+__device__ __noinline__ float gradient_of_x(
+    const Training& p, const ChannelGradient* constants, int64_t sample, int channel, int row, int column) {
     double sum = 0;
     for (int from = 0; from < p.out_channels && sum == sum; ++from) {
         for (int tap = 0; tap < 9; ++tap) {
@@ -3186,16 +3193,16 @@ struct GradientOfH {  // for add_weight_gradient
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kTrainBlock) : "memory"); }
 
-constexpr int kTrainShared = (kRing * (kGradChannels * kImageRow + 8 * kSumRow) + 4 * 9 * 32 * 4) * int(sizeof(float)) +
+constexpr int kTrainShared = (kDhRing * kGradChannels * kImageRow + kXRing * 8 * kSumRow + 4 * 9 * 32 * 4) * int(sizeof(float)) +
     kGradChannels * int(sizeof(ChannelGradient));
 
-__global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ Training p) {
+__global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __grid_constant__ Training p) {
     constexpr int KS = 3, TAPS = 9, kDhRow = kImageRow, kDhStage = kGradChannels * kDhRow, kXRow = 8 * kSumRow;
     extern __shared__ float4 shared_quads[];
     __shared__ int shared_last;
-    float* const shared_dh = reinterpret_cast<float*>(shared_quads);      // ring of rows, of channels, of columns from 2 before the strip's on
-    float* const shared_x = shared_dh + kRing * kDhStage;                  // ring of rows, of channels
-    float2* const fragments = reinterpret_cast<float2*>(shared_x + kRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
+    float* const shared_dh = reinterpret_cast<float*>(shared_quads);  // of row, channel, column from 2 before the strip's on
+    float* const shared_x = shared_dh + kDhRing * kDhStage;           // of row, channel, column
+    float2* const fragments = reinterpret_cast<float2*>(shared_x + kXRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
     ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 64);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int strip_of = int(blockIdx.x) / p.bands, band = int(blockIdx.x) % p.bands;
@@ -3251,7 +3258,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
             else load_by([](const float* from, bool left, bool right) { return pair_or_zero(from, left, right); });
         };
         const auto make = [&](int row) {
-            float* const to = shared_dh + row % kRing * kDhStage + own * kDhRow;
+            float* const to = shared_dh + row % kDhRing * kDhStage + own * kDhRow;
             float* const pairs_to = to + 2 + 2 * lane;
             if (row <= first) {  // the rows before are another piece's to count
 #pragma unroll
@@ -3288,19 +3295,17 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         };
         const auto copy = [&](int row) {  // of x, for the weights'
             if (row < min(end(), p.rows) + KS - 1 && p.partials != nullptr) {
-                float* const to = shared_x + row % kRing * kXRow;
+                float* const to = shared_x + row % kXRing * kXRow;
                 const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-                copy_rows<8 / kTailWarps, kTailWarps * kSumRow>(to + warp * kSumRow, from + warp * plane, kTailWarps * plane, column, p.width,
-                    p.pairs, [&](int i) { return warp + i * kTailWarps < p.in_channels; });
-                if (threadIdx.x < 8) {
-                    copy_halo(to + threadIdx.x * kSumRow, from + threadIdx.x * plane, column, p.width, threadIdx.x < p.in_channels, p.pairs);
-                }
+                const bool is_one = warp < p.in_channels;
+                copy_rows<1, 0>(to + warp * kSumRow, from + warp * plane, 0, column, p.width, p.pairs, [&](int) { return is_one; });
+                if (lane == 0) copy_halo(to + warp * kSumRow, from + warp * plane, column, p.width, is_one, p.pairs);
             }
             commit_copies();
         };
         for (int ky = 0; ky < KS; ++ky) copy(first + ky);
         if (column == 0) {  // nothing is to the left
-            for (int i = threadIdx.x; i < kRing * kGradChannels; i += 32 * kTailWarps) {
+            for (int i = threadIdx.x; i < kDhRing * kGradChannels; i += 32 * kTailWarps) {
                 *reinterpret_cast<float2*>(shared_dh + i * kDhRow) = make_float2(0.0f, 0.0f);
             }
         }
@@ -3343,7 +3348,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                     float grad_hi[2][4], grad_lo[2][4];  // of pixels k and k + 2
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const float* const at = shared_dh + row % kRing * kDhStage + (mt * 16 + half * 8 + eighth) * kDhRow + 2 + pixel;
+                        const float* const at = shared_dh + row % kDhRing * kDhStage + (mt * 16 + half * 8 + eighth) * kDhRow + 2 + pixel;
                         const float2 near = *reinterpret_cast<const float2*>(at), far = *reinterpret_cast<const float2*>(at + 2);
                         split_tf32(near.x, grad_hi[0][half], grad_lo[0][half]);
                         split_tf32(near.y, grad_hi[1][half], grad_lo[1][half]);
@@ -3352,7 +3357,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
                     }
 #pragma unroll
                     for (int ky = 0; ky < KS; ++ky) {
-                        const float* const at = shared_x + (row + ky) % kRing * kXRow + eighth * kSumRow + pixel;
+                        const float* const at = shared_x + (row + ky) % kXRing * kXRow + eighth * kSumRow + pixel;
                         float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
                         const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
                         const float4 left = *reinterpret_cast<const float4*>(at);
@@ -3403,7 +3408,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
         meet();
         for (int row = begin; row < last; ++row) {
             if (row < p.rows) {
-                const float* pixels = shared_dh + row % kRing * kDhStage + quarter * kDhRow + of * 32 + eighth * 4;
+                const float* pixels = shared_dh + row % kDhRing * kDhStage + quarter * kDhRow + of * 32 + eighth * 4;
                 const float2* own_fragments = fragments + lane;
 #pragma unroll 1
                 for (int slab = 0; slab < 4; ++slab, pixels += 8 * kDhRow, own_fragments += TAPS * 64) {
@@ -3477,7 +3482,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) train(const __grid_constant__ 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// The forward while recording, of 3x3 kernels from at most 8 channels: h, and the moments of what it becomes, in one pass; then the norm.
+// The forward while recording, of 3x3 kernels from at most 8 channels: h, and the moments of what it becomes, in one sweep; then the norm.
 //
 // A block owns a piece, as above but 64 columns wide; of its four warps each has 16 of h's channels, whose weights stay in registers, and
 // 32 columns. A row of x gives its share to three rows of h. A lane's pixels are eight neighbours of two channels.
@@ -3492,7 +3497,7 @@ struct Recording {
     bool pairs;
 };
 
-__global__ void __launch_bounds__(kStripBlock, kRecordBlocks) record(const __grid_constant__ Recording p) {
+__global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measure(const __grid_constant__ Recording p) {
     constexpr int KS = 3, TAPS = 9, NT = 4, kXRow = 8 * kRecordRow;
     __shared__ float shared_x[kRecordRing * kXRow];
     __shared__ float shared_lines[kStripWarps][16 * kLineRow];
@@ -3823,14 +3828,14 @@ extern "C" int convolution_recorded(const void* x, void* h, void* out, const voi
     p.rows = p.height - 2, p.columns = p.width - 2, p.pairs = p.width % 2 == 0;
     p.column_tiles = int(divide_up(p.columns, kRecordWidth)), p.channel_blocks = int(divide_up(p.out_channels, 32));
     int64_t slots;
-    error = resident_blocks(record, 0, device, &slots);
+    error = resident_blocks(convolve_and_measure, 0, device, &slots);
     if (error != cudaSuccess) return error;
     p.bands = bands_of(sizes[0] * p.column_tiles * p.channel_blocks, p.rows, slots);
     const int pieces = p.column_tiles * p.bands;
     *workspace_bytes = sizes[0] * p.out_channels * pieces * int64_t(sizeof(Moments<float>));
     if (workspace == nullptr) return cudaSuccess;
     p.moments = static_cast<Moments<float>*>(workspace);
-    record<<<unsigned(sizes[0] * pieces * p.channel_blocks), kStripBlock, 0, stream>>>(p);
+    convolve_and_measure<<<unsigned(sizes[0] * pieces * p.channel_blocks), kStripBlock, 0, stream>>>(p);
     const bool full[kOperands] = {};
     const Vectors<float> tail = vectors_from<float>(vectors + 2, full);
     const Sizes slices = slices_of(sizes, groups);
@@ -3885,9 +3890,11 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
     joint_moments_of_rows<float><<<blocks, kMaxGroup, 0, stream>>>(p.grad, p.h, joints, tail, slices, plan.part_values, plan.parts, plan.group);
     merge_rows<float><<<unsigned(divide_up(slices.slices, kMaxGroup / 32)), kMaxGroup, 0, stream>>>(
         joints, slice_gradients, p.gamma, partials, slices, plan.parts, float(eps));
-    error = cudaFuncSetAttribute(train, cudaFuncAttributeMaxDynamicSharedMemorySize, kTrainShared);
+    error = cudaFuncSetAttribute(differentiate_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kTrainShared);
     if (error != cudaSuccess) return error;
-    if (to[0] != nullptr || to[1] != nullptr || to[2] != nullptr || to[3] != nullptr) train<<<unsigned(pieces), kTrainBlock, kTrainShared, stream>>>(p);
+    if (to[0] != nullptr || to[1] != nullptr || to[2] != nullptr || to[3] != nullptr) {
+        differentiate_rows<<<unsigned(pieces), kTrainBlock, kTrainShared, stream>>>(p);
+    }
     if (to[1] != nullptr) {
         WeightGradient w = {};
         w.x = p.x, w.partials = next, w.to = static_cast<float*>(to[1]), w.samples = sizes[0], w.blocks = int(pieces), w.in_slabs = 1;
