@@ -3463,6 +3463,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
 #pragma unroll
                 for (int k = 0; k < MT * 4; ++k) zero = fmaf(total[0][k / 4][k % 4], 0.0f, zero);
                 if (zero != 0.0f) {
+#pragma unroll 1
                     for (int k = 0; k < 8; ++k) {
                         if (k / 4 >= channels_left || k % 4 >= columns_left) continue;
                         to[k / 4 * plane + int64_t(row) * p.width + k % 4] =
