@@ -2629,9 +2629,15 @@ template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d
           "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
-// v = hi + lo, both rounded to nearest: the tensor cores read the upper 19 bits.
+// v = hi + lo, both rounded to nearest: of lo the tensor cores read the upper 19 bits.
 __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
-    hi = __uint_as_float((__float_as_uint(v) + 0x1000) & 0xffffe000);
+    uint32_t bits = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+#elif __CUDA_ARCH__ >= 800
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+#endif
+    hi = __uint_as_float(bits);
     lo = __uint_as_float(__float_as_uint(v - hi) + 0x1000);
 }
 
@@ -3121,7 +3127,7 @@ __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_co
 // step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
 
 constexpr int kTailWarps = 8, kSumWarps = 4, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
-constexpr int kDhRing = 2, kXRing = 4;  // rows: one under way, and those in use
+constexpr int kDhRing = 2, kStages = 2, kXRing = 8;  // rows of h's gradient; of h and grad to come; of x, in use and to come
 constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
 static_assert(kTailWarps == 8, "a warp copies one of x's channels");
 
@@ -3153,11 +3159,13 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
 }
 
 // A pair of neighbours, at whole 8 bytes or one by one; zeros where they do not exist.
-__device__ __forceinline__ float2 pair_or_zero(const float* at, bool both) {
-    return both ? __ldcs(reinterpret_cast<const float2*>(at)) : make_float2(0.0f, 0.0f);
-}
-__device__ __forceinline__ float2 pair_or_zero(const float* at, bool left, bool right) {
-    return make_float2(left ? __ldcs(at) : 0.0f, right ? __ldcs(at + 1) : 0.0f);
+__device__ __forceinline__ void copy_pair(float* to, const float* from, bool pairs, bool left, bool right) {
+    if (pairs) {
+        copy_or_zero<8>(to, from, left ? 8 : 0);
+    } else {
+        copy_or_zero<4>(to, from, left ? 4 : 0);
+        copy_or_zero<4>(to + 1, from + 1, right ? 4 : 0);
+    }
 }
 
 __device__ __forceinline__ float only_if(bool exists, float v) {  // no branch, which would keep values from overlapping
@@ -3193,7 +3201,7 @@ struct GradientOfH {  // for add_weight_gradient
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kTrainBlock) : "memory"); }
 
-constexpr int kTrainShared = (kDhRing * kGradChannels * kImageRow + kXRing * 8 * kSumRow + 4 * 9 * 32 * 4) * int(sizeof(float)) +
+constexpr int kTrainShared = ((kDhRing + 2 * kStages) * kGradChannels * kImageRow + kXRing * 8 * kSumRow + 4 * 9 * 32 * 4) * int(sizeof(float)) +
     kGradChannels * int(sizeof(ChannelGradient));
 
 __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __grid_constant__ Training p) {
@@ -3201,7 +3209,8 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
     extern __shared__ float4 shared_quads[];
     __shared__ int shared_last;
     float* const shared_dh = reinterpret_cast<float*>(shared_quads);  // of row, channel, column from 2 before the strip's on
-    float* const shared_x = shared_dh + kDhRing * kDhStage;           // of row, channel, column
+    float* const shared_raw = shared_dh + kDhRing * kDhStage;         // of row, h or grad, channel, column as above
+    float* const shared_x = shared_raw + 2 * kStages * kDhStage;      // of row, channel, column
     float2* const fragments = reinterpret_cast<float2*>(shared_x + kXRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
     ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 64);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
@@ -3228,38 +3237,47 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
 
     if (warp < kTailWarps) {  // h's gradient
         const auto end = [&] { return *static_cast<volatile int*>(&shared_last); };  // no register for it: all are taken
-        const int own = warp * kTailChannels, channels = p.out_channels - own;
-        float2 h[kTailChannels][2] = {}, grad[kTailChannels][2] = {}, h_before = {}, grad_before = {};
-        float sums[kTailChannels], products[kTailChannels];
+        const int own = warp * kTailChannels, channels = min(kTailChannels, p.out_channels - own);
         const int64_t at = (sample * p.out_channels + own) * grad_plane + column;
+        float sums[kTailChannels], products[kTailChannels];
         bool exists[2][2];
 #pragma unroll
         for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
-        const auto load = [&](int row) {
-            if (row >= p.rows || row >= end()) return;
-            const auto load_by = [&](const auto& pair) {
-                const float *h_row = p.h + at + row * p.columns, *grad_row = p.grad + at + row * p.columns;
-                if (column > 0 && lane < min(kTailChannels, channels)) {
-                    h_before = pair(h_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
-                    grad_before = pair(grad_row + lane * grad_plane - 2, column - 2 < p.columns, column - 1 < p.columns);
+        const auto raw_at = [&](int row) { return shared_raw + row % kStages * (2 * kDhStage) + own * kDhRow; };
+        const auto copy_x = [&](int row) {
+            if (row >= min(end(), p.rows) + KS - 1 || p.partials == nullptr) return;
+            float* const to = shared_x + (row % kXRing * 8 + warp) * kSumRow;
+            const float* const from = p.x + (sample * p.in_channels + warp) * plane + int64_t(row) * p.width + column;
+            const bool is_one = warp < p.in_channels;
+            copy_rows<1, 0>(to, from, 0, column, p.width, p.pairs, [&](int) { return is_one; });
+            if (lane == 0) copy_halo(to, from, column, p.width, is_one, p.pairs);
+        };
+        // A thread copies what it will read itself, and a row of x that the weights' warps need three rows on.
+        const auto copy = [&](int row) {
+            copy_x(row + KS - 1);
+            if (row < min(end(), p.rows)) {
+                float* to = raw_at(row);
+                const float *h_from = p.h + at + row * p.columns, *grad_from = p.grad + at + row * p.columns;
+                if (column > 0 && lane < channels) {
+                    const bool left = column - 2 < p.columns, right = column - 1 < p.columns;
+                    copy_pair(to + lane * kDhRow, h_from + lane * grad_plane - 2, p.pairs, left, right);
+                    copy_pair(to + kDhStage + lane * kDhRow, grad_from + lane * grad_plane - 2, p.pairs, left, right);
                 }
-                h_row += 2 * lane, grad_row += 2 * lane;
-#pragma unroll
-                for (int c = 0; c < kTailChannels; ++c, h_row += grad_plane, grad_row += grad_plane) {
-                    if (c >= channels) break;
+                to += 2 + 2 * lane, h_from += 2 * lane, grad_from += 2 * lane;
+#pragma unroll 1
+                for (int c = 0; c < channels; ++c, to += kDhRow, h_from += grad_plane, grad_from += grad_plane) {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        h[c][j] = pair(h_row + 64 * j, exists[j][0], exists[j][1]);
-                        grad[c][j] = pair(grad_row + 64 * j, exists[j][0], exists[j][1]);
+                        copy_pair(to + 64 * j, h_from + 64 * j, p.pairs, exists[j][0], exists[j][1]);
+                        copy_pair(to + kDhStage + 64 * j, grad_from + 64 * j, p.pairs, exists[j][0], exists[j][1]);
                     }
                 }
-            };
-            if (p.pairs) load_by([](const float* from, bool both, bool) { return pair_or_zero(from, both); });
-            else load_by([](const float* from, bool left, bool right) { return pair_or_zero(from, left, right); });
+            }
+            commit_copies();
         };
         const auto make = [&](int row) {
             float* const to = shared_dh + row % kDhRing * kDhStage + own * kDhRow;
-            float* const pairs_to = to + 2 + 2 * lane;
+            const float* const raw = raw_at(row);
             if (row <= first) {  // the rows before are another piece's to count
 #pragma unroll
                 for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
@@ -3271,58 +3289,45 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
 #pragma unroll
             for (int c = 0; c < kTailChannels; ++c) {
                 const ChannelGradient channel = constants[own + c];
+                float row_sums[2], row_products[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const float biased[2] = {h[c][j].x + channel.bias, h[c][j].y + channel.bias}, given[2] = {grad[c][j].x, grad[c][j].y};
-                    float q[2];
-#pragma unroll
-                    for (int k = 0; k < 2; ++k) {
-                        q[k] = only_if(exists[j][k], gradient_before_scale(biased[k], given[k], channel));
-                        sums[c] += q[k];
-                        products[c] = fmaf(q[k], biased[k], products[c]);
-                    }
-                    *reinterpret_cast<float2*>(pairs_to + c * kDhRow + 64 * j) = make_float2(q[0] * channel.push, q[1] * channel.push);
+                    const int place = c * kDhRow + 2 + 2 * lane + 64 * j;
+                    const float2 h = *reinterpret_cast<const float2*>(raw + place), grad = *reinterpret_cast<const float2*>(raw + kDhStage + place);
+                    const float biased[2] = {h.x + channel.bias, h.y + channel.bias};
+                    const float q[2] = {only_if(exists[j][0], gradient_before_scale(biased[0], grad.x, channel)),
+                        only_if(exists[j][1], gradient_before_scale(biased[1], grad.y, channel))};
+                    row_sums[j] = q[0] + q[1];
+                    row_products[j] = fmaf(q[0], biased[0], q[1] * biased[1]);
+                    *reinterpret_cast<float2*>(to + place) = make_float2(q[0] * channel.push, q[1] * channel.push);
                 }
+                sums[c] += row_sums[0] + row_sums[1];
+                products[c] += row_products[0] + row_products[1];
             }
             if (column > 0 && lane < kTailChannels) {
                 const ChannelGradient channel = constants[own + lane];
-                const auto one = [&](int left, float h, float grad) {
-                    return only_if(left < p.columns, gradient_before_scale(h + channel.bias, grad, channel) * channel.push);
+                const auto one = [&](int left, int place) {
+                    const float q = gradient_before_scale(raw[place] + channel.bias, raw[kDhStage + place], channel);
+                    return only_if(left < p.columns, q * channel.push);
                 };
-                const float2 before = make_float2(one(column - 2, h_before.x, grad_before.x), one(column - 1, h_before.y, grad_before.y));
-                *reinterpret_cast<float2*>(to + lane * kDhRow) = before;
+                const int place = lane * kDhRow;
+                *reinterpret_cast<float2*>(to + place) = make_float2(one(column - 2, place), one(column - 1, place + 1));
             }
         };
-        const auto copy = [&](int row) {  // of x, for the weights'
-            if (row < min(end(), p.rows) + KS - 1 && p.partials != nullptr) {
-                float* const to = shared_x + row % kXRing * kXRow;
-                const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-                const bool is_one = warp < p.in_channels;
-                copy_rows<1, 0>(to + warp * kSumRow, from + warp * plane, 0, column, p.width, p.pairs, [&](int) { return is_one; });
-                if (lane == 0) copy_halo(to + warp * kSumRow, from + warp * plane, column, p.width, is_one, p.pairs);
-            }
-            commit_copies();
-        };
-        for (int ky = 0; ky < KS; ++ky) copy(first + ky);
         if (column == 0) {  // nothing is to the left
             for (int i = threadIdx.x; i < kDhRing * kGradChannels; i += 32 * kTailWarps) {
                 *reinterpret_cast<float2*>(shared_dh + i * kDhRow) = make_float2(0.0f, 0.0f);
             }
         }
-        load(begin);
-        make(begin);
-        load(begin + 1);
-        await_copies<0>();
-        meet();
-        for (int row = begin; row < end(); ++row) {
-            if (row >= first) copy(row + KS);
-            if (row + 1 < end()) {
-                make(row + 1);
-                load(row + 2);
-            }
-            await_copies<0>();
+        for (int row = first; row < begin + KS - 1; ++row) copy_x(row);
+        for (int row = begin; row < begin + kStages; ++row) copy(row);
+        for (int row = begin; row <= end(); ++row) {  // the others are a row behind
+            await_copies<kStages - 1>();
+            if (row < end()) make(row);
+            copy(row + kStages);
             meet();
         }
+        await_copies<0>();
 #pragma unroll
         for (int c = 0; c < kTailChannels; ++c) {
 #pragma unroll
@@ -3440,7 +3445,10 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                     }
 #pragma unroll
                     for (int k = 0; k < KS * MT * 4; ++k) {
-                        total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4] += sums[k / (MT * 4)][k / 4 % MT][k % 4];
+                        // Truncation takes some 7 units of 2^-26 from a sum: eight more in two of three.
+                        const float grown = k / (MT * 4) == 0 ? 1.0f : 1.0f + 0x1p-23f;
+                        float& to = total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4];
+                        to = fmaf(sums[k / (MT * 4)][k / 4 % MT][k % 4], grown, to);
                     }
                 }
             }
@@ -3503,7 +3511,7 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measu
     __shared__ float shared_x[kRecordRing * kXRow];
     __shared__ float shared_lines[kStripWarps][16 * kLineRow];
     __shared__ float4 shared_vectors[32];  // v = 1 / (1 + 2^((h + y) * z)), h = sum + x
-    __shared__ Moments<float> shared_moments[32];
+    __shared__ Moments<float> shared_moments[kStripWarps][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
     const int block = int(blockIdx.x) % p.channel_blocks, piece = int(blockIdx.x) / p.channel_blocks;
     const int strip = piece / p.bands, band = piece % p.bands;
@@ -3634,30 +3642,40 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measu
         }
     }
     await_copies<0>();
-    const float values = float((last - first) * max(0, min(8, left))), share = values > 0.0f ? reciprocal(values) : 0.0f;
-    Moments<float> moments[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-        const float mean = sum[k] * share;
-        Moments<float>& m = moments[k];
-        m.count = values;
-        m.hi = anchor[k] + mean;
-        m.lo = mean - (m.hi - anchor[k]);
-        m.m2 = fmaf(-sum[k], mean, square[k]);
-        for (int mask = 1; mask < 4; mask *= 2) m = merge_with_lane(m, mask);
-    }
-    if (warp >= 2 && quarter == 0) shared_moments[half * 16 + eighth] = moments[0], shared_moments[half * 16 + 8 + eighth] = moments[1];
-    __syncthreads();
-    if (warp < 2 && quarter == 0) {
-        const int pieces = p.column_tiles * p.bands;
+    shared_moments[warp][lane] = Moments<float>();
+    if (__syncthreads_or(!(square[0] + square[1] < INFINITY))) {  // the halves of an infinity have made a NaN: once more, whole
+        Correlation c = {};
+        c.from = p.x, c.weight = p.weight, c.bias = p.conv_bias, c.from_channels = p.in_channels, c.to_channels = p.out_channels;
+        c.height = p.height, c.width = p.width;
+        const int channel = block * 32 + lane, columns = min(kRecordWidth, p.columns - column);
+        Moments<float> m;
+        for (int i = warp; i < (last - first) * columns && channel < p.out_channels; i += kStripWarps) {
+            const int row = first + i / columns, at = column + i % columns;
+            const float h = correlate_one<KS>(c, sample, channel, row, at), operand[] = {__ldg(p.bias + channel), __ldg(p.scale + channel)};
+            p.h[(sample * p.out_channels + channel) * h_plane + int64_t(row) * p.columns + at] = h;
+            m = merge(m, moments_of(activate(h, operand)));
+        }
+        shared_moments[warp][lane] = m;
+    } else {
+        const float values = float((last - first) * max(0, min(8, left))), share = values > 0.0f ? reciprocal(values) : 0.0f;
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const int channel = own_first + k * 8 + eighth;
-            if (channel < p.out_channels) {
-                p.moments[(sample * p.out_channels + channel) * pieces + piece % pieces] =
-                    merge(moments[k], shared_moments[half * 16 + k * 8 + eighth]);
-            }
+            const float mean = sum[k] * share;
+            Moments<float> m;
+            m.count = values;
+            m.hi = anchor[k] + mean;
+            m.lo = mean - (m.hi - anchor[k]);
+            m.m2 = fmaf(-sum[k], mean, square[k]);
+            for (int mask = 1; mask < 4; mask *= 2) m = merge_with_lane(m, mask);
+            if (quarter == 0) shared_moments[warp / 2][half * 16 + k * 8 + eighth] = m;
         }
+    }
+    __syncthreads();
+    const int channel = block * 32 + lane, pieces = p.column_tiles * p.bands;
+    if (warp == 0 && channel < p.out_channels) {
+        Moments<float> m = shared_moments[0][lane];
+        for (int w = 1; w < kStripWarps; ++w) m = merge(m, shared_moments[w][lane]);
+        p.moments[(sample * p.out_channels + channel) * pieces + piece % pieces] = m;
     }
 }
 
