@@ -23,7 +23,7 @@ cache.
 Gradients: of plain 3x3 convolutions of float32 from up to 8 channels, what is recorded is h, which is stored once while the moments of v
 are taken, and read once for the norm. The gradients, for up to 32 channels, read h and the output's gradient twice: for their joint
 moments, and to make h's gradient, which waits in shared memory alone until it has gone into x's and the weights'. Elsewhere there are two
-operators: for all that follows the convolution one, which computes v anew, and reads h and the output's gradient twice, or once where
+steps: for all that follows the convolution one, which computes v anew, and reads h and the output's gradient twice, or once where
 channels have one pixel; and for the convolution one, plain 3x3 and 1x1 ones of float32 up to 64 channels to 128, implicit GEMMs as well,
 or ATen's. All these products are made on the tensor cores of TF32 halves, with float32's accuracy and range. Second derivatives, and a
 bias or scale of h's shape, in ATen operators.
@@ -4859,7 +4859,7 @@ static std::vector<at::Tensor> sigmoid_group_norm_backward_cuda(const at::Tensor
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) { m.impl("backward", sigmoid_group_norm_backward_cuda); }
 #endif
 
-// ---- The convolution alone, for training, and its gradients.
+// ---- The convolution alone and its gradients.
 
 namespace {
 
@@ -5040,8 +5040,6 @@ std::vector<at::Tensor> record_backward_cuda(const at::Tensor& grad, const at::T
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
-    m.def("convolution(Tensor x, Tensor weight, Tensor bias) -> Tensor");
-    m.def("convolution_backward(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
     m.def(
         "record(Tensor x, Tensor conv_weight, Tensor conv_bias, Tensor bias, Tensor scale, Tensor weight, Tensor group_bias, int groups, "
         "float eps) -> (Tensor, Tensor)");
@@ -5050,25 +5048,16 @@ TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
         "float eps, bool[7] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
-    m.impl("convolution", convolution_alone_aten);
-    m.impl("convolution_backward", convolution_gradients_aten);
     m.impl("record", record_cpu);
     m.impl("record_backward", record_backward_cpu);
 }
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
-    m.impl("convolution", convolution_alone_meta);
-    m.impl("convolution_backward", convolution_gradients_meta);
     m.impl("record", record_meta);
     m.impl("record_backward", record_backward_meta);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
-    m.impl("convolution_backward", torch::autograd::autogradNotImplementedFallback());
-    m.impl("record_backward", torch::autograd::autogradNotImplementedFallback());
-}
+TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) { m.impl("record_backward", torch::autograd::autogradNotImplementedFallback()); }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
-    m.impl("convolution", convolution_alone_cuda);
-    m.impl("convolution_backward", convolution_gradients_cuda);
     m.impl("record", record_cuda);
     m.impl("record_backward", record_backward_cuda);
 }
@@ -5186,7 +5175,6 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
 NAMESPACE = _load_operators("conv_sigmoid_group_norm")
 _forward = getattr(torch.ops, NAMESPACE).forward
 _convolve, _backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("convolve", "backward"))
-_convolution, _convolution_backward = (getattr(getattr(torch.ops, NAMESPACE), n) for n in ("convolution", "convolution_backward"))
 _record, _record_backward = (getattr(getattr(torch.ops, NAMESPACE), name) for name in ("record", "record_backward"))
 
 
@@ -5335,27 +5323,6 @@ class SigmoidGroupNorm(torch.autograd.Function):
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
-class Convolution(torch.autograd.Function):
-    """h = conv2d(x, weight, bias), of stride 1 and without padding. One operator each way, ATen's for second derivatives."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, weight, bias):
-        return _convolution(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:2])
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        gradients = _convolution_gradients if torch.is_grad_enabled() else _convolution_backward
-        return tuple(own if need else None for own, need in zip(gradients(grad, x, weight, needs), needs))
-
-
 class ConvSigmoidGroupNorm(torch.autograd.Function):
     """The whole network and h, which it saves with x and the parameters. h is no one's to use: its own gradient is not asked for."""
 
@@ -5405,7 +5372,6 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        convolved = None
         if self._is_plain_convolution(x):
             weight = self.conv.weight
             size = [x.shape[0], weight.shape[0], x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1]
@@ -5415,11 +5381,7 @@ class ModelNew(nn.Module):
             if h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
                 arguments = (*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
                 return ConvSigmoidGroupNorm.apply(*arguments)[0] if needs_grad else _convolve(*arguments)
-            if needs_grad:
-                convolved = Convolution.apply(*tensors[:3])
-        if convolved is None:
-            convolved = self.conv(x)
-        h, (bias, scale) = _as_operands(convolved, (self.bias, self.scale))
+        h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))
         arguments = (h, bias, scale, *_group_norm_arguments(self.group_norm, h))
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:5])
         return _laid_out_as(SigmoidGroupNorm.apply(*arguments) if needs_grad else _forward(*arguments), h)
