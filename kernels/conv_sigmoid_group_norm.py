@@ -3295,8 +3295,8 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                     const int place = c * kDhRow + 2 + 2 * lane + 64 * j;
                     const float2 h = *reinterpret_cast<const float2*>(raw + place), grad = *reinterpret_cast<const float2*>(raw + kDhStage + place);
                     const float biased[2] = {h.x + channel.bias, h.y + channel.bias};
-                    const float q[2] = {only_if(exists[j][0], gradient_before_scale(biased[0], grad.x, channel)),
-                        only_if(exists[j][1], gradient_before_scale(biased[1], grad.y, channel))};
+                    const float q[2] = {only_if(exists[j][0] && c < channels, gradient_before_scale(biased[0], grad.x, channel)),
+                        only_if(exists[j][1] && c < channels, gradient_before_scale(biased[1], grad.y, channel))};
                     row_sums[j] = q[0] + q[1];
                     row_products[j] = fmaf(q[0], biased[0], q[1] * biased[1]);
                     *reinterpret_cast<float2*>(to + place) = make_float2(q[0] * channel.push, q[1] * channel.push);
@@ -3308,7 +3308,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 const ChannelGradient channel = constants[own + lane];
                 const auto one = [&](int left, int place) {
                     const float q = gradient_before_scale(raw[place] + channel.bias, raw[kDhStage + place], channel);
-                    return only_if(left < p.columns, q * channel.push);
+                    return only_if(left < p.columns && lane < channels, q * channel.push);
                 };
                 const int place = lane * kDhRow;
                 *reinterpret_cast<float2*>(to + place) = make_float2(one(column - 2, place), one(column - 1, place + 1));
