@@ -2289,8 +2289,8 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole blocks
-// are not inlined: each is compiled once.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole
+// blocks are not inlined: each is compiled once.
 constexpr int64_t kBlock = 1024;
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
