@@ -1150,11 +1150,11 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 128;      // pixels, of a wgmma
+constexpr int kTileN = 64;       // pixels, of a wgmma; one tile's products go with the sigmoids of the one before
 constexpr int kConsumers = 2;    // warpgroups, and one of each other kind
 constexpr int kWriters = 3;      // warps; the fourth one posts
 constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 144, kProducerRegisters = 80, kExchangeRegisters = 64, kWriterRegisters = 48;
+constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kExchangeRegisters = 56, kWriterRegisters = 72;
 constexpr int kMostSlots = 3, kMostStages = 2;
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
@@ -1243,38 +1243,39 @@ __device__ __forceinline__ void read(const Sums* from, Sums& sums) {
     asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
         "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
-// A store without a branch around it.
+// Of 16 bytes, without a branch around them, and in the order in which they are written.
 template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
     static_assert(sizeof(P) == 16, "a whole pack");
     const uint4& w = *reinterpret_cast<const uint4*>(&pack);
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
+__device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, float4& v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from), "r"(int(condition)) : "memory");
+}
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type            \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"       \
-        "%62,%63}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"                                                                            \
-        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"      \
+        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
+        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 #undef WGMMA
-#undef D16
 #undef D4
 }
 
-// All that is under way; d's registers are the compiler's again.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
+template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(UNDER_WAY) : "memory");
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
@@ -1338,12 +1339,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
-    __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, x_half = x_empty + 8 * kMostStages,
-                   v_full = x_half + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    __shared__ uint64_t bars[2 * kMostStages + 3 * kMostSlots];
+    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages,
+                   v_full = x_empty + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
+            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kMostSlots; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, kWriters);
@@ -1408,8 +1409,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int own_rows = present ? rows : 0;
             float* const v = held_begin(slot, c, out_begin(sample, channel));
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            // One warpgroup's products go with the other's sigmoids: the second one begins when the first one's first products are done.
-            if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
             Sums& made = sums[slot][warpgroup][c];
             int task = turn;
             for (; task < tasks; task += kConsumers) {
@@ -1456,25 +1455,30 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     advance(8);
                 };
                 begin();
-                // One copy of this code for all tiles: the roles' code together is as large as the instruction cache.
-#pragma unroll 1
-                for (int part = 0; part < kTaskPixels / kTileN; ++part) {
-                    float d[kTileN / 2];
-#pragma unroll 1
-                    for (int slab = 0; slab < s.slabs; ++slab) {
+                const auto multiply = [&](int part, float (&d)[kTileN / 2]) {
+                    const auto add_slab = [&](int slab) {
                         const uint32_t x = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16 + task * kTaskPixels + part * kTileN;
-                        if (s.slabs > 1) load_fragments(slab);
                         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                         for (int k = 0; k < kProducts<T, KS>; ++k) {
                             wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                         }
                         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                        wgmma_wait(d);
+                    };
+                    const int last = s.slabs - 1;
+                    if (last > 0) {  // each slab's weights take the registers of those before, when these are done with
+                        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll 1
+                        for (int slab = 0; slab < last; ++slab) {
+                            load_fragments(slab);
+                            add_slab(slab);
+                            wgmma_wait<0>(d);
+                        }
+                        load_fragments(last);
                     }
-                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                    add_slab(last);
+                };
+                const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
                     float v[kTileN / 4];
 #pragma unroll
                     for (int i = 0; i < kTileN / 4; ++i) {
@@ -1502,6 +1506,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
                     }
+                };
+                // Two tiles at a time: the second one's products go with the first one's sigmoids.
+#pragma unroll 1
+                for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
+                    float even[kTileN / 2], odd[kTileN / 2];
+                    multiply(part, even);
+                    multiply(part + 1, odd);
+                    wgmma_wait<1>(even);
+                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                    finish(part, even);
+                    wgmma_wait<0>(odd);
+                    if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    finish(part + 1, odd);
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
@@ -1535,7 +1552,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             if (task == turn) {  // all of a small band were the other's
-                if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
                 warp_arrives(x_empty + 8 * stage);
                 mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
                 if (t == 0) made = Sums();
@@ -1662,32 +1678,35 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int slot = at_unit.slot, channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
             mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            int64_t at = begin + warp * out_image;
-            for (int c = warp; c < channels; c += kWriters, at += kWriters * out_image) {
+            for (int c = warp; c < channels; c += kWriters) {
+                const int64_t at = begin + c * out_image;
                 const float4 norm = *norm_of(slot, c);
                 const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
                 const float* const v = held_begin(slot, c, at);
                 const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
                 constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
-                const float* from = v + head + lane * V;
-                for (int left = packs; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
-                    Pack<float, 4> four[kBatch][V / 4];
+                uint32_t from = shared_address(v + head + lane * V);
+                int left = packs - lane;
+#pragma unroll 1
+                for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V * 4) {
+                    float4 four[kBatch][V / 4];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                        for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
+                    }
+                    Pack<T, V> packs_out[kBatch];
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
                         for (int j = 0; j < V / 4; ++j) {
-                            four[b][j] = {};
-                            if (left - lane > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
+                            from_acc(normalized(four[b][j].x), packs_out[b].value[4 * j]), from_acc(normalized(four[b][j].y), packs_out[b].value[4 * j + 1]);
+                            from_acc(normalized(four[b][j].z), packs_out[b].value[4 * j + 2]), from_acc(normalized(four[b][j].w), packs_out[b].value[4 * j + 3]);
                         }
                     }
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
-                        Pack<T, V> pack;
-#pragma unroll
-                        for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
-                        store_if(left - lane > 32 * b, to + 32 * b * V, pack);
-                    }
+                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
                 }
                 if (lane < values - packs * V) {  // a lane for each value outside whole packs
                     const int loose = lane < head ? lane : packs * V + lane;
