@@ -1964,8 +1964,9 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         }
     }
     if (best == 0) return false;
-    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped.
-    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2) * 16;
+    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped. Each is taken to read as much
+    // again as its first tap's pixels.
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2 + kTileN) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
     const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
