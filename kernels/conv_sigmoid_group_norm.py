@@ -1151,26 +1151,28 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
-// Warpgroups share the work by kind, and up to `slots` units are under way in a block: the producer brings x, one or two units ahead; the
-// consumers make v in a slot of shared memory; the exchange tells the moments of the band to the team's other blocks, waits for theirs, and
-// turns them into the norm's constants; the writers write.
+// Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
+// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
+// team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
+// bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 128;      // pixels, of a wgmma
-constexpr int kConsumers = 2;    // warpgroups, and one of each other kind
-constexpr int kWriters = 3;      // warps; the fourth one posts
+constexpr int kTileN = 64;       // pixels, of a wgmma
+constexpr int kConsumers = 2;    // warpgroups; there is one of producers
+constexpr int kExchangers = 2, kWriters = 5;  // warps; between them the one that posts
 constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 144, kProducerRegisters = 80, kExchangeRegisters = 64, kWriterRegisters = 48;
+constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kOtherRegisters = 64;
 constexpr int kMostSlots = 3, kMostStages = 2;
-static_assert(kConsumerRegisters * kConsumers + kProducerRegisters + kExchangeRegisters + kWriterRegisters <=
+static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers + kProducerRegisters + 2 * kOtherRegisters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
     int band_rows, tasks;    // of a band; the last one may have fewer
     int pixels;              // most of a stage
+    bool whole;              // bands and images are whole packs of 16 bytes
     int team_samples, team_parts;      // how far it is from a team's unit to its next one
     int groups, share, channel_share;  // of a unit, in a block; lanes of a group in the exchange, for its posts and for its channels
     float inverse_width;
@@ -1232,7 +1234,8 @@ __device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
     asm volatile(
-        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
+        "{\n.reg .pred done;\nWAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
         ::"r"(bar), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void warp_arrives(uint32_t bar) {
@@ -1251,38 +1254,39 @@ __device__ __forceinline__ void read(const Sums* from, Sums& sums) {
     asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
         "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
-// A store without a branch around it.
+// Of 16 bytes, without a branch around them, and in the order in which they are written.
 template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
     static_assert(sizeof(P) == 16, "a whole pack");
     const uint4& w = *reinterpret_cast<const uint4*>(&pack);
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
+__device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, float4& v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from), "r"(int(condition)) : "memory");
+}
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 #define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type            \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"       \
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"       \
-        "%62,%63}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"                                                                            \
-        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"      \
+        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
+        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 #undef WGMMA
-#undef D16
 #undef D4
 }
 
-// All that is under way; d's registers are the compiler's again.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
+template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(UNDER_WAY) : "memory");
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
@@ -1354,7 +1358,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
         }
         for (int i = 0; i < kMostSlots; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, 4), mbarrier_init(v_empty + 8 * i, kWriters);
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, kExchangers);
+            mbarrier_init(v_empty + 8 * i, kWriters);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -1379,8 +1384,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
     };
     const auto norm_of = [&](int slot, int c) { return reinterpret_cast<float4*>(&sums[slot][0][c]); };  // mean, factor, offset
-    // Where unit's posts of a group are. A place is used again 2 * slots units later: then all have posted the unit halfway, whose slot they
-    // had from the one before, and have read its posts.
+    // A unit's posts of a group. A place is used again 2 * slots units later: by then all have posted the unit halfway, whose slot they had
+    // from the one before, whose posts they have read.
     const auto posts_of = [&](const Walk& unit, int group) {
         const int place = unit.slot + unit.slot_phase * s.slots;
         return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
@@ -1416,7 +1421,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int own_rows = present ? rows : 0;
             float* const v = held_begin(slot, c, out_begin(sample, channel));
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            // One warpgroup's products go with the other's sigmoids: the second one begins when the first one's first products are done.
+            // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
             if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
             Sums& made = sums[slot][warpgroup][c];
             int task = turn;
@@ -1437,12 +1442,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                     anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
+                // Two neighbouring values: into the thread's sums.
                 const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
                     const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {  // next: where the second one goes
+                // Into shared memory; next: where the second one goes.
+                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
                     if (PAIRS) {
                         if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
                     } else {
@@ -1464,42 +1471,34 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     advance(8);
                 };
                 begin();
-                // One copy of this code for all tiles: the roles' code together is as large as the instruction cache.
-#pragma unroll 1
-                for (int part = 0; part < kTaskPixels / kTileN; ++part) {
-                    float d[kTileN / 2];
-#pragma unroll 1
-                    for (int slab = 0; slab < s.slabs; ++slab) {
-                        const uint32_t x = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16 + task * kTaskPixels + part * kTileN;
-                        if (s.slabs > 1) load_fragments(slab);
-                        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                const auto multiply = [&](int slab, int part, float (&d)[kTileN / 2]) {
+                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16;
+                    const uint32_t x = begin + task * kTaskPixels + part * kTileN;
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                        for (int k = 0; k < kProducts<T, KS>; ++k) {
-                            wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
-                        }
-                        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                        wgmma_wait(d);
+                    for (int k = 0; k < kProducts<T, KS>; ++k) {
+                        wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                     }
-                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == kTaskPixels / kTileN - 1 && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                    float v[kTileN / 4];
-#pragma unroll
-                    for (int i = 0; i < kTileN / 4; ++i) {
-                        const int k = i / 2 * 4 + i % 2;
-                        v[i] = sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
-                    }
-                    if (part == 0) set_anchor(v[0]);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                };
+                const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
+                    const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
+                        const int k = 4 * j + i;
+                        return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                    };
+                    if (part == 0) set_anchor(value(0, 0));
                     // No row ends here, and no output is missing but the last two: nothing to ask.
                     if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
                         const int last = column + kTileN - 8;
                         const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                        // First all sums, then all stores: a register that a store has not read yet is not to be written.
+                        float v[kTileN / 4];
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
                             const bool inner = j < kTileN / 8 - 1;
+                            v[2 * j] = value(j, 0), v[2 * j + 1] = value(j, 1);
                             add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
                         }
+                        // All stores behind all sums: a register that a store has not read yet is not to be written.
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
                             const bool inner = j < kTileN / 8 - 1;
@@ -1508,8 +1507,29 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         advance(kTileN);
                     } else {
 #pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) take(v[2 * j], v[2 * j + 1]);
+                        for (int j = 0; j < kTileN / 8; ++j) take(value(j, 0), value(j, 1));
                     }
+                };
+                // Two tiles at a time: the second one's products go with the first one's sigmoids.
+#pragma unroll 1
+                for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
+                    float even[kTileN / 2], odd[kTileN / 2];
+                    const int last = s.slabs - 1;
+#pragma unroll 1
+                    for (int slab = 0; slab < last; ++slab) {
+                        load_fragments(slab);
+                        multiply(slab, part, even), multiply(slab, part + 1, odd);
+                        wgmma_wait<0>(even), wgmma_wait<0>(odd);
+                    }
+                    if (last > 0) load_fragments(last);
+                    multiply(last, part, even), multiply(last, part + 1, odd);
+                    wgmma_wait<1>(even);
+                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
+                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                    finish(part, even);
+                    wgmma_wait<0>(odd);
+                    if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    finish(part + 1, odd);
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
@@ -1604,10 +1624,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * at_unit.stage);
         }
-    } else if (warpgroup == kConsumers + 1) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kExchangeRegisters));
+    }
+    if (warpgroup <= kConsumers) return;
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+    const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
+    if (role < kExchangers) {
         constexpr int kBatch = 4;  // posts of a lane that are asked for together
-        const int share = s.share, sub = lane & (share - 1), group = threadIdx.x % 128 / share;
+        const int share = s.share, sub = lane & (share - 1), group = (32 * role + lane) / share;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
             // A lane's group, and one of its channels.
@@ -1641,63 +1664,66 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             __syncwarp();
             all.add_across_lanes(share);
             const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
-            const float hi = float(mean), lo = float(mean - hi), a = gamma * reciprocal_sqrt((variance < 0 ? 0.0f : float(variance)) + s.eps);
+            const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
+            const float a = gamma * reciprocal_sqrt(rounded + s.eps);
             if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
             warp_arrives(norm_full + 8 * slot);
         }
-    } else {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kWriterRegisters));
-        if (warp == kWriters) {
-            const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
-            for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-                const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
-                mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-                for (int first = 0; first * d < channels; first += at_once) {
-                    const int group = first + lane / s.channel_share, c = group * d + sub;
-                    Sums all;
-                    if (sub < d && c < channels) {
-                        for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
-                    }
-                    all.add_across_lanes(s.channel_share);
-                    if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+    } else if (role == kExchangers) {
+        const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            for (int first = 0; first * d < channels; first += at_once) {
+                const int group = first + lane / s.channel_share, c = group * d + sub;
+                Sums all;
+                if (sub < d && c < channels) {
+                    for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
                 }
+                all.add_across_lanes(s.channel_share);
+                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
             }
-            return;
         }
+    } else {
         T* const gout = static_cast<T*>(p.out);
         const int values = rows * s.columns;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
             mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            int64_t at = begin + warp * out_image;
-            for (int c = warp; c < channels; c += kWriters, at += kWriters * out_image) {
+            for (int c = role - kExchangers - 1; c < channels; c += kWriters) {
+                const int64_t at = begin + c * out_image;
                 const float4 norm = *norm_of(slot, c);
                 const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
                 const float* const v = held_begin(slot, c, at);
                 const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
                 constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
-                const float* from = v + head + lane * V;
-                for (int left = packs; left > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * V) {
-                    Pack<float, 4> four[kBatch][V / 4];
+                uint32_t from = shared_address(v + head + lane * V);
+                int left = packs - lane;
+#pragma unroll 1
+                for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
+                    float4 four[kBatch][V / 4];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                        for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
+                    }
+                    Pack<T, V> packs_out[kBatch];
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
                         for (int j = 0; j < V / 4; ++j) {
-                            four[b][j] = {};
-                            if (left - lane > 32 * b) four[b][j] = *reinterpret_cast<const Pack<float, 4>*>(from + 32 * b * V + 4 * j);
+                            T* const four_out = packs_out[b].value + 4 * j;
+                            from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
+                            from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
                         }
                     }
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
-                        Pack<T, V> pack;
-#pragma unroll
-                        for (int j = 0; j < V; ++j) from_acc(normalized(four[b][j / 4].value[j % 4]), pack.value[j]);
-                        store_if(left - lane > 32 * b, to + 32 * b * V, pack);
-                    }
+                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
+                    to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
                 }
-                if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
                     const int loose = lane < head ? lane : packs * V + lane;
                     from_acc(normalized(v[loose]), gout[at + loose]);
                 }
@@ -1921,8 +1947,8 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int members = bands * s.slices;
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
-        const bool aligned = s.rows % bands == 0 && values % pack == 0;
-        const int64_t plane = divide_up(values + (aligned ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
+        const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
+        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
         if (slot_floats * 4 + stage_bytes > shared_most) break;
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
@@ -1932,22 +1958,23 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                 if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
-                const double write = 500 + divide_up(s.slice_channels, 4) * (100 + values * 1.2 / pack);
+                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
                     s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
-                    s.plane = int(plane), s.pixels = int(pixels);
+                    s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
                     plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
                 }
             }
         }
     }
     if (best == 0) return false;
-    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped.
-    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2) * 16;
+    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped. Each is taken to read as much
+    // again as its first tap's pixels.
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2 + kTileN) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
     const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
@@ -1962,7 +1989,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
-    for (s.share = 32; s.groups * s.share > 128;) s.share /= 2;
+    for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
     s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
@@ -1997,7 +2024,8 @@ static cudaError_t launch_wide_convolution(
     operands.constants = operands.fragments + plan.fragment_words;
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
     prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.mail_words);
-    return launch_together(kernel, dim3(plan.shape.bands, plan.shape.slices, plan.shape.teams), kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
+    return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
 }
 #endif  // CUDART_VERSION >= 12040
 
@@ -2044,6 +2072,8 @@ extern "C" int convolution_forward(
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
