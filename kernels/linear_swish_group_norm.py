@@ -2306,8 +2306,7 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     __shared__ double warp_sums[kSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = first + blockIdx.x * 32 + lane;
     double total[kSums] = {};
-    allow_successor();
-    wait_for_predecessor();
+    wait_for_predecessor();  // and the product waits for it to end: blocks that begin sooner lie on other SMs, far from their neighbours
     if (column < end) {
 #pragma unroll 4
         for (int i = warp; i < count; i += kFinishWarps) {
