@@ -1989,10 +1989,10 @@ constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
 constexpr int kColumnRows = 8;          // rows of a thread in flight
 constexpr int kFinishWarps = 16;
-constexpr int kColumnSums = 3;          // of a column's scaled values: magnitudes, squares, and what of them is lost
-constexpr int kGradientSums = 4;        // and of grad's values themselves
+constexpr int kColumnSums = 4;          // of a column's scaled values: magnitudes, squares, what of them is lost, how many are large
+constexpr int kGradientSums = 5;        // and of grad's values themselves
 constexpr int kRecentRows = 16;         // after which a sum of values moves to a larger one, or float32's roundings would add up
-constexpr int kRowsAhead = 4;           // of grad, on their way into shared memory
+constexpr int kRowsAhead = 3;           // of grad, on their way into shared memory
 
 __device__ __forceinline__ bool is_finite(float v) { return magnitude_bits(v) < 0x7f800000u; }
 __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest finite magnitude
@@ -2017,11 +2017,25 @@ template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, 
     return kDoubt<kPieces> * float(lost);
 }
 
+// Where both sides of a sum of K products have many large values, c_i and c_j of at least kLarge, c_i + c_j - K of them meet in a term of at least
+// kLarge^2; and what the pieces lose of n_i and n_j others is then below 2^-24 of the terms' magnitudes, however near zero their sum is, if
+// kLost (n_i + n_j) <= c_i + c_j - K. Each side has its own share of that: a row's margin, c - kLost n, is to be at least the largest K - margin
+// of the other operand's columns, their `deficit`. Then no output of the row is in doubt.
+constexpr float kLarge = 0x1p6f, kLost = 4;
+static_assert(kLost * kLarge * kLarge == 0x1p14f, "2^-25 2^15 n <= 2^-24 kLarge^2 n kLost");
+__device__ __forceinline__ float* margins_of(const RowScale* scales, int64_t count) {  // they are behind the scales
+    return reinterpret_cast<float*>(const_cast<RowScale*>(scales) + count);
+}
+__device__ __forceinline__ float margin_of(double large, double lost, float doubt) {
+    return doubt >= kDoubtful ? -INFINITY : float(large - kLost * lost);
+}
+
 // What is known of the columns of an operand, beside their pieces.
 struct Columns {
     unsigned* largest;  // bits of a magnitude: of each column; for grad one, of its rows' `unscale`
     float* partials;    // rows of sums
     RowScale* scales;
+    unsigned* deficit;  // not grad's
 };
 
 __device__ __forceinline__ float sum_over_warp(float v) {
@@ -2046,14 +2060,15 @@ __device__ __forceinline__ float4 shared_quad(uint32_t row, int column) {
     return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// Where grad comes from: here, memory, whose rows the copy engine brings. Of a thread's columns it makes kSums sums beside grad's own.
+// Where grad comes from: here, memory, whose rows the copy engine brings. Of a thread's columns it makes kSums sums beside grad's own, and
+// may keep kSlots float4 for each quad in shared memory.
 struct GivenGradient {
     struct Arguments {
         const float* grad;
         __device__ __forceinline__ const float* input(int) const { return grad; }
     };
-    static constexpr int kQuads = 4, kInputs = 1, kSums = 0;
-    __device__ __forceinline__ GivenGradient(const Arguments&, int) {}
+    static constexpr int kQuads = 4, kInputs = 1, kSums = 0, kSlots = 0;
+    __device__ __forceinline__ GivenGradient(const Arguments&, int, float4*) {}
     template <typename Sums>
     __device__ __forceinline__ void make(const Arguments&, uint32_t staged, int64_t, int columns, float4 (&grad)[kQuads], Sums&) const {
 #pragma unroll
@@ -2070,11 +2085,11 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
     int columns) {
 #ifdef ON_HOPPER
-    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums, kLost = kColumnSums - 1, kWarps = kGradientBlock / 32;
+    constexpr int kQuads = Source::kQuads, kSums = kGradientSums + Source::kSums, kLostSum = 2, kLargeSum = 3, kWarps = kGradientBlock / 32;
     __shared__ uint32_t warp_largest[2][kWarps], row_largest[kRecentRows];
-    __shared__ float row_sums[kRecentRows][2][kWarps];  // magnitudes, and what is lost
+    __shared__ float row_sums[kRecentRows][3][kWarps];  // magnitudes, what is lost, how many are large
     __shared__ __align__(8) uint64_t arrived[kRowsAhead];
-    extern __shared__ __align__(1024) unsigned char shared[];  // rows; totals[sum from `lost` on][quad][thread]
+    extern __shared__ __align__(1024) unsigned char shared[];  // rows; totals[sum from `lost` on][quad][thread]; slots
     const int tid = threadIdx.x, threads = blockDim.x, warp = tid / 32, warps = threads / 32, padded = padded_k(columns);
     const int row_bytes = columns * 4, stage_bytes = row_bytes * Source::kInputs;
     const uint32_t stages = shared_address(shared), bars = shared_address(arrived);
@@ -2094,14 +2109,15 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         wait_for_predecessor();
         for (int i = 0; i < kRowsAhead; ++i) bring(blockIdx.x + int64_t(i) * gridDim.x, i);
     }
-    for (int t = 0; t < (kSums - kLost) * kQuads; ++t) totals[t * threads + tid] = make_float4(0, 0, 0, 0);
+    for (int t = 0; t < (kSums - kLostSum) * kQuads; ++t) totals[t * threads + tid] = make_float4(0, 0, 0, 0);
     __syncthreads();
     wait_for_predecessor();
 
-    const Source source(from, columns);
+    const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
-        float4& total = totals[((k - kLost) * kQuads + i) * threads + tid];
+        float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
         total = make_float4(total.x + sum[0], total.y + sum[1], total.z + sum[2], total.w + sum[3]);
     };
     int recent = 0;  // rows since the sums were moved
@@ -2114,18 +2130,23 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 add_to_total(i, k, sums[i][k]);
                 sums[i][k][0] = sums[i][k][1] = sums[i][k][2] = sums[i][k][3] = 0;
             }
+            const float2 a = __half22float2(counts[i][0]), b = __half22float2(counts[i][1]);
+            add_to_total(i, kLargeSum, {a.x, a.y, b.x, b.y});
+            counts[i][0] = counts[i][1] = __half2();
         }
         __syncthreads();
         for (int r = warp; r < recent && scales != nullptr; r += warps) {
             const int lane = tid % 32;
             const float magnitudes = sum_over_warp(lane < warps ? row_sums[r][0][lane] : 0.0f);
             const float lost = sum_over_warp(lane < warps ? row_sums[r][1][lane] : 0.0f);
+            const float large = sum_over_warp(lane < warps ? row_sums[r][2][lane] : 0.0f);
             const int exponent = scale_exponent(row_largest[r]);
             RowScale result;
             result.unscale = power_of_two(-exponent);
             const float most = __uint_as_float(row_largest[r]) * power_of_two(exponent);
             result.doubt = doubt_of<kPieces>(result.unscale, magnitudes, magnitudes < kFewProducts * most, lost);
-            if (lane == 0) scales[last - (recent - 1 - r) * int64_t(gridDim.x)] = result;
+            const int64_t row = last - (recent - 1 - r) * int64_t(gridDim.x);
+            if (lane == 0) scales[row] = result, margins_of(scales, rows)[row] = margin_of(large, lost, result.doubt);
             widest = max(widest, __float_as_uint(result.unscale));
         }
         recent = 0;
@@ -2158,6 +2179,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
         const uint32_t largest = __reduce_max_sync(~0u, tid % 32 < warps ? warp_largest[recent % 2][tid % 32] : 0);
         const float scale = power_of_two(scale_exponent(largest));
         float magnitudes = 0, all_lost = 0;
+        __half2 large = {};
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
             const float values[4] = {grad[i].x, grad[i].y, grad[i].z, grad[i].w};
@@ -2167,7 +2189,12 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][3][j] += values[j];
+                sums[i][kColumnSums][j] += values[j];
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
+                counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -2179,12 +2206,15 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 const float lost[4] = {lost_of<kPieces>(grad[i].x * scale), lost_of<kPieces>(grad[i].y * scale),
                                        lost_of<kPieces>(grad[i].z * scale), lost_of<kPieces>(grad[i].w * scale)};
                 all_lost += (lost[0] + lost[1]) + (lost[2] + lost[3]);
-                add_to_total(i, kLost, lost);
+                add_to_total(i, kLostSum, lost);
             }
             all_lost = sum_over_warp(all_lost);
         }
         magnitudes = sum_over_warp(magnitudes);
-        if (tid % 32 == 0) row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost;
+        const int warp_large = __reduce_add_sync(~0u, int(__low2float(large) + __high2float(large)));
+        if (tid % 32 == 0) {
+            row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
+        }
         if (tid == 0) row_largest[recent] = largest;
         ++recent;
     }
@@ -2196,8 +2226,8 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
             if (column(i) >= columns) continue;
-            to[column(i) / 4] = k < kLost ? make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3])
-                                          : totals[((k - kLost) * kQuads + i) * threads + tid];
+            to[column(i) / 4] = k < kLostSum ? make_float4(sums[i][k][0], sums[i][k][1], sums[i][k][2], sums[i][k][3])
+                                          : totals[((k - kLostSum) * kQuads + i) * threads + tid];
         }
     }
 #endif
@@ -2285,6 +2315,7 @@ __global__ void __launch_bounds__(kColumnBlock) split_columns(const TurnedOperan
                 sums[0][j] += fabsf(v[j]);
                 sums[1][j] = fmaf(v[j], v[j], sums[1][j]);
                 sums[2][j] += lost_of<kPieces>(v[j]);
+                sums[3][j] += fabsf(v[j]) >= kLarge ? 1.0f : 0.0f;
             }
             store_pieces<kPieces>(pieces + at * padded * kPieces, place, make_float4(v[0], v[1], v[2], v[3]));
         }
@@ -2307,14 +2338,13 @@ struct ColumnResults {
 // so-many-th row.
 template <int kPieces, int kSums>
 __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
-    const Columns of, const __grid_constant__ ColumnResults results, int columns, int first, int end, int count) {
+    const Columns of, const __grid_constant__ ColumnResults results, int columns, int first, int end, int count, int64_t terms) {
 #ifdef ON_HOPPER
     static_assert(kSums <= kColumnSums + kMostResults, "a place for every sum");
     __shared__ double warp_sums[kSums][kFinishWarps][32];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = first + blockIdx.x * 32 + lane;
     double total[kSums] = {};
-    allow_successor();
-    wait_for_predecessor();
+    wait_for_predecessor();  // and the product waits for it to end: blocks that begin sooner lie on other SMs, far from their neighbours
     if (column < end) {
 #pragma unroll 4
         for (int i = warp; i < count; i += kFinishWarps) {
@@ -2340,6 +2370,9 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
     result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[0] * total[0] < kFewProducts * total[1], total[2]);
     of.scales[column] = result;
+    const float margin = margin_of(total[3], total[2], result.doubt);
+    if constexpr (kOfGradient) margins_of(of.scales, columns)[column] = margin;
+    else if (result.doubt > kCertain && result.doubt < INFINITY) atomicMax(of.deficit, unsigned(fminf(ceilf(float(terms) - margin), 0x1p31f)));
 #endif
 }
 
@@ -2354,11 +2387,11 @@ struct GradientWorkspace {
 template <class Source> static int gradient_threads(int64_t columns) {
     return int(divide_up(padded_k(int(columns)), 4 * Source::kQuads * 32) * 32);
 }
-template <class Source> static int gradient_shared_bytes(int64_t columns) {  // rows on their way, totals
-    return kRowsAhead * Source::kInputs * int(columns) * 4 + gradient_threads<Source>(columns) * Source::kQuads * (2 + Source::kSums) * 16;
+template <class Source> static int gradient_shared_bytes(int64_t columns) {  // rows on their way, totals, slots
+    return kRowsAhead * Source::kInputs * int(columns) * 4 + gradient_threads<Source>(columns) * Source::kQuads * (3 + Source::kSums + Source::kSlots) * 16;
 }
 template <class Source> static int64_t gradient_blocks(int64_t rows, int64_t columns, const Device& device) {
-    constexpr int kFixedBytes = 4096;  // a block's own, and the system's
+    constexpr int kFixedBytes = 6144;  // a block's own, and the system's
     const int by_threads = kGradientBlock / gradient_threads<Source>(columns);
     const int by_memory = device.shared_bytes / (gradient_shared_bytes<Source>(columns) + kFixedBytes);
     const int64_t most = int64_t(device.sms) * (by_memory < 1 ? 1 : by_memory < by_threads ? by_memory : by_threads);
@@ -2373,6 +2406,8 @@ static dim3 column_grid(int64_t rows, int64_t columns, int64_t outputs, const De
     const int64_t down = divide_up(rows, kColumnRows) < most ? divide_up(rows, kColumnRows) : most;
     return dim3(unsigned(across), unsigned(down < outputs / kColumnSums ? down : outputs / kColumnSums));
 }
+static int64_t scales_bytes(int64_t count) { return whole_lines(count * int64_t(sizeof(RowScale) + sizeof(float))); }  // with their margins
+
 // How many columns of x are split at a time: half of them, where there are tiles enough without the others. (A gradient is nearly all that
 // its backward has in memory; a split of x beside it is what would be more than eager's.)
 static int64_t columns_at_once(int64_t outputs, int64_t k, bool of_weight, int pieces, const Device& device) {
@@ -2383,11 +2418,11 @@ static GradientWorkspace gradient_workspace(
     int64_t m, int64_t n, int64_t k, int64_t other_rows, int64_t outputs, int64_t part, int pieces) {
     GradientWorkspace w;
     w.pieces = m * padded_k(int(n)) * pieces * 2;
-    w.scales = whole_lines((m + n) * sizeof(RowScale));
+    w.scales = scales_bytes(m) + scales_bytes(n);
     w.counters = whole_lines(sizeof(unsigned));
     w.other_pieces = other_rows * padded_k(int(part)) * pieces * 2;
     w.other_scales = whole_lines(k * sizeof(RowScale));
-    w.other_counters = whole_lines(k * sizeof(unsigned));
+    w.other_counters = whole_lines((k + 1) * sizeof(unsigned));
     w.flags = whole_lines(divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * sizeof(int));
     return w;
 }
@@ -2410,9 +2445,9 @@ struct SplitGradient {
         char* at = static_cast<char*>(workspace);
         pieces = reinterpret_cast<__half*>(at);
         rows = reinterpret_cast<RowScale*>(at += w.pieces);
-        columns = rows + m;
+        columns = reinterpret_cast<RowScale*>(at + scales_bytes(m));
         auto* counters = reinterpret_cast<unsigned*>(at += w.scales);
-        of = {counters, partials, columns};
+        of = {counters, partials, columns, nullptr};
     }
 };
 
@@ -2431,7 +2466,7 @@ static cudaError_t launch_split_gradient(const typename Source::Arguments& from,
     if (error != cudaSuccess) return error;
     kernel<<<blocks, threads, shared_bytes, stream>>>(from, split.pieces, split.rows, split.of, m, int(n));
     return launch_early(finish_columns<kPieces, kGradientSums + Source::kSums>, divide_up(n, 32), 32 * kFinishWarps, 0, device, stream,
-        split.of, results, int(n), 0, int(n), blocks);
+        split.of, results, int(n), 0, int(n), blocks, m);
 }
 
 // Of a gradient: nothing is added to the product, and what an infinity has made NaN is recomputed.
@@ -2439,9 +2474,15 @@ struct GradientEpilogue : StoreEpilogue {
     GradientReader grad;
     int first, columns;  // of all the columns this launch multiplies product.n, from `first` on
     bool of_weight;      // grad is stored as (k, m)
+    const unsigned* deficit;
 
     __device__ __forceinline__ float column(int at, int q) const { return q == 0 ? product.columns[first + at].unscale : 0.0f; }
     __device__ __forceinline__ float doubt(int at) const { return product.columns[first + at].doubt; }
+    __device__ __forceinline__ float2 scale(int row) const {
+        float2 own = StoreEpilogue::scale(row);
+        if (margins_of(product.rows, product.m)[row] >= float(*deficit)) own.y = kCertain;
+        return own;
+    }
     __device__ __forceinline__ float left(int row, int k) const {
         return of_weight ? grad.value(k, row, product.m) : grad.value(row, k, product.k);
     }
@@ -2464,8 +2505,8 @@ struct GradientEpilogue : StoreEpilogue {
 };
 
 // The uncertain outputs, in float32. A cluster takes every so-many-th block of outputs, as in `recompute`. Where few of them are uncertain, its
-// blocks share the long sum of each: a block takes a part of K, a warp of it an output, and the parts are added in order. Where many are,
-// one block computes them, when the others have seen that it will.
+// blocks share the long sum of each: a block takes a part of K, one or more warps of it an output, and the parts are added in order. Where
+// many are, one block computes them, when the others have seen that it will.
 constexpr int kTogether = 8;  // blocks of a cluster
 constexpr int kFewOutputs = kRecomputeBlock;  // of a block of outputs
 constexpr int kInFlight = 8;  // of a lane's values
@@ -2484,7 +2525,7 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
 #ifdef ON_HOPPER
     constexpr int kWarps = kRecomputeBlock / 32;
     __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
-    __shared__ float sums[kFewOutputs];
+    __shared__ float sums[kWarps][kFewOutputs];
     __shared__ int flags[kRecomputeBlock], outputs[kFewOutputs], warp_counts[kWarps];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
@@ -2527,11 +2568,14 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
         __syncthreads();
         const auto row_of = [](int output) { return output / 256 * 4 + output % 16 / 4; };
         const auto column_of = [](int output) { return output / 16 % 16 * 4 + output % 4; };
-        const int part = (product.k + kTogether - 1) / kTogether, end = min((rank + 1) * part, product.k);
-        for (int f = warp; f < count; f += kWarps) {
+        int shares = 1;  // warps of an output
+        while (shares < kWarps && product.k > kTogether * shares * 64 * kInFlight) shares *= 2;
+        const int part = (product.k + kTogether * shares - 1) / (kTogether * shares), own = rank * shares + warp % shares;
+        const int end = min((own + 1) * part, product.k);
+        for (int f = warp / shares; f < count; f += kWarps / shares) {
             const int r = row0 + row_of(outputs[f]), c = column0 + column_of(outputs[f]);
             float sum[kInFlight] = {};
-            for (int first = rank * part + lane; first < end; first += 32 * kInFlight) {
+            for (int first = own * part + lane; first < end; first += 32 * kInFlight) {
                 float a[kInFlight] = {}, b[kInFlight] = {};
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
@@ -2544,12 +2588,12 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) total += sum[i];
             total = sum_over_warp(total);
-            if (lane == 0) sums[f] = total;
+            if (lane == 0) sums[warp % shares][f] = total;
         }
         cluster_barrier();  // and all have looked at the block
         if (rank == 0 && tid < count) {
             float total = 0;
-            for (int q = 0; q < kTogether; ++q) total += load_from_rank(sums + tid, q);
+            for (int q = 0; q < kTogether * shares; ++q) total += load_from_rank(sums[q % shares] + tid, q / shares);
             out(row_of(outputs[tid]), column_of(outputs[tid])) = total;
         }
         cluster_barrier();
@@ -2635,7 +2679,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
     auto* const pieces = reinterpret_cast<__half*>(at);
     auto* const scales = reinterpret_cast<RowScale*>(at += w.other_pieces);
     auto* const counters = reinterpret_cast<unsigned*>(at += w.other_scales);
-    const Columns of = {counters, out, scales};
+    const Columns of = {counters, out, scales, counters + k};
     auto* const flags = reinterpret_cast<int*>(at += w.other_counters);
     cudaError_t error = cudaMemsetAsync(counters, 0, w.other_counters + w.flags, stream);
     if (error != cudaSuccess) return error;
@@ -2645,7 +2689,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
                                 : make_map(&map_a, split.pieces, m, halves, kTileM);
     if (!made) return cudaErrorInvalidValue;
     const Product product = {nullptr, other, nullptr, kOfWeight ? split.columns : split.rows, scales, flags, int(outputs), int(k), int(rows)};
-    GradientEpilogue epilogue = {{product, out}, grad, 0, int(k), kOfWeight};
+    GradientEpilogue epilogue = {{product, out}, grad, 0, int(k), kOfWeight, of.deficit};
     for (int64_t first = 0; first < k; first += part) {
         const int64_t end = first + part < k ? first + part : k;
         const TurnedOperand operand = {other, kOfWeight ? split.rows : nullptr, split.of.largest, rows, int(k), int(first), int(end)};
@@ -2654,7 +2698,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         if (error == cudaSuccess) error = launch_early(split_columns<kPieces>, grid, kColumnBlock, 0, device, stream, operand, pieces, of);
         if (error == cudaSuccess) {
             error = launch_early(finish_columns<kPieces, kColumnSums>, divide_up(end - first, 32), 32 * kFinishWarps, 0, device, stream,
-                of, ColumnResults{}, int(k), int(first), int(end), int(grid.y));
+                of, ColumnResults{}, int(k), int(first), int(end), int(grid.y), rows);
         }
         if (error != cudaSuccess) return error;
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
@@ -3337,15 +3381,16 @@ struct SwishGradient {
         float eps;
         __device__ __forceinline__ const float* input(int i) const { return i == 0 ? grad : h; }
     };
-    static constexpr int kQuads = 2, kInputs = 2, kSums = 3, kLanes = 8;
-    float4 bias[kQuads], gamma[kQuads];
-    __device__ __forceinline__ SwishGradient(const Arguments& from, int columns) {
+    static constexpr int kQuads = 2, kInputs = 2, kSums = 3, kSlots = 1, kLanes = 8;
+    float gamma[kQuads][4] = {};  // bias waits in shared memory: more registers there are not
+    float4* biases;
+    __device__ __forceinline__ SwishGradient(const Arguments& from, int columns, float4* slots) : biases(slots) {
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
             const int column = quad_column<kQuads>(i);
-            bias[i] = gamma[i] = make_float4(0, 0, 0, 0);
-            if (column < columns) bias[i] = __ldg(reinterpret_cast<const float4*>(from.bias + column));
-            if (column < columns) gamma[i] = __ldg(reinterpret_cast<const float4*>(from.gamma + column));
+            float bias[4] = {};
+            if (column < columns) load_aligned<4>(from.bias + column, bias), load_aligned<4>(from.gamma + column, gamma[i]);
+            biases[i * blockDim.x] = make_float4(bias[0], bias[1], bias[2], bias[3]);
         }
     }
     template <typename Sums>
@@ -3353,31 +3398,33 @@ struct SwishGradient {
         const Arguments& from, uint32_t staged, int64_t row, int columns, float4 (&grad)[kQuads], Sums& sums) const {
         constexpr float kShare = 1.0f / kBlockSide;
         const bool exists = quad_column<kQuads>(0) < columns;
-        float given[kQuads][4] = {}, v[kQuads][4] = {}, slopes[kQuads][4], mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0;
+        float given[kQuads][4] = {}, v[kQuads][4] = {}, slopes[kQuads][4];
+        float mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0;
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
+            const int column = quad_column<kQuads>(i);
+            const float4 own = biases[i * blockDim.x];
+            const float bias[4] = {own.x, own.y, own.z, own.w};
             if (exists) {
-                shared_load(staged + quad_column<kQuads>(i) * 4, given[i]);
-                shared_load(staged + (columns + quad_column<kQuads>(i)) * 4, v[i]);
+                shared_load(staged + column * 4, given[i]);
+                shared_load(staged + (columns + column) * 4, v[i]);
             }
-            const float offset[4] = {bias[i].x, bias[i].y, bias[i].z, bias[i].w}, by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                v[i][j] = activate_and_differentiate(v[i][j], offset[j], slopes[i][j]);
+                v[i][j] = activate_and_differentiate(v[i][j], bias[j], slopes[i][j]);
                 mean = fmaf(v[i][j], kShare, mean);
-                grad_mean = fmaf(by[j] * given[i][j], kShare, grad_mean);
+                grad_mean = fmaf(gamma[i][j] * given[i][j], kShare, grad_mean);
             }
         }
         mean = sum_across_lanes<kLanes>(mean), grad_mean = sum_across_lanes<kLanes>(grad_mean);
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            const float by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[i][j] -= mean;
                 rest += v[i][j];
                 squares = fmaf(v[i][j], v[i][j], squares);
-                co = fmaf(v[i][j], fmaf(by[j], given[i][j], -grad_mean), co);
+                co = fmaf(v[i][j], fmaf(gamma[i][j], given[i][j], -grad_mean), co);
             }
         }
         rest = sum_across_lanes<kLanes>(rest) * kShare, squares = sum_across_lanes<kLanes>(squares) * kShare;
@@ -3389,11 +3436,10 @@ struct SwishGradient {
         }
 #pragma unroll
         for (int i = 0; i < kQuads; ++i) {
-            const float by[4] = {gamma[i].x, gamma[i].y, gamma[i].z, gamma[i].w};
             float out[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float grad_v = rstd * fmaf(-v[i][j], slope, fmaf(by[j], given[i][j], -grad_mean));
+                const float grad_v = rstd * fmaf(-v[i][j], slope, fmaf(gamma[i][j], given[i][j], -grad_mean));
                 out[j] = exists ? grad_v * slopes[i][j] : 0.0f;
                 sums[i][kGradientSums][j] += grad_v;
                 sums[i][kGradientSums + 1][j] = fmaf(given[i][j], fmaf(v[i][j], rstd, shift), sums[i][kGradientSums + 1][j]);
