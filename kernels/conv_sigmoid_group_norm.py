@@ -353,7 +353,9 @@ template <typename A> struct Scale {
     // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
-        if (!isfinite(a)) return image ? a * v + (beta - a * hi) : ((v - hi) - lo) * rstd * gamma + beta;
+        if (image && !isfinite(a)) return a * v + (beta - a * hi);
+        // Too small for a to have all its bits, or too large: one factor after the other.
+        if (!(fabs(a) >= A(1.2e-38) && isfinite(a))) return ((v - hi) - lo) * rstd * gamma + beta;
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>
@@ -5335,6 +5337,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
+def _has_default_strides(t: torch.Tensor) -> bool:
+    """Not only is_contiguous(): PyTorch's convolution also reads channels_last off the strides of dimensions of one value."""
+    expected = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride())):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
@@ -5383,6 +5395,6 @@ class ModelNew(nn.Module):
         if autocast:
             return False
         same = all((t.device, t.dtype) == (x.device, x.dtype) for t in (conv.weight, conv.bias))
-        if not same or x.dim() != 4 or conv.weight.dim() != 4 or not x.is_contiguous() or not conv.weight.is_contiguous():
+        if not same or x.dim() != 4 or conv.weight.dim() != 4 or not all(map(_has_default_strides, (x, conv.weight))):
             return False
         return x.shape[1] == conv.weight.shape[1] and x.shape[2] >= conv.weight.shape[2] and x.shape[3] >= conv.weight.shape[3]

@@ -353,7 +353,9 @@ template <typename A> struct Scale {
     // An infinite gamma decides between infinity and NaN, and PyTorch has two ways: one for channels of one pixel, one for images.
     __device__ __forceinline__ A operator()(A v, A gamma, A beta, bool image) const {
         const A a = gamma * rstd;
-        if (!isfinite(a)) return image ? a * v + (beta - a * hi) : ((v - hi) - lo) * rstd * gamma + beta;
+        if (image && !isfinite(a)) return a * v + (beta - a * hi);
+        // Too small for a to have all its bits, or too large: one factor after the other.
+        if (!(fabs(a) >= A(1.2e-38) && isfinite(a))) return ((v - hi) - lo) * rstd * gamma + beta;
         return ((v - hi) - lo) * a + beta;
     }
     template <typename T, int V, typename I>

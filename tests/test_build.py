@@ -188,6 +188,27 @@ def test_an_unwritable_cache_folder_is_done_without(stem, tmp_path):
     assert [code for code, _, _ in results] == [0, 0], results
 
 
+def may_mount() -> bool:
+    """Whether a process here may have a file system of its own, which it sees alone."""
+    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode
+
+
+@builders
+def test_a_read_only_home_is_done_without(stem, tmp_path):
+    """Mounted so, which stops root too. The process says that it builds for itself alone, and how to have it otherwise."""
+    if not may_mount():
+        pytest.skip("needs the right to mount a file system of its own")
+    for folder in ("home", "temporary"):
+        (tmp_path / folder).mkdir()
+    saved, mounted = saved_case(stem, tmp_path), 'mount -t tmpfs -o ro tmpfs home && "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", sys.executable, "-c", PRELUDE + IMPORT_AND_CHECK, kernel_file(stem), saved]
+    unset = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0 and "cannot be written" in done.stderr and "set TORCH_EXTENSIONS_DIR" in done.stderr, done.stderr
+
+
 # ---- what may happen
 
 
@@ -195,14 +216,15 @@ def test_an_unwritable_cache_folder_is_done_without(stem, tmp_path):
 def test_odd_paths_and_settings(stem, tmp_path):
     """Spaces and letters of other alphabets, and architectures that nobody has, in a list that only PyTorch's own extensions heed.
 
-    Among the letters `arch`, in paths: a flag with them in it keeps PyTorch from naming an architecture to nvcc.
+    The copy has an -I path with the letters `arch`: a flag with them in it keeps PyTorch from naming an architecture to nvcc.
     """
     folder = tmp_path / "research, ein Ordner mit Leerzeichen und Ümläuten"
     folder.mkdir()
-    shutil.copy(kernel_file(stem), folder / "eine Kopie.py")
+    text = kernel_file(stem).read_text()
+    assert text.count("CUDA_FLAGS = [") == 1
+    (folder / "eine Kopie.py").write_text(text.replace("CUDA_FLAGS = [", f'CUDA_FLAGS = ["-I{tmp_path / "research"}", '))
     saved = saved_case(stem, tmp_path, "cuda" if torch.cuda.is_available() else "cpu")
     environment = {"TORCH_EXTENSIONS_DIR": folder / "gebaut für später", "TORCH_CUDA_ARCH_LIST": "nonsense;3.0;99.9+PTX"}
-    environment |= {name: folder for name in ("CPLUS_INCLUDE_PATH", "CPATH")}  # as -I, to the host compiler and to nvcc's
     run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, cwd=folder, **environment)
 
 
@@ -236,7 +258,7 @@ def test_eight_processes_build_once(stem, tmp_path):
 @builders
 def test_a_full_disk_is_named(stem, tmp_path):
     """The source fits, what the compiler makes of it does not."""
-    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode:
+    if not may_mount():
         pytest.skip("needs the right to mount a file system of its own")
     (tmp_path / "built").mkdir()
     mounted = 'mount -t tmpfs -o size=24k tmpfs built && { "$@"; code=$?; ls built; exit $code; }'
