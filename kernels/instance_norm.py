@@ -97,7 +97,8 @@ template <typename T, int V> __device__ __forceinline__ Pack<T, V> load_evict_la
     if constexpr (V * sizeof(T) == 16) {
         Pack<T, V> pack;
         int4& words = *reinterpret_cast<int4*>(&pack);
-        asm("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+        // volatile: or the compiler puts loads off until they are used
+        asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
             "ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
             : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(p));
         return pack;
