@@ -418,7 +418,7 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
             const int at = (first + lane + i * group) * 4;
-            held[i] = quads > 0 && at < k ? __ldcs(reinterpret_cast<const float4*>(values + at)) : make_float4(0, 0, 0, 0);
+            held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
         }
     };
     uint32_t largest = 0;
@@ -959,13 +959,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
 // Epilogues.
 
 // A row's eight values, four at a time where n is a multiple of four (kWhole: of 64), else two.
-template <bool kWhole, bool kStreaming, typename T>
+template <bool kWhole, typename T>
 __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int n, const float (&v)[8]) {
-    const auto store = [&](auto* to, const auto& pack) {
-        if constexpr (kStreaming && sizeof(pack) == 16) __stcs(reinterpret_cast<int4*>(to), reinterpret_cast<const int4&>(pack));
-        else if constexpr (kStreaming && sizeof(pack) == 8) __stcs(reinterpret_cast<int2*>(to), reinterpret_cast<const int2&>(pack));
-        else *to = pack;
-    };
     T* const first = out + (uint64_t(uint32_t(row)) * uint32_t(n) + uint32_t(slab.column));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -976,11 +971,11 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
 #pragma unroll
         for (int i = 0; i < 4; ++i) from_acc(v[half * 4 + i], four.value[i]), pairs[i / 2].value[i % 2] = four.value[i];
         if (kWhole || (n % 4 == 0 && column < n)) {
-            store(reinterpret_cast<Pack<T, 4>*>(own), four);
+            *reinterpret_cast<Pack<T, 4>*>(own) = four;
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (column + 2 * i < n) store(reinterpret_cast<Pack<T, 2>*>(own + 2 * i), pairs[i]);
+                if (column + 2 * i < n) *reinterpret_cast<Pack<T, 2>*>(own + 2 * i) = pairs[i];
             }
         }
     }
@@ -1044,7 +1039,7 @@ __device__ __forceinline__ void unscale(
             float left[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) left[i] = uncertain[r] >> i & 1 ? __uint_as_float(kUncertain) : v[r][i];
-            store_row<kWhole, false>(out, row, slab, product.n, left);
+            store_row<kWhole>(out, row, slab, product.n, left);
             product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
             open[r] = false;
         }
@@ -1066,7 +1061,7 @@ struct StoreEpilogue {
         unscale<false>(product, v, slab, four, scale, most, out, open);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            if (open[r]) store_row<false, false>(out, slab.row + 4 * r, slab, product.n, v[r]);  // the tail reads it soon
+            if (open[r]) store_row<false>(out, slab.row + 4 * r, slab, product.n, v[r]);
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
