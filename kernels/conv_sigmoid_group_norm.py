@@ -6,8 +6,9 @@
 M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for plain 3x3
 convolutions of up to 8 input channels (float32 up to 24 where rows are whole 16 bytes) and 1x1 ones of float32 (up to 64, the same
 rows), up to 128 output channels and units of some 25 MB: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in
-shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and for float32 on Hopper wgmma
-with 32. Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
+shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and on Hopper wgmma with 32, which
+takes 3x3 ones of 16-bit types and even widths too, of up to 64 input channels. Everywhere else self.conv is ATen's, all that follows it is
+one operator, and where v waits depends on the slice:
 
     slice                     v waits in                          traffic
     up to 8192 values         registers of 1 to 256 threads       h read once, out written once
@@ -15,8 +16,8 @@ with 32. Everywhere else self.conv is ATen's, all that follows it is one operato
 
 (4096 values in float64; 2048 where they do not come in whole packs of 16 bytes.)
 
-Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2; the mean is carried as an unevaluated sum hi + lo.
-Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape that broadcasts: one value a channel is the fast
+Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2, unless in float64, as between Hopper's blocks; the mean
+is carried as an unevaluated sum hi + lo. Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape that broadcasts: one value a channel is the fast
 way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
 cache.
 
@@ -1162,7 +1163,7 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
-    int band_rows, tasks;    // of a band; the last one may have fewer
+    int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
     int team_samples, team_parts;      // how far it is from a team's unit to its next one
@@ -1359,8 +1360,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands, member = slice * s.bands + band;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
-    const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
-    const int tasks = tasks_of(rows);
+    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
@@ -1923,7 +1923,7 @@ static cudaError_t launch_convolution(
 #if CUDART_VERSION >= 12040
 struct WidePlan {
     WideShape shape;
-    int slices, blocks, shared_bytes;
+    int slices, shared_bytes;  // slices: of a sample
     int64_t fragment_words, mail_words;  // of 4 bytes, of 8; whole 16 bytes
     int64_t workspace() const { return fragment_words * 4 + mail_words * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>); }
 };
@@ -1956,7 +1956,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
-                    s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
+                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
                     s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
                     plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
                 }
@@ -1978,7 +1978,6 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
     if (ks == 1) s.taps[0] = tap_pair(0, plane);
     plan->slices = s.units_per_sample * s.slices;
-    plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
