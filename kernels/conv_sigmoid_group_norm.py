@@ -16,10 +16,10 @@ one operator, and where v waits depends on the slice:
 
 (4096 values in float64; 2048 where they do not come in whole packs of 16 bytes.)
 
-Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2, unless in float64, as between Hopper's blocks; the mean
-is carried as an unevaluated sum hi + lo. Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape that broadcasts: one value a channel is the fast
-way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
-cache.
+Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2, unless in float64, as between Hopper's blocks; the
+mean is carried as an unevaluated sum hi + lo. Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape
+that broadcasts: one value a channel is the fast way, anything else is read with one value for each of h's. On the CPU each core takes
+whole slices, in blocks that stay in its first cache.
 
 Gradients: one operator for all that follows the convolution, which computes v anew, and reads h and the output's gradient twice, or once
 where channels have one pixel. Where they are needed, the convolution and its own gradients are operators too: for plain 3x3 and 1x1 ones
