@@ -15,10 +15,10 @@ with 32. Everywhere else self.conv is ATen's, all that follows it is one operato
 
 (4096 values in float64; 2048 where they do not come in whole packs of 16 bytes.)
 
-Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2; the mean is carried as an unevaluated sum hi + lo.
-Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape that broadcasts: one value a channel is the fast
-way, anything else is read with one value for each of h's. On the CPU each core takes whole slices, in blocks that stay in its first
-cache.
+Arithmetic is in float32 (float64 for float64). Statistics never are E[v^2] - E[v]^2, unless in float64, as between Hopper's blocks; the
+mean is carried as an unevaluated sum hi + lo. Sums have a fixed order: the same input, the same bits. Bias and scale may have any shape
+that broadcasts: one value a channel is the fast way, anything else is read with one value for each of h's. On the CPU each core takes
+whole slices, in blocks that stay in its first cache.
 
 Gradients: of plain 3x3 convolutions of float32 from up to 8 channels, what is recorded is h, which is stored once while the moments of v
 are taken, and read once for the norm. The gradients, for up to 32 channels, read h and the output's gradient twice: for their joint
@@ -1163,7 +1163,7 @@ constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
 constexpr int kTileN = 64;       // pixels, of a wgmma
 constexpr int kConsumers = 2;    // warpgroups; there is one of producers
-constexpr int kExchangers = 2, kWriters = 5;  // warps; between them the one that posts
+constexpr int kExchangers = 4, kWriters = 3;  // warps; between them the one that posts
 constexpr int kWideBlock = 128 * (kConsumers + 3);
 constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kOtherRegisters = 64;
 constexpr int kMostSlots = 3, kMostStages = 2;
@@ -1172,7 +1172,7 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
-    int band_rows, tasks;    // of a band; the last one may have fewer
+    int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
     int team_samples, team_parts;      // how far it is from a team's unit to its next one
@@ -1369,8 +1369,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands, member = slice * s.bands + band;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
-    const auto tasks_of = [&](int band_rows) { return (band_rows * s.width + kTaskPixels - 1) / kTaskPixels; };
-    const int tasks = tasks_of(rows);
+    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
     float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
@@ -1933,7 +1932,7 @@ static cudaError_t launch_convolution(
 #if CUDART_VERSION >= 12040
 struct WidePlan {
     WideShape shape;
-    int slices, blocks, shared_bytes;
+    int slices, shared_bytes;  // slices: of a sample
     int64_t fragment_words, mail_words;  // of 4 bytes, of 8; whole 16 bytes
     int64_t workspace() const { return fragment_words * 4 + mail_words * 8 + int64_t(slices) * sizeof(SliceConstants<kWideSlots>); }
 };
@@ -1966,7 +1965,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
                     best = cost;
-                    s.bands = bands, s.band_rows = most, s.teams = teams, s.tasks = tasks, s.slots = slots, s.stages = stages;
+                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
                     s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
                     plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
                 }
@@ -1988,7 +1987,6 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
     if (ks == 1) s.taps[0] = tap_pair(0, plane);
     plan->slices = s.units_per_sample * s.slices;
-    plan->blocks = s.teams * s.bands * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
@@ -2074,8 +2072,6 @@ extern "C" int convolution_forward(
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
-    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
-    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
