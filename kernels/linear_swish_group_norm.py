@@ -640,7 +640,6 @@ struct Product {
     const RowScale *rows, *columns;
     int* flags;  // of each block of kBlockSide^2 outputs, row by row
     int m, n, k;
-    bool turned_x, turned_w;  // stored as (k, m), (k, n)
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
@@ -1393,10 +1392,8 @@ constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
 // Values k to k + 3 of a row of an operand; beyond the end, zeros.
-__device__ __forceinline__ float4 load_quad(const float* operand, bool turned, int rows, int row, int k, int last) {
-    if (!turned) return k < last ? *reinterpret_cast<const float4*>(operand + int64_t(row) * last + k) : make_float4(0, 0, 0, 0);
-    const auto value = [&](int at) { return at < last ? operand[int64_t(at) * rows + row] : 0.0f; };
-    return make_float4(value(k), value(k + 1), value(k + 2), value(k + 3));
+__device__ __forceinline__ float4 load_quad(const float* operand, int row, int k, int last) {
+    return k < last ? *reinterpret_cast<const float4*>(operand + int64_t(row) * last + k) : make_float4(0, 0, 0, 0);
 }
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
@@ -1436,17 +1433,15 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             __syncthreads();
             for (int f = 0; f < few_count; ++f) {
                 const int thread = few[f] / 16, place = few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
-                const int64_t step_x = product.turned_x ? product.m : 1, step_w = product.turned_w ? product.n : 1;
-                const float* x = product.x + int64_t(row0 + r) * (product.turned_x ? 1 : product.k);
-                const float* w = product.weight + int64_t(column0 + c) * (product.turned_w ? 1 : product.k);
+                const float *x = product.x + int64_t(row0 + r) * product.k, *w = product.weight + int64_t(column0 + c) * product.k;
                 float sum[4] = {};
                 for (int first = tid; first < product.k; first += 16 * kRecomputeBlock) {
                     float xs[16], ws[16];
 #pragma unroll
                     for (int i = 0; i < 16; ++i) {
                         const int k = first + i * kRecomputeBlock;
-                        xs[i] = k < product.k ? x[k * step_x] : 0.0f;
-                        ws[i] = k < product.k ? w[k * step_w] : 0.0f;
+                        xs[i] = k < product.k ? x[k] : 0.0f;
+                        ws[i] = k < product.k ? w[k] : 0.0f;
                     }
 #pragma unroll
                     for (int i = 0; i < 16; ++i) sum[i % 4] = fmaf(xs[i], ws[i], sum[i % 4]);
@@ -1467,8 +1462,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
             for (int k = 0; k < product.k; k += kSlice) {
                 float4 x = make_float4(0, 0, 0, 0), w = x;
-                if (r < rows) x = load_quad(product.x, product.turned_x, product.m, row0 + r, k + q, product.k);
-                if (r < columns) w = load_quad(product.weight, product.turned_w, product.n, column0 + r, k + q, product.k);
+                if (r < rows) x = load_quad(product.x, row0 + r, k + q, product.k);
+                if (r < columns) w = load_quad(product.weight, column0 + r, k + q, product.k);
                 __syncthreads();
                 slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
                 slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
@@ -1936,7 +1931,7 @@ extern "C" int product_forward(
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k), false, false}, h};
+    const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
