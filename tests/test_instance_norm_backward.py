@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, worst_error
-from cases import DTYPES, LAYOUTS, Case, build, in_dtype, problem, solution
+from accuracy import assert_as_accurate_as_eager, draws
+from cases import DTYPES, LAYOUTS, Case, build, in_dtype, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 STEM = "instance_norm"
