@@ -52,7 +52,7 @@ def find_nvcc() -> str | None:
 
 
 # Bytes a kernel, at most; to be mended when the file is measured again.
-KNOWN_TO_SPILL = {"conv_sigmoid_group_norm": 128}
+KNOWN_TO_SPILL = {"conv_sigmoid_group_norm": 40}
 
 
 @stems
