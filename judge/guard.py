@@ -21,6 +21,7 @@ import warnings
 from types import FunctionType
 
 import torch
+from torch import library
 from torch.nn.modules import module as nn_module
 
 from judge.pairs import Problem
@@ -123,9 +124,9 @@ def _changed_operators() -> list[str]:
         keys = {
             f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
         }
-        for library in [thing for thing in gc.get_objects() if type(thing) is torch.library.Library]:
-            if keys & {key.replace(".default", "") for key in library._op_impls}:
-                library._destroy()
+        for held in [thing for thing in gc.get_objects() if type(thing) is library.Library]:
+            if keys & {key.replace(".default", "") for key in held._op_impls}:
+                held._destroy()
         known.update((name, set(_ORIGINS.findall(torch._C._dispatch_dump(name)))) for name in changed)
     return changed
 

@@ -181,6 +181,11 @@ def may_overflow(module: torch.nn.Module, inputs: list, limit: float) -> torch.T
     return torch.stack(lost).any(0) if lost else torch.zeros(0, dtype=torch.bool)
 
 
+def is_used(name: str, kind: str | None) -> bool:
+    """Whether a parameter gets values of the kind drawn for it. Infinite weights of a norm make NaN or either infinity out of a rounding."""
+    return kind is not None and not ("norm.weight" in name and "Inf" in kind)
+
+
 def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     """AssertionError, which says what the case is, where ModelNew is not as accurate as eager or has not its form."""
     r = random.Random(f"{stem} {seed} {index}")
@@ -198,8 +203,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     def change(model, new, inputs):
         r = random.Random(first_seed)  # the same magnitudes and places for each sample, other values
         for (name, one), other, kind in zip(model.named_parameters(), new.parameters(), changed):
-            # Infinite weights of a norm make NaN or an infinity of either sign out of a rounding.
-            if kind and not ("norm.weight" in name and "Inf" in kind):
+            if is_used(name, kind):
                 one.data = other.data = placed(drawn(kind, one, r), r)
         return [laid(drawn(kind, t, r), layouts, r) if t.is_floating_point() else t for kind, t in zip(kinds, inputs)]
 
@@ -231,7 +235,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
             assert_as_accurate_as_eager(where_no_sum_overflows, draws(case, "cpu", dtype, change, first_seed))
     except Exception as error:
         said = [f"input {kind}" for kind, _ in zip(kinds, inputs)]
-        said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if kind]
+        said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if is_used(name, kind)]
         raise AssertionError(f"{shapes} from {init} in {dtype}, {', '.join(said)}: {type(error).__name__}: {error}") from error
 
 

@@ -8,6 +8,7 @@ import torch
 from accuracy import assert_same_form
 from cases import CASES, FIRST, LAYOUTS, SOLUTIONS, STEMS, build, converted, in_dtype, in_dtypes, in_layouts, operators, solution
 from processes import run_python
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -236,4 +237,4 @@ def test_operators_satisfy_opcheck(stem, device):
     for function, calls in seen.items():
         by_size = sorted(calls.values(), key=lambda call: max(a.numel() for a in call[0] if isinstance(a, torch.Tensor)))
         for args, kwargs in by_size[:8]:
-            torch.library.opcheck(function, args, kwargs)
+            library.opcheck(function, args, kwargs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accuracy import allowed_error, largest, same_kinds, worst_error
 from cases import LAYOUTS, solution
+from torch import library
 from torch.nn.functional import conv2d, group_norm
 
 NAMES = ("output", "input", "weight", "convolution's bias", "bias", "scale", "norm's weight", "norm's bias")
@@ -122,10 +123,10 @@ def test_opcheck(device):
     *arguments, grad = problem(ODD, device)
     x, weight, _, *vectors, _ = arguments
     record, backward = operators()
-    torch.library.opcheck(record, (*arguments, 8, 1e-5))
+    library.opcheck(record, (*arguments, 8, 1e-5))
     h = record(*arguments, 8, 1e-5)[1]
     for needs in ([True] * 7, [False, True, False, True, False, True, False]):
-        torch.library.opcheck(backward, (grad, h, x, weight, *vectors, 8, 1e-5, needs))
+        library.opcheck(backward, (grad, h, x, weight, *vectors, 8, 1e-5, needs))
 
 
 class TestOnTheGPU:

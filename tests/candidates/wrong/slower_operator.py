@@ -5,11 +5,11 @@ Rejected: the candidate replaces the operator aten::sigmoid
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import library, nn
 
-library = torch.library.Library("aten", "IMPL")
+aten = library.Library("aten", "IMPL")
 for key in ("CPU", "CUDA"):
-    library.impl("sigmoid", lambda x: 1 / (1 + torch.exp(-x)), key)
+    aten.impl("sigmoid", lambda x: 1 / (1 + torch.exp(-x)), key)
 
 
 class ModelNew(nn.Module):
