@@ -1432,12 +1432,12 @@ template <typename F> void in_type_for(const at::Tensor& t, const char* name, co
     if (dtype_number(t, name) == 1) compute(double());
     else compute(float());
 }
-#ifdef WITH_CUDA
-// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
-at::Tensor aligned(const at::Tensor& t) {
+// Contiguous, and 16-byte aligned as the CUDA kernels want it, which a slice of another tensor need not be.
+[[maybe_unused]] at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+#ifdef WITH_CUDA
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
@@ -1656,10 +1656,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in half of the compiler's time: vectors, and multiply-adds (expensive, they say), are all that the loops want.
-    cpp_flags = ["-O1", "-fexpensive-optimizations", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fno-math-errno", "-fno-trapping-math"]
-    # The last one lets g++ take a gigabyte before it collects garbage.
-    cpp_flags += [*simd.get(capability, []), "-fopenmp", "--param=ggc-min-heapsize=1048576"]
+    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
+    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
@@ -1695,9 +1694,8 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
     """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
     from unittest import mock
 
-    path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None:  # a virtual environment that is not activated has it beside its python
-        path = os.pathsep.join([path, os.path.dirname(sys.executable)])
+    # A virtual environment that is not activated has ninja beside its python.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
@@ -1707,13 +1705,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         from torch.utils import cpp_extension
 
         if cuda_flags is not None:
-            home = cpp_extension.CUDA_HOME
-            if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
+            if not os.path.exists(nvcc):
                 raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
-                    f"{torch.version.cuda}, and set CUDA_HOME to its folder"
+                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
+                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
-            nvcc = os.path.join(home, "bin", "nvcc")
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}

@@ -3628,12 +3628,12 @@ template <typename F> void in_type_for(const at::Tensor& t, const char* name, co
     if (dtype_number(t, name) == 1) compute(double());
     else compute(float());
 }
-#ifdef WITH_CUDA
-// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
-at::Tensor aligned(const at::Tensor& t) {
+// Contiguous, and 16-byte aligned as the CUDA kernels want it, which a slice of another tensor need not be.
+[[maybe_unused]] at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+#ifdef WITH_CUDA
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
@@ -3879,17 +3879,14 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     // Messages without numbers: where PyTorch brings a standard library of its own, writing one out may crash.
     TORCH_CHECK(channels % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1");
-    const auto check_vector = [&](const at::Tensor& vector) {
+    const at::ScalarType type = h.scalar_type(), norm_type = weight.scalar_type();
+    const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && norm_type == at::kFloat;
+    for (const at::Tensor& vector : {weight, bias}) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
-        const at::ScalarType type = h.scalar_type();
-        const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && vector.scalar_type() == at::kFloat;
-        TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
-            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
-            bias.scalar_type());
-    };
-    check_vector(weight);
-    check_vector(bias);
+        TORCH_CHECK((type == norm_type || mixed) && vector.scalar_type() == norm_type,
+            "mixed dtype: input of type ", type, " with weight of type ", norm_type, " and bias of type ", bias.scalar_type());
+    }
     for (const at::Tensor& operand : operands) {
         const bool vector = operand.dim() == 1 && operand.sym_size(0) == channels;
         TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the input's shape");
@@ -3904,44 +3901,44 @@ at::Tensor forward_meta(const at::Tensor& h, const Operands& operands, const at:
 }
 
 Sizes sizes_of(const at::Tensor& h, int64_t groups) {
-    Sizes sizes;
-    sizes.slices = h.size(0) * groups;
-    sizes.n = h.numel() / sizes.slices;
-    sizes.groups = groups;
-    sizes.channels = h.size(1) / groups;
-    sizes.spatial = sizes.n / sizes.channels;
-    return sizes;
+    const int64_t slices = h.size(0) * groups, n = h.numel() / slices, channels = h.size(1) / groups;
+    return {slices, n, n / channels, groups, channels};
 }
 
-// A channel vector as the kernels read it: contiguous, in float32 (float64 for float64).
+// The operands, weight and bias as the kernels read them: contiguous, in float32 (float64 for float64).
+using Prepared = std::array<at::Tensor, kOperands + 2>;
+
 at::Tensor prepared(const at::Tensor& vector, const at::Tensor& h) {
-    return vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+    return aligned(vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+}
+Prepared prepared(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& h) {
+    Prepared ready;
+    for (int k = 0; k < kOperands + 2; ++k) ready[k] = prepared(k < kOperands ? operands[k] : k == kOperands ? weight : bias, h);
+    return ready;
 }
 
-template <typename A> Vectors<A> vectors_of(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias) {
+template <typename A> Vectors<A> vectors_of(const Prepared& ready) {
     Vectors<A> vectors;
     for (int k = 0; k < kOperands; ++k) {
-        vectors.operand[k] = operands[k].data_ptr<A>();
-        vectors.full[k] = operands[k].dim() > 1;
+        vectors.operand[k] = ready[k].data_ptr<A>();
+        vectors.full[k] = ready[k].dim() > 1;
     }
-    vectors.gamma = weight.data_ptr<A>();
-    vectors.beta = bias.data_ptr<A>();
+    vectors.gamma = ready[kOperands].data_ptr<A>();
+    vectors.beta = ready[kOperands + 1].data_ptr<A>();
     vectors.largest_gamma = 0;
-    for (int64_t c = 0; c < weight.numel(); ++c) vectors.largest_gamma = std::max(vectors.largest_gamma, std::fabs(vectors.gamma[c]));
+    for (int64_t c = 0; c < ready[kOperands].numel(); ++c) vectors.largest_gamma = std::max(vectors.largest_gamma, std::fabs(vectors.gamma[c]));
     return vectors;
 }
 
 at::Tensor forward_on_cpu(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
-    check(h, operands, weight, bias, groups);
-    const at::Tensor input = h.contiguous(), gamma = prepared(weight, h), beta = prepared(bias, h);
-    at::Tensor out = at::empty_like(input);
+    at::Tensor out = forward_meta(h, operands, weight, bias, groups, eps);
     if (h.numel() == 0) return out;
-    Operands ready;
-    for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
+    const at::Tensor input = h.contiguous();
+    const Prepared ready = prepared(operands, weight, bias, h);
     in_type_for(h, "group_norm", [&](auto zero) {
         using A = decltype(zero);
-        forward_cpu(Values<A>(input), Values<A>(out), vectors_of<A>(ready, gamma, beta), sizes_of(h, groups), eps);
+        forward_cpu(Values<A>(input), Values<A>(out), vectors_of<A>(ready), sizes_of(h, groups), eps);
     });
     return out;
 }
@@ -3954,21 +3951,14 @@ extern "C" int group_norm_forward(
 
 at::Tensor forward_on_cuda(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
-    check(h, operands, weight, bias, groups);
-    const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor input = aligned(h), gamma = aligned(prepared(weight, h)), beta = aligned(prepared(bias, h));
-    at::Tensor out = at::empty_like(input);
+    at::Tensor out = forward_meta(h, operands, weight, bias, groups, eps);
     if (h.numel() == 0) return out;
-    Operands ready;
+    const c10::cuda::CUDAGuard guard(h.device());
+    const at::Tensor input = aligned(h);
+    const Prepared ready = prepared(operands, weight, bias, h);
     const void* vectors[kOperands + 2];
-    bool full[kOperands];
-    for (int k = 0; k < kOperands; ++k) {
-        ready[k] = aligned(prepared(operands[k], h));
-        vectors[k] = ready[k].data_ptr();
-        full[k] = ready[k].dim() > 1;
-    }
-    vectors[kOperands] = gamma.data_ptr();
-    vectors[kOperands + 1] = beta.data_ptr();
+    bool full[kOperands + 2];
+    for (int k = 0; k < kOperands + 2; ++k) vectors[k] = ready[k].data_ptr(), full[k] = ready[k].dim() > 1;
     const Sizes sizes = sizes_of(h, groups);
     const at::Tensor workspace = workspace_of(group_norm_workspace(sizes.slices, sizes.n * h.element_size()), h);
     check_launch(group_norm_forward(dtype_number(h, "group_norm"), input.data_ptr(), out.data_ptr(), vectors, full, sizes.slices, sizes.n,
@@ -4471,10 +4461,10 @@ std::vector<at::Tensor> backward_meta(
     TORCH_CHECK(grad.sym_sizes() == h.sym_sizes() && grad.scalar_type() == h.scalar_type() && grad.device() == h.device(),
         "group_norm: the gradient must have the shape, dtype and device of the input");
     for (const at::Tensor& operand : operands) TORCH_CHECK(operand.dim() == 1, "group_norm: backward takes one value a channel");
-    std::vector<at::Tensor> of = {h};
-    of.insert(of.end(), operands.begin(), operands.end());
-    of.insert(of.end(), {weight, weight});
-    for (size_t i = 0; i < of.size(); ++i) {
+    std::vector<at::Tensor> of(kSums + 1, weight);
+    of[0] = h;
+    std::copy(operands.begin(), operands.end(), of.begin() + 1);
+    for (int i = 0; i <= kSums; ++i) {
         of[i] = needs[i] ? at::empty_like(of[i], of[i].options(), at::MemoryFormat::Contiguous) : at::empty({0}, of[i].options());
     }
     return of;
@@ -4485,17 +4475,16 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
     std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, eps, needs);
     at::Tensor sums = at::empty({kSums, h.size(1)}, h.options().dtype(at::kDouble)).zero_();
     if (h.numel() > 0) {
-        const at::Tensor input = h.contiguous(), given = grad.contiguous(), gamma = prepared(weight, h);
-        Operands ready;
-        for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
+        const at::Tensor input = h.contiguous(), given = grad.contiguous();
+        const Prepared ready = prepared(operands, weight, weight, h);
         std::array<bool, kSums> wanted;
         std::copy_n(needs.begin() + 1, kSums, wanted.begin());
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
             const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready, gamma, gamma), sizes, eps, wanted,
-                sums.data_ptr<double>());
+            backward(
+                Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
     for (int k = 0; k < kSums; ++k) {
@@ -4518,18 +4507,14 @@ std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tenso
         for (at::Tensor& result : results) result.zero_();
         return results;
     }
-    const at::Tensor input = aligned(h), given = aligned(grad), gamma = aligned(prepared(weight, h));
-    Operands ready;
+    const at::Tensor input = aligned(h), given = aligned(grad);
+    const Prepared ready = prepared(operands, weight, weight, h);
     const void* vectors[kOperands + 2];
-    for (int k = 0; k < kOperands; ++k) {
-        ready[k] = aligned(prepared(operands[k], h));
-        vectors[k] = ready[k].data_ptr();
-    }
-    vectors[kOperands] = vectors[kOperands + 1] = gamma.data_ptr();
+    for (int k = 0; k < kOperands + 2; ++k) vectors[k] = ready[k].data_ptr();
     std::array<at::Tensor, kSums> sums;
     void* to[kSums];
     for (int k = 0; k < kSums; ++k) {
-        sums[k] = results[k + 1].to(gamma.scalar_type());
+        sums[k] = results[k + 1].to(ready[kOperands].scalar_type());
         to[k] = needs[k + 1] ? sums[k].data_ptr() : nullptr;
     }
     const Sizes sizes = sizes_of(h, groups);
@@ -4678,10 +4663,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in half of the compiler's time: vectors, and multiply-adds (expensive, they say), are all that the loops want.
-    cpp_flags = ["-O1", "-fexpensive-optimizations", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fno-math-errno", "-fno-trapping-math"]
-    # The last one lets g++ take a gigabyte before it collects garbage.
-    cpp_flags += [*simd.get(capability, []), "-fopenmp", "--param=ggc-min-heapsize=1048576"]
+    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
+    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
@@ -4717,9 +4701,8 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
     """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
     from unittest import mock
 
-    path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None:  # a virtual environment that is not activated has it beside its python
-        path = os.pathsep.join([path, os.path.dirname(sys.executable)])
+    # A virtual environment that is not activated has ninja beside its python.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
@@ -4729,13 +4712,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         from torch.utils import cpp_extension
 
         if cuda_flags is not None:
-            home = cpp_extension.CUDA_HOME
-            if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
+            if not os.path.exists(nvcc):
                 raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
-                    f"{torch.version.cuda}, and set CUDA_HOME to its folder"
+                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
+                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
-            nvcc = os.path.join(home, "bin", "nvcc")
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
