@@ -1408,11 +1408,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -1480,13 +1476,7 @@ template <typename A> inline Joint block_joint(const A* x, const A* g, int64_t n
         product += deviation * g[i];
     }
     const double mean = double(sum) / n;
-    Joint m;
-    m.v.count = n;
-    m.v.mean = anchor + mean;
-    m.v.m2 = square > 0 ? std::max(0.0, square - mean * sum) : square;
-    m.sum = g_sum;
-    m.co = product - mean * g_sum;
-    return m;
+    return {{double(n), anchor + mean, square > 0 ? std::max(0.0, square - mean * sum) : square}, g_sum, product - mean * g_sum};
 }
 
 template <typename A> Joint slice_joint(const Values<A>& x, const Values<A>& g, int64_t begin, int64_t n) {

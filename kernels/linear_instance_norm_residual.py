@@ -2751,11 +2751,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -2814,11 +2810,14 @@ void check(const at::Tensor& h, const at::Tensor& y) {
 }
 
 // h, y (..., F) of one shape and dtype; out contiguous.
-at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
+at::Tensor row_norm_residual_meta(const at::Tensor& h, const at::Tensor& y, double) {
     check(h, y);
-    const at::Tensor first = h.contiguous(), second = y.contiguous();
-    at::Tensor out = at::empty_like(first);
+    return at::empty_like(h, h.options(), at::MemoryFormat::Contiguous);
+}
+at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
+    at::Tensor out = row_norm_residual_meta(h, y, eps);
     if (h.numel() == 0) return out;
+    const at::Tensor first = h.contiguous(), second = y.contiguous();
     in_type_for(h, "row_norm_residual", [&](auto zero) {
         const Values<decltype(zero)> of_h(first), of_y(second), to(out);
         const int64_t n = h.size(-1);
@@ -2829,22 +2828,16 @@ at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, doubl
     return out;
 }
 
-at::Tensor row_norm_residual_meta(const at::Tensor& h, const at::Tensor& y, double eps) {
-    check(h, y);
-    return at::empty_like(h, h.options(), at::MemoryFormat::Contiguous);
-}
-
 #ifdef WITH_CUDA
 extern "C" int64_t row_norm_residual_workspace(int64_t rows, int64_t row_bytes);
 extern "C" int row_norm_residual_forward(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream);
 
 at::Tensor row_norm_residual_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
-    check(h, y);
+    at::Tensor out = row_norm_residual_meta(h, y, eps);
+    if (h.numel() == 0) return out;
     const c10::cuda::CUDAGuard guard(h.device());
     const at::Tensor first = h.contiguous(), second = y.contiguous();
-    at::Tensor out = at::empty_like(first);
-    if (h.numel() == 0) return out;
     const int64_t n = h.size(-1), rows = h.numel() / n;
     const at::Tensor workspace = workspace_of(row_norm_residual_workspace(rows, n * h.element_size()), h);
     check_launch(row_norm_residual_forward(dtype_number(h, "row_norm_residual"), first.data_ptr(), second.data_ptr(), out.data_ptr(), rows,
@@ -3026,17 +3019,14 @@ at::Tensor freeze_cuda(const at::Tensor& weight) {
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
 template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
-    Joint joint;
-    joint.v = block_moments(values, n);
+    const Moments v = block_moments(values, n);
     double sum = 0, co = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; ++i) sum += grads[i];
-    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+    const A mean = static_cast<A>(v.mean), grad_mean = static_cast<A>(sum / n);
 #pragma omp simd reduction(+ : co)
     for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
-    joint.sum = sum;
-    joint.co = co;
-    return joint;
+    return {v, sum, co};
 }
 // --- end shared: cpu joint moments ---
 

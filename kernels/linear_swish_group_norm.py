@@ -3604,11 +3604,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -4225,17 +4221,14 @@ template <typename A>
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
 template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
-    Joint joint;
-    joint.v = block_moments(values, n);
+    const Moments v = block_moments(values, n);
     double sum = 0, co = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; ++i) sum += grads[i];
-    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+    const A mean = static_cast<A>(v.mean), grad_mean = static_cast<A>(sum / n);
 #pragma omp simd reduction(+ : co)
     for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
-    joint.sum = sum;
-    joint.co = co;
-    return joint;
+    return {v, sum, co};
 }
 // --- end shared: cpu joint moments ---
 
