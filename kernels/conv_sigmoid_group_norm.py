@@ -176,36 +176,20 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -2122,8 +2106,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {

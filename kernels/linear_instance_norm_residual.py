@@ -168,36 +168,20 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -1719,7 +1703,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     wait_for_predecessor();
 
     const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
+    constexpr bool kCompensated = Source::kSums == 0;  // the sum of grad itself, where there are registers for it
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __nv_bfloat162 rounded_off[kQuads][2] = {};  // of the compensated sum; a few bits of it are enough
     __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
@@ -1758,9 +1744,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     Ring<kRowsAhead> ring;
-    int64_t row = blockIdx.x;
-    for (; row < rows; row += gridDim.x, ring.advance()) {
-        if (recent == kRecentRows) settle(row - gridDim.x);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ring.advance()) {
         mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
         source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
@@ -1794,12 +1778,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][kColumnSums][j] += values[j];
             }
+            const auto add = [&](int j) {  // returns what the sum's rounding left over
+                float& sum = sums[i][kColumnSums][j];
+                const float before = sum, added = (sum += values[j]) - before;
+                return (before - (sum - added)) + (values[j] - added);
+            };
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
                 counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
+                const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
+                if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -1821,9 +1811,16 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
         }
         if (tid == 0) row_largest[recent] = largest;
-        ++recent;
+        if (++recent == kRecentRows || row + gridDim.x >= rows) settle(row);
     }
-    settle(row - gridDim.x);
+    if constexpr (kCompensated) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const auto finite = [](__nv_bfloat16 v) { return is_finite(__bfloat162float(v)) ? __bfloat162float(v) : 0.0f; };  // an infinity's is NaN
+            const __nv_bfloat162 a = rounded_off[i][0], b = rounded_off[i][1];
+            add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
+        }
+    }
     if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
@@ -2397,8 +2394,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
