@@ -452,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -2465,8 +2466,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -4564,7 +4566,8 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
@@ -5191,72 +5194,30 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
 
 
-def _tail_gradients(grad, h, bias, scale, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h and the vectors, in ATen operators."""
-    needs_h, needs_bias, needs_scale, *needs_norm = needs
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
+def _sigmoid_group_norm(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    biased, slope = wide + _spread(bias, wide), _spread(scale, wide)
-    v = (biased * slope).sigmoid()
-    needed = (needs_h or needs_bias or needs_scale, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = grad_scale = None
-    if needed[0]:
-        inner = grad_v * (v * (1 - v))
-        if needs_scale:
-            grad_scale = _gathered(inner * biased, scale)
-        inner = inner * slope
-        if needs_bias:
-            grad_bias = _gathered(inner, bias)
-        if needs_h:
-            grad_h = inner.to(h.dtype)
-    return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias
-
-
-def _convolution_gradients(grad, x, weight, needs: tuple) -> tuple:
-    """Of x, the weight and the bias, in ATen operators."""
-    return torch.ops.aten.convolution_backward(grad, x, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needs)
+    wide, bias, scale, weight, group_bias = (t.to(dtype) for t in (h, bias, scale, weight, group_bias))
+    v = ((wide + _spread(bias, h)) * _spread(scale, h)).sigmoid()
+    return nn.functional.group_norm(v, groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SigmoidGroupNorm(torch.autograd.Function):
@@ -5275,13 +5236,10 @@ class SigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, bias, scale, weight, group_bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:5]
-        if bias.dim() == scale.dim() == 1 and not torch.is_grad_enabled():
-            found = _backward(grad, h, bias, scale, weight, ctx.groups, ctx.eps, needs)
-        else:
-            found = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs)
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        (h, bias, scale, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:5], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1 or scale.dim() > 1:
+            return *_differentiated(lambda *tensors: _sigmoid_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, scale, weight, *norm, needs), needs)), None, None
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -5302,17 +5260,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, conv_weight, conv_bias, bias, scale, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:7]
+        *tensors, h = ctx.saved_tensors
+        (x, conv_weight, _, bias, scale, weight, _), needs, norm = tensors, ctx.needs_input_grad[:7], (ctx.groups, ctx.eps)
         if grad is None:
             return (None,) * 9
-        if torch.is_grad_enabled():  # h anew, as a function of x
-            h = nn.functional.conv2d(x, conv_weight, conv_bias)
-            needs_tail = (any(needs[:3]), *needs[3:])
-            grad_h, *tail = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs_tail)
-            found = *(_convolution_gradients(grad_h, x, conv_weight, needs[:3]) if needs_tail[0] else [None] * 3), *tail
-        else:
-            found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, ctx.groups, ctx.eps, needs)
+        if torch.is_grad_enabled():
+            def network(x, conv_weight, conv_bias, *vectors):
+                return _sigmoid_group_norm(nn.functional.conv2d(x, conv_weight, conv_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, *norm, needs)
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 

@@ -3259,6 +3259,18 @@ _linear, _linear_gradients, _freeze, _forward, _backward = (
 )
 
 
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
@@ -3287,15 +3299,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -3311,7 +3314,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -3385,23 +3391,16 @@ class RowNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, y = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
         if not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:2]
             found = _backward(grad, h, y, ctx.eps, needs)
             return *(own if need else None for own, need in zip(found, needs)), None
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        deviation, other, grad = h.to(dtype), y.to(dtype), grad.to(dtype)
-        deviation = deviation - deviation.mean(-1, keepdim=True)
-        rstd = (deviation.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        normal = deviation * rstd
-        grad_h = grad_y = None
-        if ctx.needs_input_grad[0]:
-            grad_h = grad * other
-            grad_h = rstd * (grad_h - grad_h.mean(-1, keepdim=True) - normal * (grad_h * normal).mean(-1, keepdim=True))
-            grad_h = grad_h.to(h.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_y = (grad * (normal + 2 * other)).to(y.dtype)
-        return grad_h, grad_y, None
+
+        def norm_residual(h, y):
+            dtype = torch.promote_types(h.dtype, torch.float32)
+            return ((nn.functional.layer_norm(h.to(dtype), h.shape[-1:], eps=ctx.eps) + y) * y).to(h.dtype)
+
+        return *_differentiated(norm_residual, (h, y), grad, needs), None
 
 
 class ModelNew(Freezable):

@@ -452,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -3196,8 +3197,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -4280,7 +4282,8 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
@@ -4805,45 +4808,22 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
+
+
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
 
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
@@ -4874,15 +4854,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -4898,7 +4869,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -4955,24 +4929,11 @@ class Freezable(nn.Module):
 # --- end shared: linear layer ---
 
 
-def _gradients(grad, h, bias, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h, bias, weight and group_bias, where they are needed: one operator, or ATen's where they are to be differentiated in turn."""
-    if bias.dim() == 1 and not torch.is_grad_enabled():
-        found = _backward(grad, h, bias, weight, groups, eps, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_h, needs_bias, *needs_norm = needs
+def _swish_group_norm(h, bias, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    gate = wide.sigmoid()
-    v = gate * wide + _spread(bias, wide)
-    needed = (needs_h or needs_bias, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = None
-    if needs_h:
-        grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
-    if needs_bias:
-        grad_bias = _gathered(grad_v, bias)
-    return grad_h, grad_bias, grad_weight, grad_group_bias
+    wide, bias, weight, group_bias = (t.to(dtype) for t in (h, bias, weight, group_bias))
+    return nn.functional.group_norm(wide.sigmoid() * wide + _spread(bias, h), groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SwishGroupNorm(torch.autograd.Function):
@@ -4991,7 +4952,10 @@ class SwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, ctx.needs_input_grad[:4]), None, None
+        (h, bias, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:4], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1:
+            return *_differentiated(lambda *tensors: _swish_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, weight, *norm, needs), needs)), None, None
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
@@ -5012,14 +4976,15 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, linear_weight, linear_bias, bias, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:6]
-        if not torch.is_grad_enabled():
-            found = _fused_backward(grad, h, x, linear_weight, bias, weight, ctx.groups, ctx.eps, needs)
-            return *(own if need else None for own, need in zip(found, needs)), None, None
-        h = nn.functional.linear(x, linear_weight, linear_bias)  # one that knows where it comes from
-        grad_h, *grads = _gradients(grad, h, bias, weight, group_bias, ctx.groups, ctx.eps, (True, *needs[3:]))
-        return *_gradients_of_linear(grad_h, x, linear_weight, needs[:3]), *grads, None, None
+        *tensors, h = ctx.saved_tensors
+        (x, linear_weight, _, bias, weight, _), needs, norm = tensors, ctx.needs_input_grad[:6], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled():
+            def network(x, linear_weight, linear_bias, *vectors):
+                return _swish_group_norm(nn.functional.linear(x, linear_weight, linear_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _fused_backward(grad, h, x, linear_weight, bias, weight, *norm, needs)
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class ModelNew(Freezable):
