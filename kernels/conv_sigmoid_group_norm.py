@@ -2156,13 +2156,11 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 }
 // --- end shared: joint moments ---
 
-// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// --- shared: sums of gradients (home: kernels/linear_swish_group_norm.py) ---
 // Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
 // in double.
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
-constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
-constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2191,129 +2189,17 @@ __global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__
     }
     if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
 }
+// --- end shared: sums of gradients ---
 
-// Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
-// slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
-// multiple of the groups, so the channels are the same, and the thread adds up their gradients.
-template <typename T, int V> constexpr int kGradientPacks = V == 1 ? 4 : 32 / (V * sizeof(Acc<T>));
-template <typename T, int V> constexpr int kGradientRows = V == 1 || sizeof(T) == 8 ? 1 : 2 / kOperands;
+// Channels of one pixel are rows as others are.
+template <typename T> struct GradientsInRegisters {
+    static constexpr bool fit = false;
+    static constexpr int64_t partial_rows = 0;
+    GradientsInRegisters(const Sizes&, int) {}
+    template <typename... Arguments> void launch(const Arguments&...) const {}
+};
 
-template <typename T, int V, int ITEMS, int ROWS>
-__global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || sizeof(T) == 8 ? 1 : kGradientBlocks) gradients_in_registers(
-    const T* __restrict__ grad, const T* __restrict__ h, T* __restrict__ grad_h, Vectors<Acc<T>> vectors, Partials<Acc<T>> partials,
-    Sizes sizes, int64_t stride, Acc<T> eps, int group) {
-    using A = Acc<T>;
-    __shared__ A warp_sums[3 * ROWS][kMaxGroup / 32];
-    const int n = int(sizes.n), lane = threadIdx.x % group;
-    const int64_t first = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
-    const int packs = first < stride ? n / V : 0, channel = first_channel(first, sizes);
-    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    const auto mine = [&](int i) { return lane + i * group < packs; };
-
-    A operand[kOperands][ITEMS][V], gamma[ITEMS][V], sums[kSums][ITEMS][V] = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (mine(i)) {
-#pragma unroll
-            for (int k = 0; k < kOperands; ++k) load_aligned<V>(vectors.operand[k] + channel + (lane + i * group) * V, operand[k][i]);
-            load_aligned<V>(vectors.gamma + channel + (lane + i * group) * V, gamma[i]);
-        }
-    }
-    for (int64_t skipped = 0; skipped < sizes.slices; skipped += ROWS * stride) {
-        const auto slice = [&](int r) { return first + skipped + r * stride; };
-        Pack<T, V> raw[ROWS][ITEMS], raw_grad[ROWS][ITEMS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                raw[r][i] = raw_grad[r][i] = Pack<T, V>();
-                const int64_t at = slice(r) * n + (lane + i * group) * V;
-                if (mine(i) && slice(r) < sizes.slices) {
-                    raw[r][i] = load_streaming<T, V>(h + at);
-                    raw_grad[r][i] = load_streaming<T, V>(grad + at);
-                }
-            }
-        }
-        A v[ROWS][ITEMS][V], means[2 * ROWS] = {};  // of v, of the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        v[r][i][j] = activate(to_acc(raw[r][i].value[j]), own);
-                        means[r] += v[r][i][j] * share;
-                        means[ROWS + r] += gamma[i][j] * to_acc(raw_grad[r][i].value[j]) * share;
-                    }
-                }
-            }
-        }
-        sum_across_group(means, group, warp_sums);
-        A rest[3 * ROWS] = {};  // deviations from the rounded mean, their squares, and their products with the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        const A deviation = v[r][i][j] - means[r];
-                        rest[r] += deviation;
-                        rest[ROWS + r] += deviation * deviation;
-                        rest[2 * ROWS + r] += deviation * (gamma[i][j] * to_acc(raw_grad[r][i].value[j]) - means[ROWS + r]);
-                    }
-                }
-            }
-        }
-        sum_across_group(rest, group, warp_sums);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            Moments<A> m;
-            m.hi = means[r];
-            m.lo = rest[r] * share;
-            m.m2 = rest[ROWS + r];
-            const Scale<A> scale(m, A(n), eps);
-            const A slope = scale.rstd * (rest[2 * ROWS + r] * share);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if (mine(i) && slice(r) < sizes.slices) {
-                    Pack<T, V> out;
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands], grad_operand[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        const A given = to_acc(raw_grad[r][i].value[j]), normal = ((v[r][i][j] - scale.hi) - scale.lo) * scale.rstd;
-                        const A grad_v = scale.rstd * ((gamma[i][j] * given - means[ROWS + r]) - normal * slope);
-                        from_acc(differentiate(to_acc(raw[r][i].value[j]), own, v[r][i][j], grad_v, grad_operand), out.value[j]);
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) sums[k][i][j] += grad_operand[k];
-                        sums[kOperands][i][j] += given * normal;
-                        sums[kOperands + 1][i][j] += given;
-                    }
-                    if (grad_h != nullptr) store_streaming(grad_h + slice(r) * n + (lane + i * group) * V, out);
-                }
-            }
-        }
-    }
-    const int64_t row = quotient(first, int64_t(sizes.groups)) * sizes.groups * sizes.channels;
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i) && partials.to[k] != nullptr) {
-                A* to = partials.from[k] + row + channel + (lane + i * group) * V;
-#pragma unroll
-                for (int j = 0; j < V; ++j) to[j] = sums[k][i][j];
-            }
-        }
-    }
-}
-
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
 // Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
 // threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
 // channels give gamma and beta; the gradient of h, and what the rows give the operands.
@@ -2489,69 +2375,41 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 }
 
 // How a backward goes, and the rows of partial sums it leaves.
-struct GradientPlan {
-    bool in_registers, is_short, whole_packs;
-    int group, parts;
-    int64_t stride, part_values, operand_rows, norm_rows;
+template <typename T> struct GradientPlan {
+    const GradientsInRegisters<T> registers;
+    int group = 1, parts = 1;
+    int64_t part_values = 0, operand_rows, norm_rows;
+    GradientPlan(const Sizes& sizes, int sms) : registers(sizes, sms) {
+        operand_rows = norm_rows = registers.partial_rows;
+        if (registers.fit) return;
+        const int64_t row_packs = sizes.spatial / kPack<T>;
+        if (row_packs >= 4 * kMaxGroup) {
+            group = kMaxGroup;
+            parts = stream_parts(sizes.slices * sizes.channels, sizes.spatial * int64_t(sizeof(T)), sms);
+        } else {
+            while (group < 32 && group < row_packs) group *= 2;
+        }
+        part_values = divide_up(divide_up(sizes.spatial, parts), 8 * kPack<T>) * 8 * kPack<T>;
+        parts = int(divide_up(sizes.spatial, part_values));
+        norm_rows = sizes.slices / sizes.groups;
+        operand_rows = norm_rows * parts;
+    }
 };
 
-template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
-    GradientPlan plan = {};
-    constexpr int V = kPack<T>;
-    plan.whole_packs = sizes.n % V == 0;
-    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
-    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
-    plan.is_short = packs <= kMaxGroup * items;
-    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
-    plan.group = 1;
-    plan.parts = 1;
-    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
-    if (plan.in_registers) {
-        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
-        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
-        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
-        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
-        plan.stride = plan.norm_rows * sizes.groups;
-        return plan;
-    }
-    const int64_t row_packs = sizes.spatial / V;
-    if (row_packs >= 4 * kMaxGroup) {
-        plan.group = kMaxGroup;
-        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
-    } else {
-        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
-    }
-    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
-    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
-    plan.operand_rows = samples * plan.parts;
-    plan.norm_rows = samples;
-    return plan;
-}
-
 // The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
-template <typename A> struct GradientSpace {
-    int64_t joints, slices, partials, bytes;
-    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+template <typename T> struct GradientSpace {
+    using A = Acc<T>;
+    int64_t joints = 0, slices = 0, partials, bytes;
+    GradientSpace(const GradientPlan<T>& plan, const Sizes& sizes) {
         const int64_t channels = int64_t(sizes.groups) * sizes.channels;
-        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
-        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        if (!plan.registers.fit) {
+            joints = sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+            slices = divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        }
         partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
         bytes = joints + slices + partials;
     }
 };
-
-template <typename T, int V>
-static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
-    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
-    constexpr int kItems = kGradientPacks<T, V>;
-    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
-    if constexpr (V > 1) {
-        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
-    }
-    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
-    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
-}
 
 template <typename T>
 static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
@@ -2563,8 +2421,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
-    const GradientSpace<A> space(plan, sizes);
+    const GradientPlan<T> plan(sizes, device.sms);
+    const GradientSpace<T> space(plan, sizes);
     const int64_t channels = int64_t(sizes.groups) * sizes.channels;
     char* const base = static_cast<char*>(workspace);
     Partials<A> partials;
@@ -2578,10 +2436,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
         any_operand = any_operand || (k < kOperands && to[k] != nullptr);
         any_sum = any_sum || to[k] != nullptr;
     }
-    if (plan.in_registers && plan.whole_packs) {
-        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
-    } else if (plan.in_registers) {
-        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    if (plan.registers.fit) {
+        plan.registers.launch(grad, h, grad_h, vectors, partials, sizes, eps, stream);
     } else {
         auto* joints = reinterpret_cast<Joint<A>*>(base);
         auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
@@ -2609,9 +2465,9 @@ extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int6
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     switch (dtype) {
-        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
-        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
-        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+        case 0: return GradientSpace<float>({sizes, device.sms}, sizes).bytes;
+        case 1: return GradientSpace<double>({sizes, device.sms}, sizes).bytes;
+        default: return GradientSpace<__half>({sizes, device.sms}, sizes).bytes;
     }
 }
 extern "C" int group_norm_backward(
@@ -3902,7 +3758,7 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
     p.bands = bands_of(sizes[0] * p.column_tiles, p.height, device.sms);
     const int64_t pieces = sizes[0] * p.column_tiles * p.bands, channels = p.out_channels;
     const Sizes slices = slices_of(sizes, groups);
-    const GradientPlan plan = plan_gradients<float>(slices, device.sms);
+    const GradientPlan<float> plan(slices, device.sms);
     const GradientSpace<float> space(plan, slices);
     const int64_t sums = (2 * pieces + 2 * sizes[0]) * channels;
     *workspace_bytes = space.joints + space.slices + (sums + pieces * kWeightPart<3>) * int64_t(sizeof(float));
@@ -4575,51 +4431,6 @@ template <typename A> struct Differentiator {
         grad_h.leave(at, count, out);
     }
 
-    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
-    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
-        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
-        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
-        for (int64_t sample = first; sample < last; ++sample) {
-            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
-            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
-            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
-        }
-    }
-    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
-        const int64_t n = sizes.n;
-        std::array<const A*, kOperands> operand;
-        Joint joint;
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            activated(h.read(at + c, count, raw), c, count, operand);
-            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
-            joint.merge(block_joint(v, grad_v, count));
-        }
-        SliceGradient<A> slice(joint.v, eps);
-        slice.mean = static_cast<A>(joint.sum / n);
-        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
-            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
-            for (int k = 0; k < kOperands; ++k) {
-                A* sum = sums + k * channels + c;
-                if (wanted[k]) {
-#pragma omp simd
-                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
-                }
-            }
-            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
-            if (wanted[kOperands] || wanted[kOperands + 1]) {
-#pragma omp simd
-                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
-            }
-        }
-    }
-
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
     [[gnu::noinline]] Joint joint_of(int64_t row, int64_t pixel, int64_t count) {
         Joint joint;
@@ -4650,22 +4461,6 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
-    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
-    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
-    std::vector<double> partial(chunks * kSums * channels);
-    at::parallel_for(0, chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
-        for (int64_t c = begin; c < end; ++c) {
-            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
-        }
-    });
-    for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
-    }
-}
-
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
 template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
     const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
@@ -4739,6 +4534,8 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 }
 // --- end shared: cpu group norm gradients ---
 
+template <typename A> auto backward_for(const Sizes&) { return backward_of_images<A>; }
+
 // --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
 // The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
 // What is not needed comes back without elements.
@@ -4773,8 +4570,7 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready, gamma, gamma), sizes, eps, wanted,
+            backward_for<A>(sizes)(Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready, gamma, gamma), sizes, eps, wanted,
                 sums.data_ptr<double>());
         });
     }
