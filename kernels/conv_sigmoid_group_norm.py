@@ -176,36 +176,20 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -468,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -2122,8 +2107,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -2172,13 +2156,11 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 }
 // --- end shared: joint moments ---
 
-// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// --- shared: sums of gradients (home: kernels/linear_swish_group_norm.py) ---
 // Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
 // in double.
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
-constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
-constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2207,129 +2189,17 @@ __global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__
     }
     if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
 }
+// --- end shared: sums of gradients ---
 
-// Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
-// slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
-// multiple of the groups, so the channels are the same, and the thread adds up their gradients.
-template <typename T, int V> constexpr int kGradientPacks = V == 1 ? 4 : 32 / (V * sizeof(Acc<T>));
-template <typename T, int V> constexpr int kGradientRows = V == 1 || sizeof(T) == 8 ? 1 : 2 / kOperands;
+// Channels of one pixel are rows as others are.
+template <typename T> struct GradientsInRegisters {
+    static constexpr bool fit = false;
+    static constexpr int64_t partial_rows = 0;
+    GradientsInRegisters(const Sizes&, int) {}
+    template <typename... Arguments> void launch(const Arguments&...) const {}
+};
 
-template <typename T, int V, int ITEMS, int ROWS>
-__global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || sizeof(T) == 8 ? 1 : kGradientBlocks) gradients_in_registers(
-    const T* __restrict__ grad, const T* __restrict__ h, T* __restrict__ grad_h, Vectors<Acc<T>> vectors, Partials<Acc<T>> partials,
-    Sizes sizes, int64_t stride, Acc<T> eps, int group) {
-    using A = Acc<T>;
-    __shared__ A warp_sums[3 * ROWS][kMaxGroup / 32];
-    const int n = int(sizes.n), lane = threadIdx.x % group;
-    const int64_t first = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
-    const int packs = first < stride ? n / V : 0, channel = first_channel(first, sizes);
-    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    const auto mine = [&](int i) { return lane + i * group < packs; };
-
-    A operand[kOperands][ITEMS][V], gamma[ITEMS][V], sums[kSums][ITEMS][V] = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (mine(i)) {
-#pragma unroll
-            for (int k = 0; k < kOperands; ++k) load_aligned<V>(vectors.operand[k] + channel + (lane + i * group) * V, operand[k][i]);
-            load_aligned<V>(vectors.gamma + channel + (lane + i * group) * V, gamma[i]);
-        }
-    }
-    for (int64_t skipped = 0; skipped < sizes.slices; skipped += ROWS * stride) {
-        const auto slice = [&](int r) { return first + skipped + r * stride; };
-        Pack<T, V> raw[ROWS][ITEMS], raw_grad[ROWS][ITEMS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                raw[r][i] = raw_grad[r][i] = Pack<T, V>();
-                const int64_t at = slice(r) * n + (lane + i * group) * V;
-                if (mine(i) && slice(r) < sizes.slices) {
-                    raw[r][i] = load_streaming<T, V>(h + at);
-                    raw_grad[r][i] = load_streaming<T, V>(grad + at);
-                }
-            }
-        }
-        A v[ROWS][ITEMS][V], means[2 * ROWS] = {};  // of v, of the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        v[r][i][j] = activate(to_acc(raw[r][i].value[j]), own);
-                        means[r] += v[r][i][j] * share;
-                        means[ROWS + r] += gamma[i][j] * to_acc(raw_grad[r][i].value[j]) * share;
-                    }
-                }
-            }
-        }
-        sum_across_group(means, group, warp_sums);
-        A rest[3 * ROWS] = {};  // deviations from the rounded mean, their squares, and their products with the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        const A deviation = v[r][i][j] - means[r];
-                        rest[r] += deviation;
-                        rest[ROWS + r] += deviation * deviation;
-                        rest[2 * ROWS + r] += deviation * (gamma[i][j] * to_acc(raw_grad[r][i].value[j]) - means[ROWS + r]);
-                    }
-                }
-            }
-        }
-        sum_across_group(rest, group, warp_sums);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            Moments<A> m;
-            m.hi = means[r];
-            m.lo = rest[r] * share;
-            m.m2 = rest[ROWS + r];
-            const Scale<A> scale(m, A(n), eps);
-            const A slope = scale.rstd * (rest[2 * ROWS + r] * share);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if (mine(i) && slice(r) < sizes.slices) {
-                    Pack<T, V> out;
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands], grad_operand[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        const A given = to_acc(raw_grad[r][i].value[j]), normal = ((v[r][i][j] - scale.hi) - scale.lo) * scale.rstd;
-                        const A grad_v = scale.rstd * ((gamma[i][j] * given - means[ROWS + r]) - normal * slope);
-                        from_acc(differentiate(to_acc(raw[r][i].value[j]), own, v[r][i][j], grad_v, grad_operand), out.value[j]);
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) sums[k][i][j] += grad_operand[k];
-                        sums[kOperands][i][j] += given * normal;
-                        sums[kOperands + 1][i][j] += given;
-                    }
-                    if (grad_h != nullptr) store_streaming(grad_h + slice(r) * n + (lane + i * group) * V, out);
-                }
-            }
-        }
-    }
-    const int64_t row = quotient(first, int64_t(sizes.groups)) * sizes.groups * sizes.channels;
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i) && partials.to[k] != nullptr) {
-                A* to = partials.from[k] + row + channel + (lane + i * group) * V;
-#pragma unroll
-                for (int j = 0; j < V; ++j) to[j] = sums[k][i][j];
-            }
-        }
-    }
-}
-
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
 // Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
 // threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
 // channels give gamma and beta; the gradient of h, and what the rows give the operands.
@@ -2482,8 +2352,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -2504,69 +2375,41 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 }
 
 // How a backward goes, and the rows of partial sums it leaves.
-struct GradientPlan {
-    bool in_registers, is_short, whole_packs;
-    int group, parts;
-    int64_t stride, part_values, operand_rows, norm_rows;
+template <typename T> struct GradientPlan {
+    const GradientsInRegisters<T> registers;
+    int group = 1, parts = 1;
+    int64_t part_values = 0, operand_rows, norm_rows;
+    GradientPlan(const Sizes& sizes, int sms) : registers(sizes, sms) {
+        operand_rows = norm_rows = registers.partial_rows;
+        if (registers.fit) return;
+        const int64_t row_packs = sizes.spatial / kPack<T>;
+        if (row_packs >= 4 * kMaxGroup) {
+            group = kMaxGroup;
+            parts = stream_parts(sizes.slices * sizes.channels, sizes.spatial * int64_t(sizeof(T)), sms);
+        } else {
+            while (group < 32 && group < row_packs) group *= 2;
+        }
+        part_values = divide_up(divide_up(sizes.spatial, parts), 8 * kPack<T>) * 8 * kPack<T>;
+        parts = int(divide_up(sizes.spatial, part_values));
+        norm_rows = sizes.slices / sizes.groups;
+        operand_rows = norm_rows * parts;
+    }
 };
 
-template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
-    GradientPlan plan = {};
-    constexpr int V = kPack<T>;
-    plan.whole_packs = sizes.n % V == 0;
-    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
-    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
-    plan.is_short = packs <= kMaxGroup * items;
-    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
-    plan.group = 1;
-    plan.parts = 1;
-    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
-    if (plan.in_registers) {
-        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
-        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
-        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
-        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
-        plan.stride = plan.norm_rows * sizes.groups;
-        return plan;
-    }
-    const int64_t row_packs = sizes.spatial / V;
-    if (row_packs >= 4 * kMaxGroup) {
-        plan.group = kMaxGroup;
-        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
-    } else {
-        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
-    }
-    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
-    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
-    plan.operand_rows = samples * plan.parts;
-    plan.norm_rows = samples;
-    return plan;
-}
-
 // The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
-template <typename A> struct GradientSpace {
-    int64_t joints, slices, partials, bytes;
-    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+template <typename T> struct GradientSpace {
+    using A = Acc<T>;
+    int64_t joints = 0, slices = 0, partials, bytes;
+    GradientSpace(const GradientPlan<T>& plan, const Sizes& sizes) {
         const int64_t channels = int64_t(sizes.groups) * sizes.channels;
-        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
-        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        if (!plan.registers.fit) {
+            joints = sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+            slices = divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        }
         partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
         bytes = joints + slices + partials;
     }
 };
-
-template <typename T, int V>
-static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
-    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
-    constexpr int kItems = kGradientPacks<T, V>;
-    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
-    if constexpr (V > 1) {
-        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
-    }
-    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
-    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
-}
 
 template <typename T>
 static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
@@ -2578,8 +2421,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
-    const GradientSpace<A> space(plan, sizes);
+    const GradientPlan<T> plan(sizes, device.sms);
+    const GradientSpace<T> space(plan, sizes);
     const int64_t channels = int64_t(sizes.groups) * sizes.channels;
     char* const base = static_cast<char*>(workspace);
     Partials<A> partials;
@@ -2593,10 +2436,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
         any_operand = any_operand || (k < kOperands && to[k] != nullptr);
         any_sum = any_sum || to[k] != nullptr;
     }
-    if (plan.in_registers && plan.whole_packs) {
-        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
-    } else if (plan.in_registers) {
-        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    if (plan.registers.fit) {
+        plan.registers.launch(grad, h, grad_h, vectors, partials, sizes, eps, stream);
     } else {
         auto* joints = reinterpret_cast<Joint<A>*>(base);
         auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
@@ -2624,9 +2465,9 @@ extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int6
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     switch (dtype) {
-        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
-        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
-        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+        case 0: return GradientSpace<float>({sizes, device.sms}, sizes).bytes;
+        case 1: return GradientSpace<double>({sizes, device.sms}, sizes).bytes;
+        default: return GradientSpace<__half>({sizes, device.sms}, sizes).bytes;
     }
 }
 extern "C" int group_norm_backward(
@@ -3917,7 +3758,7 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
     p.bands = bands_of(sizes[0] * p.column_tiles, p.height, device.sms);
     const int64_t pieces = sizes[0] * p.column_tiles * p.bands, channels = p.out_channels;
     const Sizes slices = slices_of(sizes, groups);
-    const GradientPlan plan = plan_gradients<float>(slices, device.sms);
+    const GradientPlan<float> plan(slices, device.sms);
     const GradientSpace<float> space(plan, slices);
     const int64_t sums = (2 * pieces + 2 * sizes[0]) * channels;
     *workspace_bytes = space.joints + space.slices + (sums + pieces * kWeightPart<3>) * int64_t(sizeof(float));
@@ -4574,57 +4415,13 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
         differentiate(values, operand, v, grad_v, grad_h.target(at, out), of, count);
         grad_h.leave(at, count, out);
-    }
-
-    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
-    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
-        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
-        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
-        for (int64_t sample = first; sample < last; ++sample) {
-            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
-            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
-            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
-        }
-    }
-    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
-        const int64_t n = sizes.n;
-        std::array<const A*, kOperands> operand;
-        Joint joint;
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            activated(h.read(at + c, count, raw), c, count, operand);
-            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
-            joint.merge(block_joint(v, grad_v, count));
-        }
-        SliceGradient<A> slice(joint.v, eps);
-        slice.mean = static_cast<A>(joint.sum / n);
-        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
-            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
-            for (int k = 0; k < kOperands; ++k) {
-                A* sum = sums + k * channels + c;
-                if (wanted[k]) {
-#pragma omp simd
-                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
-                }
-            }
-            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
-            if (wanted[kOperands] || wanted[kOperands + 1]) {
-#pragma omp simd
-                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
-            }
-        }
     }
 
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
@@ -4657,22 +4454,6 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
-    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
-    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
-    std::vector<double> partial(chunks * kSums * channels);
-    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
-        for (int64_t c = begin; c < end; ++c) {
-            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
-        }
-    });
-    for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
-    }
-}
-
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
 template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
     const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
@@ -4746,6 +4527,8 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 }
 // --- end shared: cpu group norm gradients ---
 
+template <typename A> auto backward_for(const Sizes&) { return backward_of_images<A>; }
+
 // --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
 // The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
 // What is not needed comes back without elements.
@@ -4779,8 +4562,7 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(
+            backward_for<A>(sizes)(
                 Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
@@ -5194,72 +4976,30 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
 
 
-def _tail_gradients(grad, h, bias, scale, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h and the vectors, in ATen operators."""
-    needs_h, needs_bias, needs_scale, *needs_norm = needs
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
+def _sigmoid_group_norm(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    biased, slope = wide + _spread(bias, wide), _spread(scale, wide)
-    v = (biased * slope).sigmoid()
-    needed = (needs_h or needs_bias or needs_scale, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = grad_scale = None
-    if needed[0]:
-        inner = grad_v * (v * (1 - v))
-        if needs_scale:
-            grad_scale = _gathered(inner * biased, scale)
-        inner = inner * slope
-        if needs_bias:
-            grad_bias = _gathered(inner, bias)
-        if needs_h:
-            grad_h = inner.to(h.dtype)
-    return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias
-
-
-def _convolution_gradients(grad, x, weight, needs: tuple) -> tuple:
-    """Of x, the weight and the bias, in ATen operators."""
-    return torch.ops.aten.convolution_backward(grad, x, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needs)
+    wide, bias, scale, weight, group_bias = (t.to(dtype) for t in (h, bias, scale, weight, group_bias))
+    v = ((wide + _spread(bias, h)) * _spread(scale, h)).sigmoid()
+    return nn.functional.group_norm(v, groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SigmoidGroupNorm(torch.autograd.Function):
@@ -5278,13 +5018,10 @@ class SigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, bias, scale, weight, group_bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:5]
-        if bias.dim() == scale.dim() == 1 and not torch.is_grad_enabled():
-            found = _backward(grad, h, bias, scale, weight, ctx.groups, ctx.eps, needs)
-        else:
-            found = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs)
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        (h, bias, scale, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:5], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1 or scale.dim() > 1:
+            return *_differentiated(lambda *tensors: _sigmoid_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, scale, weight, *norm, needs), needs)), None, None
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -5305,17 +5042,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, conv_weight, conv_bias, bias, scale, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:7]
+        *tensors, h = ctx.saved_tensors
+        (x, conv_weight, _, bias, scale, weight, _), needs, norm = tensors, ctx.needs_input_grad[:7], (ctx.groups, ctx.eps)
         if grad is None:
             return (None,) * 9
-        if torch.is_grad_enabled():  # h anew, as a function of x
-            h = nn.functional.conv2d(x, conv_weight, conv_bias)
-            needs_tail = (any(needs[:3]), *needs[3:])
-            grad_h, *tail = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs_tail)
-            found = *(_convolution_gradients(grad_h, x, conv_weight, needs[:3]) if needs_tail[0] else [None] * 3), *tail
-        else:
-            found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, ctx.groups, ctx.eps, needs)
+        if torch.is_grad_enabled():
+            def network(x, conv_weight, conv_bias, *vectors):
+                return _sigmoid_group_norm(nn.functional.conv2d(x, conv_weight, conv_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, *norm, needs)
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 

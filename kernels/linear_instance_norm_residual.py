@@ -168,36 +168,20 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -826,8 +810,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
+                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
-                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                    for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
             }
 #pragma unroll
@@ -1354,7 +1339,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated.
+// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
     return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
@@ -1719,7 +1704,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     wait_for_predecessor();
 
     const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
+    constexpr bool kCompensated = Source::kSums == 0;  // the sum of grad itself, where there are registers for it
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __nv_bfloat162 rounded_off[kQuads][2] = {};  // of the compensated sum; a few bits of it are enough
     __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
@@ -1758,9 +1745,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     Ring<kRowsAhead> ring;
-    int64_t row = blockIdx.x;
-    for (; row < rows; row += gridDim.x, ring.advance()) {
-        if (recent == kRecentRows) settle(row - gridDim.x);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ring.advance()) {
         mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
         source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
@@ -1794,12 +1779,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][kColumnSums][j] += values[j];
             }
+            const auto add = [&](int j) {  // returns what the sum's rounding left over
+                float& sum = sums[i][kColumnSums][j];
+                const float before = sum, added = (sum += values[j]) - before;
+                return (before - (sum - added)) + (values[j] - added);
+            };
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
                 counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
+                const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
+                if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -1821,9 +1812,16 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
         }
         if (tid == 0) row_largest[recent] = largest;
-        ++recent;
+        if (++recent == kRecentRows || row + gridDim.x >= rows) settle(row);
     }
-    settle(row - gridDim.x);
+    if constexpr (kCompensated) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const auto finite = [](__nv_bfloat16 v) { return is_finite(__bfloat162float(v)) ? __bfloat162float(v) : 0.0f; };  // an infinity's is NaN
+            const __nv_bfloat162 a = rounded_off[i][0], b = rounded_off[i][1];
+            add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
+        }
+    }
     if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
@@ -2309,7 +2307,8 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2397,8 +2396,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -3264,6 +3262,18 @@ _linear, _linear_gradients, _freeze, _forward, _backward = (
 )
 
 
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
@@ -3292,15 +3302,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -3316,7 +3317,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -3390,23 +3394,16 @@ class RowNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, y = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
         if not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:2]
             found = _backward(grad, h, y, ctx.eps, needs)
             return *(own if need else None for own, need in zip(found, needs)), None
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        deviation, other, grad = h.to(dtype), y.to(dtype), grad.to(dtype)
-        deviation = deviation - deviation.mean(-1, keepdim=True)
-        rstd = (deviation.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        normal = deviation * rstd
-        grad_h = grad_y = None
-        if ctx.needs_input_grad[0]:
-            grad_h = grad * other
-            grad_h = rstd * (grad_h - grad_h.mean(-1, keepdim=True) - normal * (grad_h * normal).mean(-1, keepdim=True))
-            grad_h = grad_h.to(h.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_y = (grad * (normal + 2 * other)).to(y.dtype)
-        return grad_h, grad_y, None
+
+        def norm_residual(h, y):
+            dtype = torch.promote_types(h.dtype, torch.float32)
+            return ((nn.functional.layer_norm(h.to(dtype), h.shape[-1:], eps=ctx.eps) + y) * y).to(h.dtype)
+
+        return *_differentiated(norm_residual, (h, y), grad, needs), None
 
 
 class ModelNew(Freezable):

@@ -178,36 +178,20 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -468,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -1142,8 +1127,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
+                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
-                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                    for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
             }
 #pragma unroll
@@ -1800,7 +1786,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated.
+// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
     return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
@@ -2106,7 +2092,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     wait_for_predecessor();
 
     const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
+    constexpr bool kCompensated = Source::kSums == 0;  // the sum of grad itself, where there are registers for it
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __nv_bfloat162 rounded_off[kQuads][2] = {};  // of the compensated sum; a few bits of it are enough
     __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
@@ -2145,9 +2133,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     Ring<kRowsAhead> ring;
-    int64_t row = blockIdx.x;
-    for (; row < rows; row += gridDim.x, ring.advance()) {
-        if (recent == kRecentRows) settle(row - gridDim.x);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ring.advance()) {
         mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
         source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
@@ -2181,12 +2167,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][kColumnSums][j] += values[j];
             }
+            const auto add = [&](int j) {  // returns what the sum's rounding left over
+                float& sum = sums[i][kColumnSums][j];
+                const float before = sum, added = (sum += values[j]) - before;
+                return (before - (sum - added)) + (values[j] - added);
+            };
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
                 counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
+                const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
+                if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -2208,9 +2200,16 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
         }
         if (tid == 0) row_largest[recent] = largest;
-        ++recent;
+        if (++recent == kRecentRows || row + gridDim.x >= rows) settle(row);
     }
-    settle(row - gridDim.x);
+    if constexpr (kCompensated) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const auto finite = [](__nv_bfloat16 v) { return is_finite(__bfloat162float(v)) ? __bfloat162float(v) : 0.0f; };  // an infinity's is NaN
+            const __nv_bfloat162 a = rounded_off[i][0], b = rounded_off[i][1];
+            add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
+        }
+    }
     if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
@@ -2696,7 +2695,8 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2840,8 +2840,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -2890,13 +2889,11 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 }
 // --- end shared: joint moments ---
 
-// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// --- shared: sums of gradients (home: kernels/linear_swish_group_norm.py) ---
 // Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
 // in double.
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
-constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
-constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2925,7 +2922,10 @@ __global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__
     }
     if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
 }
+// --- end shared: sums of gradients ---
 
+constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
+constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 // Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
 // slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
 // multiple of the groups, so the channels are the same, and the thread adds up their gradients.
@@ -3048,6 +3048,39 @@ __global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || siz
     }
 }
 
+template <typename T> struct GradientsInRegisters {
+    bool whole_packs, is_short, fit;
+    int group = 1;
+    int64_t partial_rows, stride;
+    GradientsInRegisters(const Sizes& sizes, int sms) {
+        constexpr int V = kPack<T>;
+        whole_packs = sizes.n % V == 0;
+        const int64_t packs = whole_packs ? sizes.n / V : sizes.n, samples = sizes.slices / sizes.groups;
+        const int items = whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>, bytes = int(sizeof(T)) * (whole_packs ? V : 1);
+        is_short = packs <= kMaxGroup * items;
+        fit = sizes.spatial == 1 && packs <= kMaxGroup * items * (whole_packs ? 2 : 1);
+        while (group < 32 && group < packs && group * bytes < 128) group *= 2;
+        while (group < kMaxGroup && group * items * (is_short ? 1 : 2) < packs) group *= 2;
+        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / group) / sizes.groups;
+        partial_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
+        stride = partial_rows * sizes.groups;
+    }
+    template <int V> void launch_packs(const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
+        const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) const {
+        constexpr int kItems = kGradientPacks<T, V>;
+        auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
+        if constexpr (V > 1) {
+            if (!is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
+        }
+        const unsigned blocks = unsigned(divide_up(stride, kMaxGroup / group));
+        kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, stride, Acc<T>(eps), group);
+    }
+    template <typename... Arguments> void launch(const Arguments&... arguments) const {
+        whole_packs ? launch_packs<kPack<T>>(arguments...) : launch_packs<1>(arguments...);
+    }
+};
+
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
 // Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
 // threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
 // channels give gamma and beta; the gradient of h, and what the rows give the operands.
@@ -3200,8 +3233,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -3222,69 +3256,41 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 }
 
 // How a backward goes, and the rows of partial sums it leaves.
-struct GradientPlan {
-    bool in_registers, is_short, whole_packs;
-    int group, parts;
-    int64_t stride, part_values, operand_rows, norm_rows;
+template <typename T> struct GradientPlan {
+    const GradientsInRegisters<T> registers;
+    int group = 1, parts = 1;
+    int64_t part_values = 0, operand_rows, norm_rows;
+    GradientPlan(const Sizes& sizes, int sms) : registers(sizes, sms) {
+        operand_rows = norm_rows = registers.partial_rows;
+        if (registers.fit) return;
+        const int64_t row_packs = sizes.spatial / kPack<T>;
+        if (row_packs >= 4 * kMaxGroup) {
+            group = kMaxGroup;
+            parts = stream_parts(sizes.slices * sizes.channels, sizes.spatial * int64_t(sizeof(T)), sms);
+        } else {
+            while (group < 32 && group < row_packs) group *= 2;
+        }
+        part_values = divide_up(divide_up(sizes.spatial, parts), 8 * kPack<T>) * 8 * kPack<T>;
+        parts = int(divide_up(sizes.spatial, part_values));
+        norm_rows = sizes.slices / sizes.groups;
+        operand_rows = norm_rows * parts;
+    }
 };
 
-template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
-    GradientPlan plan = {};
-    constexpr int V = kPack<T>;
-    plan.whole_packs = sizes.n % V == 0;
-    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
-    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
-    plan.is_short = packs <= kMaxGroup * items;
-    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
-    plan.group = 1;
-    plan.parts = 1;
-    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
-    if (plan.in_registers) {
-        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
-        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
-        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
-        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
-        plan.stride = plan.norm_rows * sizes.groups;
-        return plan;
-    }
-    const int64_t row_packs = sizes.spatial / V;
-    if (row_packs >= 4 * kMaxGroup) {
-        plan.group = kMaxGroup;
-        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
-    } else {
-        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
-    }
-    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
-    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
-    plan.operand_rows = samples * plan.parts;
-    plan.norm_rows = samples;
-    return plan;
-}
-
 // The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
-template <typename A> struct GradientSpace {
-    int64_t joints, slices, partials, bytes;
-    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+template <typename T> struct GradientSpace {
+    using A = Acc<T>;
+    int64_t joints = 0, slices = 0, partials, bytes;
+    GradientSpace(const GradientPlan<T>& plan, const Sizes& sizes) {
         const int64_t channels = int64_t(sizes.groups) * sizes.channels;
-        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
-        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        if (!plan.registers.fit) {
+            joints = sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+            slices = divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        }
         partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
         bytes = joints + slices + partials;
     }
 };
-
-template <typename T, int V>
-static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
-    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
-    constexpr int kItems = kGradientPacks<T, V>;
-    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
-    if constexpr (V > 1) {
-        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
-    }
-    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
-    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
-}
 
 template <typename T>
 static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
@@ -3296,8 +3302,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
-    const GradientSpace<A> space(plan, sizes);
+    const GradientPlan<T> plan(sizes, device.sms);
+    const GradientSpace<T> space(plan, sizes);
     const int64_t channels = int64_t(sizes.groups) * sizes.channels;
     char* const base = static_cast<char*>(workspace);
     Partials<A> partials;
@@ -3311,10 +3317,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
         any_operand = any_operand || (k < kOperands && to[k] != nullptr);
         any_sum = any_sum || to[k] != nullptr;
     }
-    if (plan.in_registers && plan.whole_packs) {
-        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
-    } else if (plan.in_registers) {
-        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    if (plan.registers.fit) {
+        plan.registers.launch(grad, h, grad_h, vectors, partials, sizes, eps, stream);
     } else {
         auto* joints = reinterpret_cast<Joint<A>*>(base);
         auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
@@ -3342,9 +3346,9 @@ extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int6
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     switch (dtype) {
-        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
-        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
-        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+        case 0: return GradientSpace<float>({sizes, device.sms}, sizes).bytes;
+        case 1: return GradientSpace<double>({sizes, device.sms}, sizes).bytes;
+        default: return GradientSpace<__half>({sizes, device.sms}, sizes).bytes;
     }
 }
 extern "C" int group_norm_backward(
@@ -4277,57 +4281,13 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
         differentiate(values, operand, v, grad_v, grad_h.target(at, out), of, count);
         grad_h.leave(at, count, out);
-    }
-
-    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
-    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
-        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
-        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
-        for (int64_t sample = first; sample < last; ++sample) {
-            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
-            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
-            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
-        }
-    }
-    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
-        const int64_t n = sizes.n;
-        std::array<const A*, kOperands> operand;
-        Joint joint;
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            activated(h.read(at + c, count, raw), c, count, operand);
-            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
-            joint.merge(block_joint(v, grad_v, count));
-        }
-        SliceGradient<A> slice(joint.v, eps);
-        slice.mean = static_cast<A>(joint.sum / n);
-        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
-            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
-            for (int k = 0; k < kOperands; ++k) {
-                A* sum = sums + k * channels + c;
-                if (wanted[k]) {
-#pragma omp simd
-                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
-                }
-            }
-            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
-            if (wanted[kOperands] || wanted[kOperands + 1]) {
-#pragma omp simd
-                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
-            }
-        }
     }
 
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
@@ -4360,22 +4320,6 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
-    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
-    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
-    std::vector<double> partial(chunks * kSums * channels);
-    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
-        for (int64_t c = begin; c < end; ++c) {
-            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
-        }
-    });
-    for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
-    }
-}
-
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
 template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
     const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
@@ -4449,6 +4393,75 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 }
 // --- end shared: cpu group norm gradients ---
 
+// Channels of one pixel.
+template <typename A> struct VectorDifferentiator : Differentiator<A> {
+    using Base = Differentiator<A>;
+    using Base::Base, Base::h, Base::grad, Base::vectors, Base::sizes, Base::eps, Base::raw, Base::given, Base::v, Base::normal,
+        Base::grad_v, Base::of_operand, Base::activated, Base::finish;
+
+    // Samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
+    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
+        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
+        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
+        for (int64_t sample = first; sample < last; ++sample) {
+            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
+            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
+            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
+        }
+    }
+    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
+        const int64_t n = sizes.n;
+        std::array<const A*, kOperands> operand;
+        Joint joint;
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            activated(h.read(at + c, count, raw), c, count, operand);
+            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
+            joint.merge(block_joint(v, grad_v, count));
+        }
+        SliceGradient<A> slice(joint.v, eps);
+        slice.mean = static_cast<A>(joint.sum / n);
+        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
+            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
+            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
+            for (int k = 0; k < kOperands; ++k) {
+                A* sum = sums + k * channels + c;
+                if (wanted[k]) {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
+                }
+            }
+            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
+            if (wanted[kOperands] || wanted[kOperands + 1]) {
+#pragma omp simd
+                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
+            }
+        }
+    }
+};
+
+template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
+    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
+    std::vector<double> partial(chunks * kSums * channels);
+    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
+        VectorDifferentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
+        for (int64_t c = begin; c < end; ++c) {
+            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
+        }
+    });
+    for (int64_t c = 0; c < chunks; ++c) {
+        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
+    }
+}
+template <typename A> auto backward_for(const Sizes& sizes) { return sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>; }
+
 // --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
 // The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
 // What is not needed comes back without elements.
@@ -4482,8 +4495,7 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(
+            backward_for<A>(sizes)(
                 Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
@@ -4795,45 +4807,22 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
+
+
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
 
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
@@ -4864,15 +4853,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -4888,7 +4868,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -4945,24 +4928,11 @@ class Freezable(nn.Module):
 # --- end shared: linear layer ---
 
 
-def _gradients(grad, h, bias, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h, bias, weight and group_bias, where they are needed: one operator, or ATen's where they are to be differentiated in turn."""
-    if bias.dim() == 1 and not torch.is_grad_enabled():
-        found = _backward(grad, h, bias, weight, groups, eps, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_h, needs_bias, *needs_norm = needs
+def _swish_group_norm(h, bias, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    gate = wide.sigmoid()
-    v = gate * wide + _spread(bias, wide)
-    needed = (needs_h or needs_bias, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = None
-    if needs_h:
-        grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
-    if needs_bias:
-        grad_bias = _gathered(grad_v, bias)
-    return grad_h, grad_bias, grad_weight, grad_group_bias
+    wide, bias, weight, group_bias = (t.to(dtype) for t in (h, bias, weight, group_bias))
+    return nn.functional.group_norm(wide.sigmoid() * wide + _spread(bias, h), groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SwishGroupNorm(torch.autograd.Function):
@@ -4981,7 +4951,10 @@ class SwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, ctx.needs_input_grad[:4]), None, None
+        (h, bias, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:4], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1:
+            return *_differentiated(lambda *tensors: _swish_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, weight, *norm, needs), needs)), None, None
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
@@ -5002,14 +4975,15 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, linear_weight, linear_bias, bias, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:6]
-        if not torch.is_grad_enabled():
-            found = _fused_backward(grad, h, x, linear_weight, bias, weight, ctx.groups, ctx.eps, needs)
-            return *(own if need else None for own, need in zip(found, needs)), None, None
-        h = nn.functional.linear(x, linear_weight, linear_bias)  # one that knows where it comes from
-        grad_h, *grads = _gradients(grad, h, bias, weight, group_bias, ctx.groups, ctx.eps, (True, *needs[3:]))
-        return *_gradients_of_linear(grad_h, x, linear_weight, needs[:3]), *grads, None, None
+        *tensors, h = ctx.saved_tensors
+        (x, linear_weight, _, bias, weight, _), needs, norm = tensors, ctx.needs_input_grad[:6], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled():
+            def network(x, linear_weight, linear_bias, *vectors):
+                return _swish_group_norm(nn.functional.linear(x, linear_weight, linear_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _fused_backward(grad, h, x, linear_weight, bias, weight, *norm, needs)
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class ModelNew(Freezable):
