@@ -2944,16 +2944,16 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
     await_copies<0>();
 }
 
-// The gradients of the weights, grad[o] times x[i] at each shift, and of the bias, both summed over all pixels.
+// The gradient of the weights, grad[o] times x[i] at each shift, summed over all pixels.
 struct WeightGradient {
     const float *grad, *x;  // (samples, out_channels, rows, columns), (samples, in_channels, height, width)
-    float *partials, *to, *to_bias;  // to_bias: null if it is not wanted
+    float *partials, *to;
     int64_t samples, units;  // a unit: a row of a strip
     int out_channels, in_channels, in_slabs, height, width, rows, columns, column_tiles, blocks;
     bool pairs;
 };
 constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
-template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
+template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS;  // a block's sums
 
 // Of 16 * MT channels of grad and eight of x: a lane's pixels of grad times x's at each shift. x(ky): where its pixels of that row begin.
 template <int KS, int MT, typename F>
@@ -3038,7 +3038,7 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     };
     const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
     Unit unit = {sample, int(rows_before - sample * p.column_tiles), int(begin - rows_before * p.rows), 0, true};
-    float total[MT][TAPS][4] = {}, bias[MT][2] = {};
+    float total[MT][TAPS][4] = {};
     int stage = 0;
     copy(unit, 0);
     commit_copies();
@@ -3055,9 +3055,7 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
 #pragma unroll
             for (int k = 0; k < MT * 2; ++k) {
                 const float* const at = shared_grad + stage * kGradStage + (k * 8 + eighth) * kSumRow + pixel;
-                float(&four)[4] = v[k / 2][k % 2];
-                *reinterpret_cast<float4*>(four) = *reinterpret_cast<const float4*>(at);
-                bias[k / 2][k % 2] += (four[0] + four[1]) + (four[2] + four[3]);
+                *reinterpret_cast<float4*>(v[k / 2][k % 2]) = *reinterpret_cast<const float4*>(at);
             }
             const float* const from = shared_x + eighth * kSumRow + pixel;
             add_products<KS>(v, [&](int ky) { return from + (unit.slot + ky) % kSlots * kXRow; }, total);
@@ -3068,20 +3066,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     // The warps leave their sums side by side, and the block adds them up.
     float* const own = shared_grad + warp * kPart;
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int channel = mt * 16 + half * 8 + eighth;
-#pragma unroll
-            for (int tap = 0; tap < TAPS; ++tap) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) own[(channel * 8 + 2 * quarter + j) * TAPS + tap] = total[mt][tap][half * 2 + j];
-            }
-            float sum = bias[mt][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (quarter == 0) own[kGradChannels * 8 * TAPS + channel] = sum;
-        }
+    for (int k = 0; k < MT * TAPS * 4; ++k) {
+        const int mt = k / (TAPS * 4), tap = k / 4 % TAPS, channel = mt * 16 + k % 4 / 2 * 8 + eighth;
+        own[(channel * 8 + 2 * quarter + k % 2) * TAPS + tap] = total[mt][tap][k % 4];
     }
     __syncthreads();
     float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kPart;
@@ -3109,7 +3096,6 @@ template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N
     }
 }
 
-// Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
 struct GivenGradient {
     const float* grad;
     int channels, pixels;
@@ -3117,17 +3103,16 @@ struct GivenGradient {
         return __ldg(grad + (sample * channels + channel) * pixels + pixel);
     }
 };
-// given(sample, channel, pixel): a value of grad.
+// Block (i, o) adds what the blocks left for the weights between channels i and o. given(sample, channel, pixel): a value of grad.
 template <int KS, typename G>
 __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p, G given) {
     constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
     const int in = blockIdx.x, out = blockIdx.y;
     const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
-    double sums[TAPS] = {}, bias[1] = {};
+    double sums[TAPS] = {};
     for (int64_t b = threadIdx.x; b < p.blocks; b += kAddBlock) {
 #pragma unroll
         for (int tap = 0; tap < TAPS; ++tap) sums[tap] += part[b * kPart + (out % kGradChannels * 8 + in % 8) * TAPS + tap];
-        bias[0] += part[b * kPart + kGradChannels * 8 * TAPS + out % kGradChannels];
     }
     add_over_block(sums);
     bool finite = true;
@@ -3150,11 +3135,9 @@ __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_co
         for (int tap = 0; tap < TAPS; ++tap) sums[tap] = plain[tap];
         add_over_block(sums);
     }
-    if (in == 0 && p.to_bias != nullptr) add_over_block(bias);
     if (threadIdx.x > 0) return;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
-    if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -3812,8 +3795,8 @@ extern "C" int convolution_alone(const void* x, const void* weight, const void* 
     return launch(c, sizes[0], device, stream);
 }
 
-// grad_x: null if it is not wanted; grad_weight too, and with it grad_bias.
-extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+// grad_x, grad_weight: null if it is not wanted.
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight,
     const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
     Device device;
     cudaError_t error = current_device(&device);
@@ -3821,7 +3804,7 @@ extern "C" int convolution_gradients(const void* grad, const void* x, const void
     if (error != cudaSuccess || !covers_convolution(sizes, device)) return error;
     WeightGradient p = {};
     p.grad = static_cast<const float*>(grad), p.x = static_cast<const float*>(x);
-    p.to = static_cast<float*>(grad_weight), p.to_bias = static_cast<float*>(grad_bias);
+    p.to = static_cast<float*>(grad_weight);
     p.samples = sizes[0], p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
     int64_t partial_bytes = 0;
     const auto weight_gradient = sizes[5] == 3 ? launch_weight_gradient<3> : launch_weight_gradient<1>;
@@ -4841,28 +4824,21 @@ at::Tensor convolution_alone_aten(const at::Tensor& x, const at::Tensor& weight,
     return at::conv2d(x, weight, bias).contiguous();
 }
 
-// What is not needed comes back without elements.
-std::vector<at::Tensor> convolution_gradients_meta(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const auto like = [](const at::Tensor& t, bool needed) {
-        return needed ? at::empty_like(t, t.options(), at::MemoryFormat::Contiguous) : at::empty({0}, t.options());
-    };
-    return {like(x, needs[0]), like(weight, needs[1]), needs[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : like(weight, false)};
+// Of x and of the weight. What is not needed comes back without elements.
+at::Tensor empty_if(bool needed, const at::Tensor& like) {
+    return needed ? at::empty_like(like, like.options(), at::MemoryFormat::Contiguous) : at::empty({0}, like.options());
 }
-std::vector<at::Tensor> convolution_gradients_aten(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const int64_t ones[] = {1, 1}, zeros[] = {0, 0}, channels[] = {weight.size(0)};
-    auto [grad_x, grad_weight, grad_bias] =
-        at::convolution_backward(grad, x, weight, at::OptionalIntArrayRef(channels), ones, zeros, ones, false, zeros, 1, needs);
-    std::vector<at::Tensor> results = {grad_x, grad_weight, grad_bias};
-    for (int i = 0; i < 3; ++i) results[i] = needs[i] ? results[i].contiguous() : at::empty({0}, x.options());
-    return results;
+std::vector<at::Tensor> convolution_gradients_aten(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, bool of_x, bool of_weight) {
+    const int64_t ones[] = {1, 1}, zeros[] = {0, 0};
+    auto [grad_x, grad_weight, _] =
+        at::convolution_backward(grad, x, weight, c10::nullopt, ones, zeros, ones, false, zeros, 1, {of_x, of_weight, false});
+    return {of_x ? grad_x.contiguous() : empty_if(false, x), of_weight ? grad_weight.contiguous() : empty_if(false, weight)};
 }
 
 #ifdef WITH_CUDA
 extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
-extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight,
     const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
 
 // launch(workspace, &bytes) is called with null first. False: it is ATen's to do.
@@ -4891,26 +4867,19 @@ at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight,
     return run_with_workspace(x, weight, launch) ? h : convolution_alone_aten(x, weight, bias);
 }
 
-std::vector<at::Tensor> convolution_gradients_cuda(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const c10::cuda::CUDAGuard guard(x.device());
+std::vector<at::Tensor> convolution_gradients_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, bool of_x, bool of_weight) {
     const at::Tensor given = aligned(grad), input = aligned(x), taps = aligned(weight);
-    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
+    std::vector<at::Tensor> results = {empty_if(of_x, x), empty_if(of_weight, weight)};
     const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
-        const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
-        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), wanted(0), wanted(1), wanted(2), sizes, workspace,
-            bytes, stream);
+        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), of_x ? results[0].data_ptr() : nullptr,
+            of_weight ? results[1].data_ptr() : nullptr, sizes, workspace, bytes, stream);
     };
-    const bool bias_alone = needs[2] && !needs[1];
-    if (bias_alone && !needs[0]) return convolution_gradients_aten(grad, x, weight, needs);
-    if (!run_with_workspace(x, weight, launch)) return convolution_gradients_aten(grad, x, weight, needs);
-    if (bias_alone) results[2] = convolution_gradients_aten(grad, x, weight, {false, false, true})[2];
-    return results;
+    return run_with_workspace(x, weight, launch) ? results : convolution_gradients_aten(grad, x, weight, of_x, of_weight);
 }
 #endif
 
 // ---- The network while recording, which gives h too, and its gradients: of x, of the convolution's weight and bias, of bias, scale, weight
-// and group_bias.
+// and group_bias. All are of x's dtype, bias and scale one value a channel.
 
 using AllNeeds = std::array<bool, 7>;
 using Pair = std::tuple<at::Tensor, at::Tensor>;
@@ -4922,6 +4891,10 @@ Pair record_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Te
 }
 Pair record_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
     const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    for (const at::Tensor& t : {conv_weight, conv_bias, bias, scale, weight, group_bias}) {
+        TORCH_CHECK(t.scalar_type() == x.scalar_type(), "record: all must be of one dtype");
+    }
+    TORCH_CHECK(bias.dim() == 1 && scale.dim() == 1, "record: bias and scale must have one value a channel");
     const at::Tensor h = convolution_alone_meta(x, conv_weight, conv_bias);
     return {forward_meta(h, {bias, scale}, weight, group_bias, groups, eps), h};
 }
@@ -4931,12 +4904,13 @@ template <typename B, typename C>
 std::vector<at::Tensor> recorded_in_two(const B& backward, const C& convolution_gradients, const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& x, const at::Tensor& conv_weight, const Operands& operands, const at::Tensor& weight, int64_t groups, double eps,
     const AllNeeds& needs) {
-    const bool of_h = needs[0] || needs[1] || needs[2];
-    std::vector<at::Tensor> tail = backward(grad, h, operands, weight, groups, eps, Needs{of_h, needs[3], needs[4], needs[5], needs[6]});
-    const at::Tensor none = at::empty({0}, x.options());
-    std::vector<at::Tensor> results = {none, none, none};
-    if (of_h) results = convolution_gradients(tail[0], x, conv_weight, std::array<bool, 3>{needs[0], needs[1], needs[2]});
-    results.insert(results.end(), tail.begin() + 1, tail.end());
+    const bool of_h = needs[0] || needs[1], of_bias = needs[2] || needs[3];  // the convolution's bias and bias have the same gradient
+    std::vector<at::Tensor> tail = backward(grad, h, operands, weight, groups, eps, Needs{of_h, of_bias, needs[4], needs[5], needs[6]});
+    std::vector<at::Tensor> results = {empty_if(false, x), empty_if(false, conv_weight)};
+    if (of_h) results = convolution_gradients(tail[0], x, conv_weight, needs[0], needs[1]);
+    results.push_back(!needs[2] ? empty_if(false, x) : needs[3] ? tail[1].clone() : tail[1]);
+    results.push_back(needs[3] ? tail[1] : empty_if(false, x));
+    results.insert(results.end(), tail.begin() + 2, tail.end());
     return results;
 }
 std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
@@ -4946,7 +4920,7 @@ std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Te
 }
 std::vector<at::Tensor> record_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
     const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
-    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, conv_weight, {needs[0], needs[1], needs[2]});
+    std::vector<at::Tensor> results = {empty_if(needs[0], x), empty_if(needs[1], conv_weight), empty_if(needs[2], bias)};
     const std::vector<at::Tensor> tail =
         backward_meta(grad, h, {bias, scale}, weight, groups, eps, Needs{false, needs[3], needs[4], needs[5], needs[6]});
     results.insert(results.end(), tail.begin() + 1, tail.end());
@@ -4962,19 +4936,17 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
 Pair record_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
     const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    if (bias.dim() == 1 && scale.dim() == 1) {
-        auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
-        const at::Tensor input = aligned(x);
-        const at::Tensor ready[] = {aligned(conv_weight), aligned(conv_bias), aligned(bias), aligned(scale), aligned(weight), aligned(group_bias)};
-        const void* vectors[6];
-        for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
-        const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
-            return convolution_recorded(
-                input.data_ptr(), h.data_ptr(), out.data_ptr(), vectors, sizes, int(groups), eps, workspace, bytes, stream);
-        };
-        if (run_with_workspace(x, conv_weight, launch)) return {out, h};
-    }
-    const at::Tensor h = convolution_alone_cuda(x, conv_weight, conv_bias);
+    auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
+    const at::Tensor input = aligned(x);
+    const at::Tensor ready[] = {aligned(conv_weight), aligned(conv_bias), aligned(bias), aligned(scale), aligned(weight), aligned(group_bias)};
+    const void* vectors[6];
+    for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
+    const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_recorded(
+            input.data_ptr(), h.data_ptr(), out.data_ptr(), vectors, sizes, int(groups), eps, workspace, bytes, stream);
+    };
+    if (run_with_workspace(x, conv_weight, launch)) return {out, h};
+    h = convolution_alone_cuda(x, conv_weight, conv_bias);
     return {forward_on_cuda(h, {bias, scale}, weight, group_bias, groups, eps), h};
 }
 
@@ -5352,7 +5324,7 @@ class ModelNew(nn.Module):
             h, operands = _as_operands(x.new_empty(()).expand(size), (self.bias, self.scale))  # h's form, without its values
             tensors = (x, weight, self.conv.bias, *operands, self.group_norm.weight, self.group_norm.bias)
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-            if h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
+            if all(o.dim() == 1 and o.dtype == x.dtype for o in operands):
                 arguments = (*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
                 return ConvSigmoidGroupNorm.apply(*arguments)[0] if needs_grad else _convolve(*arguments)
         h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))
