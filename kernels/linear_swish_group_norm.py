@@ -1208,6 +1208,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -1215,29 +1217,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1500,6 +1492,82 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         __syncthreads();
         for (int i = 0; i < flagged_count; ++i) finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide);
         __syncthreads();
+    }
+#endif
+}
+
+// Few rows of x: float32's own sums, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C; a warp has kFewColumns of
+// these, a lane every 32nd quad of K. W is on its way through shared memory, each thread's own places; x waits in the first cache.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewThreads = kBlockSide / kFewColumns * 32;
+constexpr int kFewStages = 3, kFewStageBytes = kFewThreads * kFewColumns * 16, kFewBytes = kFewStages * kFewStageBytes;
+static_assert(kFewBytes <= 99 * 1024, "what a block has on sm_86 and sm_89");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <class Epilogue> __global__ void __launch_bounds__(kFewThreads, 1) multiply_few(const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Product& product = epilogue.product;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
+    const int rows = min(kFewRows, product.m - row0), columns = min(kBlockSide, product.n - column0);
+    const float *x = product.x + int64_t(row0) * k, *w = product.weight + int64_t(column0) * k;
+    const auto place = [&](int step, int c) {
+        return shared_address(shared) + step % kFewStages * kFewStageBytes + (c * kFewThreads + threadIdx.x) * 16;
+    };
+    const auto bring = [&](int step) {
+        const int at = step * 128 + lane * 4;
+#pragma unroll
+        for (int c = 0; c < kFewColumns; ++c) {
+            const int64_t column = min(warp * kFewColumns + c, columns - 1);
+            copy_async(place(step, c), w + column * k + (at < k ? at : 0), at < k);
+        }
+        copies_commit();
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < kFewStages - 1; ++step) bring(step);
+    for (int step = 0; step * 128 < k; ++step) {
+        bring(step + kFewStages - 1);
+        copies_wait<kFewStages - 1>();
+        float weights[kFewColumns][4];
+#pragma unroll
+        for (int c = 0; c < kFewColumns; ++c) shared_load(place(step, c), weights[c]);
+#pragma unroll
+        for (int first = 0; first < kFewRows; first += 4) {
+            if (first >= rows) continue;
+            float4 values[4];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) values[r] = load_quad(x, min(first + r, rows - 1), step * 128 + lane * 4, k);
+#pragma unroll
+            for (int i = 0; i < 4 * kFewColumns; ++i) {
+                const float4 v = values[i / kFewColumns];
+                const float* own = weights[i % kFewColumns];
+                float& to = sum[first * kFewColumns + i];
+                to = fmaf(v.w, own[3], fmaf(v.z, own[2], fmaf(v.y, own[1], fmaf(v.x, own[0], to))));
+            }
+        }
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + product.bias[column0 + min(c, columns - 1)];
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewThreads / 32) {
+        if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
     }
 #endif
 }
@@ -1802,7 +1870,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
 // is truncated.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1878,6 +1946,22 @@ static cudaError_t launch_product(
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
+template <class Epilogue> static cudaError_t launch_few(const Epilogue& epilogue, cudaStream_t stream) {
+    const auto kernel = multiply_few<Epilogue>;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFewBytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    kernel<<<blocks, kFewThreads, kFewBytes, stream>>>(epilogue);
+    return cudaGetLastError();
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool tf32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8) return false;
+    return m <= (tf32 ? 1 : 4) * kFewRows && n % 2 == 0 && k % 4 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
 // Whether a product is for the tensor cores by the chip and its shape alone.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
@@ -1887,16 +1971,17 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1932,6 +2017,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2769,8 +2855,10 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    return divide_up(m, kTileM) * divide_up(n, FinishedProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
+    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
+    constexpr int kTileN = FinishedProduct<__half>::kTileN;
+    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
+    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN;
 #else
     return false;
 #endif
@@ -2792,6 +2880,7 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
         return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
             network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
     }
+    if (m < kTileM) return launch_few(network_from<float, true>(from, out, h, m, n, k, eps), stream);
     const bool recorded = h != nullptr;
     const auto launch = [&](auto kind, const auto& epilogue) {
         return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
@@ -4029,7 +4118,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -4198,15 +4287,15 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const int dtype = dtype_number(x, "linear_swish_group_norm");
     const Frozen known = {frozen, stamp};
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
-    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
-    if (bytes == 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : -1;
+    if (bytes < 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
         const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
         return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const void* from[6];
     for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
-    const at::Tensor workspace = workspace_of(bytes, x);
+    const at::Tensor workspace = workspace_of(std::max<int64_t>(bytes, 0), x);
     at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
     const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32,
         workspace.data_ptr(), split, current_stream());
