@@ -1037,12 +1037,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -1496,11 +1497,11 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #endif
 }
 
-// Few rows of x: float32's own sums, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C; a warp has kFewColumns of
-// these, a lane every 32nd quad of K. W is on its way through shared memory, each thread's own places; x waits in the first cache.
-constexpr int kFewRows = 16, kFewColumns = 8, kFewThreads = kBlockSide / kFewColumns * 32;
-constexpr int kFewStages = 3, kFewStageBytes = kFewThreads * kFewColumns * 16, kFewBytes = kFewStages * kFewStageBytes;
-static_assert(kFewBytes <= 99 * 1024, "what a block has on sm_86 and sm_89");
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
 
 // Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
 template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
@@ -1513,48 +1514,57 @@ template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[k
     if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
 }
 
-template <class Epilogue> __global__ void __launch_bounds__(kFewThreads, 1) multiply_few(const Epilogue epilogue) {
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Product& product = epilogue.product;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = product.k;
+    constexpr int V = kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
     const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
-    const int rows = min(kFewRows, product.m - row0), columns = min(kBlockSide, product.n - column0);
-    const float *x = product.x + int64_t(row0) * k, *w = product.weight + int64_t(column0) * k;
-    const auto place = [&](int step, int c) {
-        return shared_address(shared) + step % kFewStages * kFewStageBytes + (c * kFewThreads + threadIdx.x) * 16;
-    };
+    const int rows = min(kFewRows, epilogue.product.m - row0), columns = min(kBlockSide, epilogue.product.n - column0);
+    int filled = 0, next = 0;  // stages
     const auto bring = [&](int step) {
-        const int at = step * 128 + lane * 4;
+        const int at = (step * 32 + lane) * V;
 #pragma unroll
-        for (int c = 0; c < kFewColumns; ++c) {
-            const int64_t column = min(warp * kFewColumns + c, columns - 1);
-            copy_async(place(step, c), w + column * k + (at < k ? at : 0), at < k);
+        for (int place = warp; place < kBlockSide + kFewRows; place += kFewWarps) {
+            const int row = place - kBlockSide;
+            const T* from = row < 0 ? w + int64_t(column0 + min(place, columns - 1)) * k : x + int64_t(row0 + row) * k;
+            if (row < rows) copy_async(shared_address(shared) + filled * kFewStageBytes + place * 512 + lane * 16, from + (at < k ? at : 0), at < k);
         }
         copies_commit();
+        filled = filled + 1 < stages ? filled + 1 : 0;
     };
     float sum[kFewRows * kFewColumns] = {};
-    for (int step = 0; step < kFewStages - 1; ++step) bring(step);
-    for (int step = 0; step * 128 < k; ++step) {
-        bring(step + kFewStages - 1);
-        copies_wait<kFewStages - 1>();
-        float weights[kFewColumns][4];
+    for (int step = 0; step < stages - 1; ++step) bring(step);
+    for (int step = 0; step * 32 * V < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1);
+        const auto four_of = [&](int place, int quad, float (&to)[4]) {
+            const auto* own = reinterpret_cast<const Pack<T, 4>*>(shared + next * kFewStageBytes + place * 512 + lane * 16) + quad;
+            const Pack<T, 4> four = *own;
 #pragma unroll
-        for (int c = 0; c < kFewColumns; ++c) shared_load(place(step, c), weights[c]);
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(four.value[i]);
+        };
 #pragma unroll
-        for (int first = 0; first < kFewRows; first += 4) {
-            if (first >= rows) continue;
-            float4 values[4];
+        for (int quad = 0; quad < V / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) values[r] = load_quad(x, min(first + r, rows - 1), step * 128 + lane * 4, k);
+            for (int c = 0; c < kFewColumns; ++c) four_of(warp * kFewColumns + c, quad, weights[c]);
 #pragma unroll
-            for (int i = 0; i < 4 * kFewColumns; ++i) {
-                const float4 v = values[i / kFewColumns];
-                const float* own = weights[i % kFewColumns];
-                float& to = sum[first * kFewColumns + i];
-                to = fmaf(v.w, own[3], fmaf(v.z, own[2], fmaf(v.y, own[1], fmaf(v.x, own[0], to))));
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) four_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
+                    to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                }
             }
         }
+        next = next + 1 < stages ? next + 1 : 0;
     }
     share_sums<16>(sum, lane);
     copies_wait<0>();
@@ -1563,10 +1573,10 @@ template <class Epilogue> __global__ void __launch_bounds__(kFewThreads, 1) mult
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
-        h[own / kFewColumns][c] = sum[i] + product.bias[column0 + min(c, columns - 1)];
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + min(c, columns - 1)]);
     }
     __syncthreads();
-    for (int r = warp; r < rows; r += kFewThreads / 32) {
+    for (int r = warp; r < rows; r += kFewWarps) {
         if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
     }
 #endif
@@ -1680,13 +1690,14 @@ template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
     // A warp has a row's 64 values of h from `column` on, two a lane.
     __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        if (kScaled && h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
         float v[2] = {own_h.x, own_h.y}, scale, shift;
-        const float own[2] = {bias[column], bias[column + 1]};
+        const float own[2] = {to_acc(bias[column]), to_acc(bias[column + 1])};
         normalize_row<32, true>(v, own, eps, scale, shift);
-        v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
-        v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
-        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) from_acc(fmaf(fmaf(v[i], scale, shift), to_acc(gamma[column + i]), to_acc(beta[column + i])), pair.value[i]);
+        *reinterpret_cast<Pack<T, 2>*>(out + int64_t(row) * product.n + column) = pair;
     }
 };
 #endif
@@ -1870,7 +1881,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
 // is truncated.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1887,7 +1898,7 @@ static cudaError_t launch_multiply(
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1895,7 +1906,7 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
@@ -1946,20 +1957,22 @@ static cudaError_t launch_product(
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
-template <class Epilogue> static cudaError_t launch_few(const Epilogue& epilogue, cudaStream_t stream) {
-    const auto kernel = multiply_few<Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kFewBytes);
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const auto kernel = multiply_few<T, Epilogue>;
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages, bytes = stages * kFewStageBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
-    kernel<<<blocks, kFewThreads, kFewBytes, stream>>>(epilogue);
+    kernel<<<blocks, 32 * kFewWarps, bytes, stream>>>(x, w, bias, stages, epilogue);
     return cudaGetLastError();
 }
 
-// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks.
-static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool tf32) {
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
     Device device;
-    if (current_device(&device) != cudaSuccess || device.major < 8) return false;
-    return m <= (tf32 ? 1 : 4) * kFewRows && n % 2 == 0 && k % 4 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % 2 == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
 }
 
 // Whether a product is for the tensor cores by the chip and its shape alone.
@@ -1974,7 +1987,7 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 // How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (is_of_few_rows(m, n, k, tf32)) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
     if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
@@ -2017,7 +2030,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
-    if (m < kTileM) return launch_few(epilogue, stream);
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2855,10 +2868,11 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
+    if (is_of_few_rows(m, n, k, false)) return true;
     if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
     constexpr int kTileN = FinishedProduct<__half>::kTileN;
     const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
-    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN;
+    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
 #else
     return false;
 #endif
@@ -2872,15 +2886,18 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    if (dtype == 2) {
-        return launch_multiply_rows<FinishedProduct<__half>>(
-            network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
-    if (dtype == 3) {
-        return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
-            network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
-    if (m < kTileM) return launch_few(network_from<float, true>(from, out, h, m, n, k, eps), stream);
+    const auto few = [&](const auto& epilogue, auto zero) {
+        const auto at = [&](int i) { return static_cast<const decltype(zero)*>(from[i]); };
+        return launch_few(epilogue, at(0), at(1), at(2), device, stream);
+    };
+    const auto halves = [&](auto zero) {
+        const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
+        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
+    };
+    if (dtype == 2) return halves(__half());
+    if (dtype == 3) return halves(__nv_bfloat16());
+    if (m < kTileM) return few(network_from<float, true>(from, out, h, m, n, k, eps), 0.0f);
     const bool recorded = h != nullptr;
     const auto launch = [&](auto kind, const auto& epilogue) {
         return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
