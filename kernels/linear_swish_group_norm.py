@@ -1022,12 +1022,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -1194,6 +1195,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -1201,29 +1204,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1489,6 +1482,91 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     }
 #endif
 }
+
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int V = kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
+    const int rows = min(kFewRows, epilogue.product.m - row0), columns = min(kBlockSide, epilogue.product.n - column0);
+    int filled = 0, next = 0;  // stages
+    const auto bring = [&](int step) {
+        const int at = (step * 32 + lane) * V;
+#pragma unroll
+        for (int place = warp; place < kBlockSide + kFewRows; place += kFewWarps) {
+            const int row = place - kBlockSide;
+            const T* from = row < 0 ? w + int64_t(column0 + min(place, columns - 1)) * k : x + int64_t(row0 + row) * k;
+            if (row < rows) copy_async(shared_address(shared) + filled * kFewStageBytes + place * 512 + lane * 16, from + (at < k ? at : 0), at < k);
+        }
+        copies_commit();
+        filled = filled + 1 < stages ? filled + 1 : 0;
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < stages - 1; ++step) bring(step);
+    for (int step = 0; step * 32 * V < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1);
+        const auto four_of = [&](int place, int quad, float (&to)[4]) {
+            const auto* own = reinterpret_cast<const Pack<T, 4>*>(shared + next * kFewStageBytes + place * 512 + lane * 16) + quad;
+            const Pack<T, 4> four = *own;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(four.value[i]);
+        };
+#pragma unroll
+        for (int quad = 0; quad < V / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
+#pragma unroll
+            for (int c = 0; c < kFewColumns; ++c) four_of(warp * kFewColumns + c, quad, weights[c]);
+#pragma unroll
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) four_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
+                    to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                }
+            }
+        }
+        next = next + 1 < stages ? next + 1 : 0;
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + min(c, columns - 1)]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewWarps) {
+        if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+    }
+#endif
+}
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
@@ -1598,13 +1676,14 @@ template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
     // A warp has a row's 64 values of h from `column` on, two a lane.
     __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        if (kScaled && h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
         float v[2] = {own_h.x, own_h.y}, scale, shift;
-        const float own[2] = {bias[column], bias[column + 1]};
+        const float own[2] = {to_acc(bias[column]), to_acc(bias[column + 1])};
         normalize_row<32, true>(v, own, eps, scale, shift);
-        v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
-        v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
-        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) from_acc(fmaf(fmaf(v[i], scale, shift), to_acc(gamma[column + i]), to_acc(beta[column + i])), pair.value[i]);
+        *reinterpret_cast<Pack<T, 2>*>(out + int64_t(row) * product.n + column) = pair;
     }
 };
 #endif
@@ -1788,7 +1867,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
 // is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1805,7 +1884,7 @@ static cudaError_t launch_multiply(
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1813,7 +1892,7 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
@@ -1864,6 +1943,24 @@ static cudaError_t launch_product(
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const auto kernel = multiply_few<T, Epilogue>;
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages, bytes = stages * kFewStageBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    kernel<<<blocks, 32 * kFewWarps, bytes, stream>>>(x, w, bias, stages, epilogue);
+    return cudaGetLastError();
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % 2 == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
 // Whether a product is for the tensor cores by the chip and its shape alone.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
@@ -1873,16 +1970,17 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1918,6 +2016,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2769,8 +2868,11 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    return divide_up(m, kTileM) * divide_up(n, FinishedProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
+    if (is_of_few_rows(m, n, k, false)) return true;
+    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
+    constexpr int kTileN = FinishedProduct<__half>::kTileN;
+    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
+    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
 #else
     return false;
 #endif
@@ -2784,14 +2886,18 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    if (dtype == 2) {
-        return launch_multiply_rows<FinishedProduct<__half>>(
-            network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
-    if (dtype == 3) {
-        return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
-            network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
+    const auto few = [&](const auto& epilogue, auto zero) {
+        const auto at = [&](int i) { return static_cast<const decltype(zero)*>(from[i]); };
+        return launch_few(epilogue, at(0), at(1), at(2), device, stream);
+    };
+    const auto halves = [&](auto zero) {
+        const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
+        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
+    };
+    if (dtype == 2) return halves(__half());
+    if (dtype == 3) return halves(__nv_bfloat16());
+    if (m < kTileM) return few(network_from<float, true>(from, out, h, m, n, k, eps), 0.0f);
     const bool recorded = h != nullptr;
     const auto launch = [&](auto kind, const auto& epilogue) {
         return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
@@ -4026,7 +4132,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -4195,15 +4301,15 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const int dtype = dtype_number(x, "linear_swish_group_norm");
     const Frozen known = {frozen, stamp};
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
-    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
-    if (bytes == 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : -1;
+    if (bytes < 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
         const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
         return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const void* from[6];
     for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
-    const at::Tensor workspace = workspace_of(bytes, x);
+    const at::Tensor workspace = workspace_of(std::max<int64_t>(bytes, 0), x);
     at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
     const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32,
         workspace.data_ptr(), split, current_stream());
