@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from judge import distributed, machine, record, report, timing, trial
+from judge import ahead, distributed, machine, record, report, timing, trial
 from judge.pairs import Pair, Problem, discover, last_line
 from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
 from judge.watch import in_a_child
@@ -151,6 +151,9 @@ def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Names
     say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
     shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
     entries = [prepare(pair, constants, options.batch, load, ceilings) for pair, constants in shapes]
+    if options.sweep and not distributed.launched():
+        say("compiling the Models ahead")
+        ahead.compile_ahead(entries, settings)
     runs: list[trial.Run] = []
     surroundings: dict = {}
     for entry in entries:

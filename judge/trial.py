@@ -186,7 +186,7 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                     x.mul_(factor)
 
     def inspect(result) -> None:
-        examination.while_timed(result, lambda: _step(examination.model, inputs, case)(examination.model, examination.model))
+        examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
@@ -226,7 +226,7 @@ def _contenders(
 ) -> dict[str, Callable[[], object]]:
     """A call for each contender that works here; why another does not is noted."""
     model, new = examination.model, examination.new
-    step = _step(model, inputs, case)
+    step = step_of(model, inputs, case)
 
     def new_call():
         try:
@@ -261,7 +261,7 @@ def _contenders(
     return contenders
 
 
-def _step(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
+def step_of(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
     """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
     if not case.backward:
         return lambda module, owner: module(*inputs)

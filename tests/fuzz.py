@@ -9,7 +9,6 @@ For each miss one line is printed: the command that repeats it, and what is wron
 import argparse
 import copy
 import itertools
-import multiprocessing
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small 
 import torch
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
 from cases import DTYPES, LAYOUTS, STEMS, Case, fits, runs, solution
+from processes import pool
 
 # ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors and blocks are made of.
 
@@ -264,16 +264,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index", type=int, help="this case alone")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--processes", type=int, default=1, help="that share the cases, each with one thread if there are several")
+    parser.add_argument("--processes", type=int, default=1, help="that share the cases, and take the GPUs in turn")
     options = parser.parse_args(arguments)
     indices = range(options.cases) if options.index is None else range(options.index, options.index + 1)
     solution(options.pair)  # built, if it must be, before the clock starts
     start, done, missed = time.perf_counter(), 0, 0
     shares = [(options.pair, options.seed, indices[i : i + 50], options.device) for i in range(0, len(indices), 50)]
     if options.processes > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        workers = multiprocessing.get_context("spawn").Pool(options.processes)
-        results = workers.imap_unordered(judged, shares)
+        results = pool(options.processes).imap_unordered(judged, shares)
     else:
         results = map(judged, shares)
     for count, lines in results:

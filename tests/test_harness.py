@@ -446,6 +446,7 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
     assert machine.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown by software"
     assert machine.throttle_reasons("[N/A]") == ""
     old_driver = {"clocks.sm": "1980", "clocks_throttle_reasons.active": "0x4"}
+    monkeypatch.setattr(machine, "_throttle_field", machine._throttle_field.__wrapped__)
     monkeypatch.setattr(
         machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None
     )
