@@ -6,6 +6,7 @@ code alone: choices by timing, made while others use the GPU, are not kept, so t
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -48,7 +49,7 @@ def _compile(
     path: Path, constants: dict, batch: int | None, device: str, dtype: torch.dtype, level: str, backward: bool, seed: int
 ) -> None:
     """One call, as the judge makes it to have the baseline compiled."""
-    try:
+    with contextlib.suppress(Exception):  # no room beside the others, say
         problem = Problem(path, constants)
         model = problem.make(problem.model_class, seed).to(device, dtype)
         inputs = problem.inputs(batch, device, dtype, seed)
@@ -58,7 +59,5 @@ def _compile(
         with machine.precision(level), torch.set_grad_enabled(backward):
             step = trial.step_of(model, inputs, Case(problem, None, device, dtype, level, backward, batch, seed))
             step(torch.compile(model, dynamic=False), model)
-    except Exception:  # noqa: BLE001 - no room beside the others, say
-        pass
     torch._dynamo.reset()
     machine.release(device)

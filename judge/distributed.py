@@ -103,6 +103,8 @@ def judge_pair(entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings,
 def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Settings) -> dict:
     new_class, _ = load_new(entry.pair.new_path)
     new = entry.problem.make(new_class, settings.seed).to(device=run.device, dtype=machine.DTYPES[run.dtype])
+    if run.frozen:
+        new.freeze_weight()
     backward = run.direction == "forward_backward"
 
     def step(module: torch.nn.Module, batch: int) -> Callable[[], object]:

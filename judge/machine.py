@@ -121,9 +121,11 @@ def clocks(device: str) -> dict[str, str] | None:
     """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
     if device != "cuda":
         return None
-    fields, why = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"), _throttle_field()
-    state = query_gpu(*fields, *why)
-    return state and {**{name: state[name] for name in fields}, **{"throttle": throttle_reasons(state[name]) for name in why}}
+    why = _throttle_field()
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", *why)
+    if state and why:
+        state["throttle"] = throttle_reasons(state.pop(why[0]))
+    return state
 
 
 @functools.cache

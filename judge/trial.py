@@ -31,6 +31,7 @@ class Settings:
     baselines: list[str]
     seed: int
     seconds_each: float
+    frozen: bool = False
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Run:
     direction: str
     seed: int
     batch: int | None
+    frozen: bool = False  # with ModelNew's freeze_weight() called
     constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
     status: str = OK
     ok: bool = True
@@ -130,7 +132,8 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
     for run, (dtype, level, backward) in zip(runs, ways):
         run.import_seconds = round(import_seconds, 3)
-        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed)
+        run.frozen = settings.frozen and hasattr(new_class, "freeze_weight")
+        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen)
         prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
         with machine.precision(level):
             _judge_way(run, case, settings, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))

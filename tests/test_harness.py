@@ -668,10 +668,47 @@ def test_plot_of_a_record(suite, tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def freezing(how):
+    """The plain candidate with a weight made ready beforehand, which serves while it is the same."""
+    forward = """
+if torch.is_grad_enabled() or self.frozen[1] != self.matmul.weight._version:
+    return self.right(x)
+return self.group_norm(F.silu(F.linear(x, self.frozen[0], self.matmul.bias)) + self.bias)
+"""
+    freeze = f"    def freeze_weight(self):\n        self.frozen = {how}, self.matmul.weight._version\n\n"
+    return candidate(forward, at_init="self.frozen = None, -1").replace("    def right(", freeze + "    def right(")
+
+
+def test_a_frozen_weight_is_judged_as_ever_and_said(suite, tmp_path, capsys):
+    suite.add("plain", candidate())
+    suite.add("freezing", freezing("self.matmul.weight.detach().clone()"))
+    assert suite("--frozen", "--json", str(tmp_path / "out.json")) == 0
+    assert [run["frozen"] for run in json.loads((tmp_path / "out.json").read_text())["runs"]] == [True, False]
+    assert [line.split()[1:6] for line in capsys.readouterr().out.splitlines()[1:3]] == [
+        ["cpu", "float32", "highest", "fwd", "frozen"],
+        ["cpu", "float32", "highest", "fwd", "b32"],
+    ]
+    suite.add("freezing", freezing("self.matmul.weight.detach().bfloat16().float()"))
+    assert suite() == 0
+    assert suite("--frozen") == 1
+    assert "not close to the Model's" in capsys.readouterr().out
+
+
 SWEEP = """
 features = 96
 sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]
 """
+
+
+@pytest.mark.skipif(torch.__version__ < "2.6", reason="this PyTorch keeps nothing that it compiled")
+def test_a_sweeps_models_are_compiled_ahead(suite, tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    suite.add("good", candidate(), MODEL.replace("batch_size = 32", "batch_size = 32\nsweep = [dict(batch_size=4)]"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    counters.clear()
+    assert suite("--sweep", "--baselines", "eager,compile") == 0
+    assert counters["inductor"]["fxgraph_cache_hit"] and not counters["inductor"]["fxgraph_cache_miss"]
 
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
@@ -760,6 +797,7 @@ def test_an_import_error_of_another_kind_is_wrong(suite):
         (["instance_norm", "--plot", "x.pdf"], ".svg or .png"),
         (["instance_norm", "--sweep"], "no shapes to sweep"),
         (["--sweep", "--batch", "3"], "batches of their own"),
+        (["--frozen", "--backward"], "for inference"),
         (["model.py"], "files come in twos"),
         (["model.py", "none.py"], "no file model.py"),
         (["--from", "none.json"], "no file none.json"),
