@@ -168,21 +168,21 @@ def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
     So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, and with an infinite
     weight of a norm times a value too near zero to have a sign. Both become NaN, and spread as far as NaN does in the Model.
     """
-    exact, given = in_float64(model), {}
+    exact, given, info = in_float64(model), {}, torch.finfo(inputs[0].dtype)
 
     def overflowing(layer, layer_inputs, out):
         magnitudes = copy.deepcopy(layer)
         magnitudes._forward_hooks.clear()
         for t in magnitudes.parameters():
             t.copy_(t.abs().nan_to_num(0, 0))
-        return out.masked_fill(magnitudes(layer_inputs[0].abs().nan_to_num(0, 0)) > torch.finfo(inputs[0].dtype).max, torch.nan)
+        return out.masked_fill(magnitudes(layer_inputs[0].abs().nan_to_num(0, 0)) > info.max, torch.nan)
 
     def without_sign(norm, norm_inputs, out, name):
         normed, rounded = (
             F.group_norm(t, norm.num_groups, eps=norm.eps).unflatten(1, (norm.num_groups, -1)) for t in (*norm_inputs, given[name])
         )
         error = (normed - rounded).abs().flatten(2).amax(2).view(*normed.shape[:2], *[1] * (normed.dim() - 2))
-        near = (normed.abs() <= 2 * error + torch.finfo(inputs[0].dtype).eps).flatten(1, 2)
+        near = (normed.abs() <= 2 * error + info.eps).flatten(1, 2)
         return out.masked_fill(near & norm.weight.isinf().view(-1, *[1] * (out.dim() - 2)), torch.nan)
 
     for (name, layer), original in zip(exact.named_modules(), model.modules()):
