@@ -68,6 +68,7 @@ class Run:
     gradient_error: dict = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)  # until a call has launched its work on a GPU; no part of `ms`
     rounds: int = 0
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
@@ -204,9 +205,13 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
     examination.after_timing(inputs)
 
     run.rounds = len(samples.ms["new"])
+    run.host_us = {name: _tidy(us) for name, us in samples.host_us.items()}
     for name in contenders:
         run.ms[name] = _tidy(samples.median(name))
         run.spread[name] = [_tidy(q) for q in samples.spread(name)]
+    if run.host_us and run.host_us["new"] > 1e3 * run.ms["new"]:
+        times = ", ".join(f"{name} {us:.0f}" for name, us in run.host_us.items())
+        run.notes.append(f"the host takes longer to launch a call than the GPU for its work; the host's microseconds: {times}")
     for name in contenders:
         if not name.startswith("new"):
             run.speedup[name] = _tidy(samples.speedup("new", over=name))

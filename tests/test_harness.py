@@ -461,6 +461,16 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+def test_the_hosts_time_is_told_and_no_part_of_the_gpus(tmp_path):
+    (run,) = judge(tmp_path, candidate("time.sleep(1e-3)\nreturn self.right(x)", at_import="import time"), "cuda")
+    assert run.ok, run.reasons
+    assert run.host_us["new"] > 1000 > run.host_us["eager"]
+    assert run.ms["new"] < 0.5
+    assert run.notes[0].startswith("the host takes longer to launch a call than the GPU for its work; the host's microseconds: new 1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_medians_agree_with_triton_and_with_a_replayed_graph():
     """Within 3%, for a kernel long enough that the launch does not count."""
     testing = pytest.importorskip("triton.testing")
