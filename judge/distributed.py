@@ -124,6 +124,8 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
     together = step(_averaging(new, run.device) if backward else new, share)
     alone = [step(new, batch) for batch in (share, entry.batch)] if rank() == 0 else []
     stopwatch, flush = timing.Stopwatch(run.device), timing.CacheFlush(run.device)
+    if run.device == "cuda":
+        flush.hide(max(_gathered(max(map(timing.host_us, [together, *alone])))))  # as long on all: they wait for each other
 
     def timed(call: Callable[[], object]) -> float:
         """The median of a few calls in a row: the first find a processor, and a GPU, that had been waiting for the other ranks."""
