@@ -139,7 +139,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -160,9 +162,7 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
