@@ -147,7 +147,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -168,44 +170,26 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -468,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -2122,8 +2107,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -2172,13 +2156,11 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 }
 // --- end shared: joint moments ---
 
-// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// --- shared: sums of gradients (home: kernels/linear_swish_group_norm.py) ---
 // Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
 // in double.
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
-constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
-constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2207,129 +2189,17 @@ __global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__
     }
     if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
 }
+// --- end shared: sums of gradients ---
 
-// Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
-// slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
-// multiple of the groups, so the channels are the same, and the thread adds up their gradients.
-template <typename T, int V> constexpr int kGradientPacks = V == 1 ? 4 : 32 / (V * sizeof(Acc<T>));
-template <typename T, int V> constexpr int kGradientRows = V == 1 || sizeof(T) == 8 ? 1 : 2 / kOperands;
+// Channels of one pixel are rows as others are.
+template <typename T> struct GradientsInRegisters {
+    static constexpr bool fit = false;
+    static constexpr int64_t partial_rows = 0;
+    GradientsInRegisters(const Sizes&, int) {}
+    template <typename... Arguments> void launch(const Arguments&...) const {}
+};
 
-template <typename T, int V, int ITEMS, int ROWS>
-__global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || sizeof(T) == 8 ? 1 : kGradientBlocks) gradients_in_registers(
-    const T* __restrict__ grad, const T* __restrict__ h, T* __restrict__ grad_h, Vectors<Acc<T>> vectors, Partials<Acc<T>> partials,
-    Sizes sizes, int64_t stride, Acc<T> eps, int group) {
-    using A = Acc<T>;
-    __shared__ A warp_sums[3 * ROWS][kMaxGroup / 32];
-    const int n = int(sizes.n), lane = threadIdx.x % group;
-    const int64_t first = int64_t(blockIdx.x) * (kMaxGroup / group) + threadIdx.x / group;
-    const int packs = first < stride ? n / V : 0, channel = first_channel(first, sizes);
-    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    const auto mine = [&](int i) { return lane + i * group < packs; };
-
-    A operand[kOperands][ITEMS][V], gamma[ITEMS][V], sums[kSums][ITEMS][V] = {};
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (mine(i)) {
-#pragma unroll
-            for (int k = 0; k < kOperands; ++k) load_aligned<V>(vectors.operand[k] + channel + (lane + i * group) * V, operand[k][i]);
-            load_aligned<V>(vectors.gamma + channel + (lane + i * group) * V, gamma[i]);
-        }
-    }
-    for (int64_t skipped = 0; skipped < sizes.slices; skipped += ROWS * stride) {
-        const auto slice = [&](int r) { return first + skipped + r * stride; };
-        Pack<T, V> raw[ROWS][ITEMS], raw_grad[ROWS][ITEMS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                raw[r][i] = raw_grad[r][i] = Pack<T, V>();
-                const int64_t at = slice(r) * n + (lane + i * group) * V;
-                if (mine(i) && slice(r) < sizes.slices) {
-                    raw[r][i] = load_streaming<T, V>(h + at);
-                    raw_grad[r][i] = load_streaming<T, V>(grad + at);
-                }
-            }
-        }
-        A v[ROWS][ITEMS][V], means[2 * ROWS] = {};  // of v, of the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        v[r][i][j] = activate(to_acc(raw[r][i].value[j]), own);
-                        means[r] += v[r][i][j] * share;
-                        means[ROWS + r] += gamma[i][j] * to_acc(raw_grad[r][i].value[j]) * share;
-                    }
-                }
-            }
-        }
-        sum_across_group(means, group, warp_sums);
-        A rest[3 * ROWS] = {};  // deviations from the rounded mean, their squares, and their products with the weighted gradient
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i)) {
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        const A deviation = v[r][i][j] - means[r];
-                        rest[r] += deviation;
-                        rest[ROWS + r] += deviation * deviation;
-                        rest[2 * ROWS + r] += deviation * (gamma[i][j] * to_acc(raw_grad[r][i].value[j]) - means[ROWS + r]);
-                    }
-                }
-            }
-        }
-        sum_across_group(rest, group, warp_sums);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            Moments<A> m;
-            m.hi = means[r];
-            m.lo = rest[r] * share;
-            m.m2 = rest[ROWS + r];
-            const Scale<A> scale(m, A(n), eps);
-            const A slope = scale.rstd * (rest[2 * ROWS + r] * share);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                if (mine(i) && slice(r) < sizes.slices) {
-                    Pack<T, V> out;
-#pragma unroll
-                    for (int j = 0; j < V; ++j) {
-                        A own[kOperands], grad_operand[kOperands];
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) own[k] = operand[k][i][j];
-                        const A given = to_acc(raw_grad[r][i].value[j]), normal = ((v[r][i][j] - scale.hi) - scale.lo) * scale.rstd;
-                        const A grad_v = scale.rstd * ((gamma[i][j] * given - means[ROWS + r]) - normal * slope);
-                        from_acc(differentiate(to_acc(raw[r][i].value[j]), own, v[r][i][j], grad_v, grad_operand), out.value[j]);
-#pragma unroll
-                        for (int k = 0; k < kOperands; ++k) sums[k][i][j] += grad_operand[k];
-                        sums[kOperands][i][j] += given * normal;
-                        sums[kOperands + 1][i][j] += given;
-                    }
-                    if (grad_h != nullptr) store_streaming(grad_h + slice(r) * n + (lane + i * group) * V, out);
-                }
-            }
-        }
-    }
-    const int64_t row = quotient(first, int64_t(sizes.groups)) * sizes.groups * sizes.channels;
-#pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (mine(i) && partials.to[k] != nullptr) {
-                A* to = partials.from[k] + row + channel + (lane + i * group) * V;
-#pragma unroll
-                for (int j = 0; j < V; ++j) to[j] = sums[k][i][j];
-            }
-        }
-    }
-}
-
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
 // Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
 // threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
 // channels give gamma and beta; the gradient of h, and what the rows give the operands.
@@ -2482,8 +2352,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -2504,69 +2375,41 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 }
 
 // How a backward goes, and the rows of partial sums it leaves.
-struct GradientPlan {
-    bool in_registers, is_short, whole_packs;
-    int group, parts;
-    int64_t stride, part_values, operand_rows, norm_rows;
+template <typename T> struct GradientPlan {
+    const GradientsInRegisters<T> registers;
+    int group = 1, parts = 1;
+    int64_t part_values = 0, operand_rows, norm_rows;
+    GradientPlan(const Sizes& sizes, int sms) : registers(sizes, sms) {
+        operand_rows = norm_rows = registers.partial_rows;
+        if (registers.fit) return;
+        const int64_t row_packs = sizes.spatial / kPack<T>;
+        if (row_packs >= 4 * kMaxGroup) {
+            group = kMaxGroup;
+            parts = stream_parts(sizes.slices * sizes.channels, sizes.spatial * int64_t(sizeof(T)), sms);
+        } else {
+            while (group < 32 && group < row_packs) group *= 2;
+        }
+        part_values = divide_up(divide_up(sizes.spatial, parts), 8 * kPack<T>) * 8 * kPack<T>;
+        parts = int(divide_up(sizes.spatial, part_values));
+        norm_rows = sizes.slices / sizes.groups;
+        operand_rows = norm_rows * parts;
+    }
 };
 
-template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
-    GradientPlan plan = {};
-    constexpr int V = kPack<T>;
-    plan.whole_packs = sizes.n % V == 0;
-    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
-    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
-    plan.is_short = packs <= kMaxGroup * items;
-    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
-    plan.group = 1;
-    plan.parts = 1;
-    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
-    if (plan.in_registers) {
-        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
-        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
-        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
-        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
-        plan.stride = plan.norm_rows * sizes.groups;
-        return plan;
-    }
-    const int64_t row_packs = sizes.spatial / V;
-    if (row_packs >= 4 * kMaxGroup) {
-        plan.group = kMaxGroup;
-        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
-    } else {
-        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
-    }
-    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
-    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
-    plan.operand_rows = samples * plan.parts;
-    plan.norm_rows = samples;
-    return plan;
-}
-
 // The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
-template <typename A> struct GradientSpace {
-    int64_t joints, slices, partials, bytes;
-    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+template <typename T> struct GradientSpace {
+    using A = Acc<T>;
+    int64_t joints = 0, slices = 0, partials, bytes;
+    GradientSpace(const GradientPlan<T>& plan, const Sizes& sizes) {
         const int64_t channels = int64_t(sizes.groups) * sizes.channels;
-        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
-        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        if (!plan.registers.fit) {
+            joints = sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+            slices = divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        }
         partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
         bytes = joints + slices + partials;
     }
 };
-
-template <typename T, int V>
-static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
-    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
-    constexpr int kItems = kGradientPacks<T, V>;
-    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
-    if constexpr (V > 1) {
-        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
-    }
-    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
-    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
-}
 
 template <typename T>
 static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
@@ -2578,8 +2421,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
-    const GradientSpace<A> space(plan, sizes);
+    const GradientPlan<T> plan(sizes, device.sms);
+    const GradientSpace<T> space(plan, sizes);
     const int64_t channels = int64_t(sizes.groups) * sizes.channels;
     char* const base = static_cast<char*>(workspace);
     Partials<A> partials;
@@ -2593,10 +2436,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
         any_operand = any_operand || (k < kOperands && to[k] != nullptr);
         any_sum = any_sum || to[k] != nullptr;
     }
-    if (plan.in_registers && plan.whole_packs) {
-        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
-    } else if (plan.in_registers) {
-        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    if (plan.registers.fit) {
+        plan.registers.launch(grad, h, grad_h, vectors, partials, sizes, eps, stream);
     } else {
         auto* joints = reinterpret_cast<Joint<A>*>(base);
         auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
@@ -2624,9 +2465,9 @@ extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int6
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     switch (dtype) {
-        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
-        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
-        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+        case 0: return GradientSpace<float>({sizes, device.sms}, sizes).bytes;
+        case 1: return GradientSpace<double>({sizes, device.sms}, sizes).bytes;
+        default: return GradientSpace<__half>({sizes, device.sms}, sizes).bytes;
     }
 }
 extern "C" int group_norm_backward(
@@ -2724,14 +2565,31 @@ __device__ __forceinline__ void copy_rows(float* to, const float* from, int64_t 
         }
     }
 }
+// A pair of neighbours, at whole 8 bytes or one by one, of which `there` exist.
+__device__ __forceinline__ void copy_pair(float* to, const float* from, bool pairs, int there) {
+    if (pairs) {
+        copy_or_zero<8>(to, from, there > 0 ? 8 : 0);
+    } else {
+        copy_or_zero<4>(to, from, there > 0 ? 4 : 0);
+        copy_or_zero<4>(to + 1, from + 1, there > 1 ? 4 : 0);
+    }
+}
 // One thread copies the two columns beyond a strip.
 __device__ __forceinline__ void copy_halo(float* to, const float* from, int first, int width, bool exists, bool pairs) {
-    const int column = first + kStripWidth, there = exists && column >= 0 ? width - column : 0;
-    if (pairs) {
-        copy_or_zero<8>(to + kStripWidth, from + kStripWidth, there > 0 ? 8 : 0);
-    } else {
-        copy_or_zero<4>(to + kStripWidth, from + kStripWidth, there > 0 ? 4 : 0);
-        copy_or_zero<4>(to + kStripWidth + 1, from + kStripWidth + 1, there > 1 ? 4 : 0);
+    const int column = first + kStripWidth;
+    copy_pair(to + kStripWidth, from + kStripWidth, pairs, exists && column >= 0 ? width - column : 0);
+}
+
+// A lane's four neighbouring pixels, and with 3x3 kernels the two after them, as operands: of an mma's two pixels the second is two columns
+// after the first, so that four sets of registers, of columns k and k + 2, serve all shifts.
+template <int KS, int W>
+__device__ __forceinline__ void split_pixels(const float* from, float (&hi)[KS + 1][W], float (&lo)[KS + 1][W], int first = 0) {
+    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][first + j], lo[k][first + j]); };
+    const float4 left = *reinterpret_cast<const float4*>(from);
+    split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
+    if constexpr (KS > 1) {
+        const float2 middle = load_pair(from + 2), right = load_pair(from + 4);
+        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
     }
 }
 
@@ -2780,8 +2638,7 @@ template <int KS> __device__ __noinline__ float correlate_one(const Correlation&
 }
 
 // A block takes a run of tiles, a row of a strip of NT * 8 of to's channels, a warp 32 columns of them, and from's channels in slabs of
-// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4)
-// on. Of an mma's two pixels a lane the second is two columns after the first: so four sets of registers serve all shifts.
+// eight. A lane's values are of four neighbouring columns: of from's channels lane % 4 and 4 further on, of to's two from 2 * (lane % 4).
 constexpr int kCorrelateBlocks = 3;  // an SM
 constexpr int kImageRow = kStripWidth + 8;  // floats of a strip's row in shared memory
 static_assert(kImageRow % 32 == 8, "lanes of four channels and two fours of pixels meet different banks");
@@ -2850,18 +2707,9 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
                     float(&to)[2][2] = w[k / NT][k % NT];
                     to[0][0] = f.x, to[0][1] = f.y, to[1][0] = f.z, to[1][1] = f.w;
                 }
-                float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
+                float hi[KS + 1][4], lo[KS + 1][4];
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float* const at = pixels + half * 4 * kImageRow;
-                    const float4 left = *reinterpret_cast<const float4*>(at);
-                    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
-                    split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
-                    if constexpr (KS > 1) {
-                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
-                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
-                    }
-                }
+                for (int half = 0; half < 2; ++half) split_pixels<KS>(pixels + half * 4 * kImageRow, hi, lo, 2 * half);
                 float sums[NT][MT][4];  // smallest products first
 #pragma unroll
                 for (int product = 0; product < 3 * KS; ++product) {
@@ -2935,16 +2783,50 @@ __global__ void __launch_bounds__(kStripBlock, kCorrelateBlocks) correlate(const
     await_copies<0>();
 }
 
-// The gradients of the weights, grad[o] times x[i] at each shift, and of the bias, both summed over all pixels.
+// The gradient of the weights, grad[o] times x[i] at each shift, summed over all pixels.
 struct WeightGradient {
     const float *grad, *x;  // (samples, out_channels, rows, columns), (samples, in_channels, height, width)
-    float *partials, *to, *to_bias;  // to_bias: null if it is not wanted
+    float *partials, *to;
     int64_t samples, units;  // a unit: a row of a strip
     int out_channels, in_channels, in_slabs, height, width, rows, columns, column_tiles, blocks;
     bool pairs;
 };
 constexpr int kGradChannels = 32;  // of grad, a block; it has eight of x
-template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS + kGradChannels;  // a block's sums: of weights, of biases
+template <int KS> constexpr int kWeightPart = kGradChannels * 8 * KS * KS;  // a block's sums
+
+// Of 16 * MT channels of grad and eight of x: a lane's pixels of grad times x's at each shift. x(ky): where its pixels of that row begin.
+template <int KS, int MT, typename F>
+__device__ __forceinline__ void add_products(const float (&grad)[MT][2][4], const F& x, float (&total)[MT][KS * KS][4]) {
+    float grad_hi[2][MT][4], grad_lo[2][MT][4];  // of pixels k and k + 2
+#pragma unroll
+    for (int i = 0; i < MT * 8; ++i) {
+        const int mt = i / 8, half = i / 4 % 2, k = i % 4;
+        split_tf32(grad[mt][half][k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+    }
+#pragma unroll
+    for (int ky = 0; ky < KS; ++ky) {
+        float x_hi[KS + 1][2], x_lo[KS + 1][2];
+        split_pixels<KS>(x(ky), x_hi, x_lo);
+        float sums[MT][KS][4];  // smallest products first
+#pragma unroll
+        for (int product = 0; product < 6; ++product) {
+            const int k = product % 2;
+#pragma unroll
+            for (int kx = 0; kx < KS; ++kx) {
+#pragma unroll
+                for (int mt = 0; mt < MT; ++mt) {
+                    float(&d)[4] = sums[mt][kx];
+                    if (product == 0) mma_tf32<true>(d, grad_lo[k][mt], x_hi[kx]);
+                    else if (product == 1) mma_tf32(d, grad_lo[k][mt], x_hi[k + kx]);
+                    else if (product < 4) mma_tf32(d, grad_hi[k][mt], x_lo[k + kx]);
+                    else mma_tf32(d, grad_hi[k][mt], x_hi[k + kx]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MT * KS * 4; ++i) total[i / (KS * 4)][ky * KS + i / 4 % KS][i % 4] += sums[i / (KS * 4)][i / 4 % KS][i % 4];
+    }
+}
 
 // Block (b, channels) sums a run of units; a warp takes every fourth step of 16 pixels, twice the K of an mma, and a lane four neighbouring
 // ones. The sums of a step are made apart.
@@ -2995,7 +2877,7 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     };
     const int64_t rows_before = quotient(begin, int64_t(p.rows)), sample = quotient(rows_before, int64_t(p.column_tiles));
     Unit unit = {sample, int(rows_before - sample * p.column_tiles), int(begin - rows_before * p.rows), 0, true};
-    float total[MT][TAPS][4] = {}, bias[MT][2] = {};
+    float total[MT][TAPS][4] = {};
     int stage = 0;
     copy(unit, 0);
     commit_copies();
@@ -3008,53 +2890,14 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
         const int left = p.columns - unit.strip * kStripWidth, steps = min(kStripWidth / 16, (left + 15) / 16);
         for (int step = warp; step < steps; step += kStripWarps) {
             const int pixel = step * 16 + 4 * quarter;
-            float grad_hi[2][MT][4], grad_lo[2][MT][4];  // of pixels k and k + 2
+            float v[MT][2][4];
 #pragma unroll
-            for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float* const at = shared_grad + stage * kGradStage + (mt * 16 + half * 8 + eighth) * kSumRow + pixel;
-                    float v[4];
-                    *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(at);
-                    bias[mt][half] += (v[0] + v[1]) + (v[2] + v[3]);
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        split_tf32(v[k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
-                    }
-                }
+            for (int k = 0; k < MT * 2; ++k) {
+                const float* const at = shared_grad + stage * kGradStage + (k * 8 + eighth) * kSumRow + pixel;
+                *reinterpret_cast<float4*>(v[k / 2][k % 2]) = *reinterpret_cast<const float4*>(at);
             }
-#pragma unroll
-            for (int ky = 0; ky < KS; ++ky) {
-                const float* const at = shared_x + (unit.slot + ky) % kSlots * kXRow + eighth * kSumRow + pixel;
-                float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
-                const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
-                const float4 left = *reinterpret_cast<const float4*>(at);
-                split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
-                if constexpr (KS > 1) {
-                    const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
-                    split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
-                }
-                float sums[MT][KS][4];  // smallest products first
-#pragma unroll
-                for (int product = 0; product < 6; ++product) {
-                    const int k = product % 2;
-#pragma unroll
-                    for (int kx = 0; kx < KS; ++kx) {
-#pragma unroll
-                        for (int mt = 0; mt < MT; ++mt) {
-                            float(&d)[4] = sums[mt][kx];
-                            if (product == 0) mma_tf32<true>(d, grad_lo[k][mt], x_hi[kx]);
-                            else if (product == 1) mma_tf32(d, grad_lo[k][mt], x_hi[k + kx]);
-                            else if (product < 4) mma_tf32(d, grad_hi[k][mt], x_lo[k + kx]);
-                            else mma_tf32(d, grad_hi[k][mt], x_hi[k + kx]);
-                        }
-                    }
-                }
-#pragma unroll
-                for (int k = 0; k < MT * KS * 4; ++k) {
-                    total[k / (KS * 4)][ky * KS + k / 4 % KS][k % 4] += sums[k / (KS * 4)][k / 4 % KS][k % 4];
-                }
-            }
+            const float* const from = shared_x + eighth * kSumRow + pixel;
+            add_products<KS>(v, [&](int ky) { return from + (unit.slot + ky) % kSlots * kXRow; }, total);
         }
         __syncthreads();
         unit = next;
@@ -3062,20 +2905,9 @@ __global__ void __launch_bounds__(kStripBlock, kSumBlocks) sum_weight_gradient(c
     // The warps leave their sums side by side, and the block adds them up.
     float* const own = shared_grad + warp * kPart;
 #pragma unroll
-    for (int mt = 0; mt < MT; ++mt) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int channel = mt * 16 + half * 8 + eighth;
-#pragma unroll
-            for (int tap = 0; tap < TAPS; ++tap) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) own[(channel * 8 + 2 * quarter + j) * TAPS + tap] = total[mt][tap][half * 2 + j];
-            }
-            float sum = bias[mt][half];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (quarter == 0) own[kGradChannels * 8 * TAPS + channel] = sum;
-        }
+    for (int k = 0; k < MT * TAPS * 4; ++k) {
+        const int mt = k / (TAPS * 4), tap = k / 4 % TAPS, channel = mt * 16 + k % 4 / 2 * 8 + eighth;
+        own[(channel * 8 + 2 * quarter + k % 2) * TAPS + tap] = total[mt][tap][k % 4];
     }
     __syncthreads();
     float* const to = p.partials + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kPart;
@@ -3103,7 +2935,6 @@ template <int N> __device__ __forceinline__ void add_over_block(double (&sums)[N
     }
 }
 
-// Block (i, o) adds what the blocks left for the weights between channels i and o, and with i = 0 for o's bias.
 struct GivenGradient {
     const float* grad;
     int channels, pixels;
@@ -3111,17 +2942,16 @@ struct GivenGradient {
         return __ldg(grad + (sample * channels + channel) * pixels + pixel);
     }
 };
-// given(sample, channel, pixel): a value of grad.
+// Block (i, o) adds what the blocks left for the weights between channels i and o. given(sample, channel, pixel): a value of grad.
 template <int KS, typename G>
 __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_constant__ WeightGradient p, G given) {
     constexpr int TAPS = KS * KS, kPart = kWeightPart<KS>;
     const int in = blockIdx.x, out = blockIdx.y;
     const float* const part = p.partials + int64_t(out / kGradChannels * p.in_slabs + in / 8) * p.blocks * kPart;
-    double sums[TAPS] = {}, bias[1] = {};
+    double sums[TAPS] = {};
     for (int64_t b = threadIdx.x; b < p.blocks; b += kAddBlock) {
 #pragma unroll
         for (int tap = 0; tap < TAPS; ++tap) sums[tap] += part[b * kPart + (out % kGradChannels * 8 + in % 8) * TAPS + tap];
-        bias[0] += part[b * kPart + kGradChannels * 8 * TAPS + out % kGradChannels];
     }
     add_over_block(sums);
     bool finite = true;
@@ -3144,34 +2974,33 @@ __global__ void __launch_bounds__(kAddBlock) add_weight_gradient(const __grid_co
         for (int tap = 0; tap < TAPS; ++tap) sums[tap] = plain[tap];
         add_over_block(sums);
     }
-    if (in == 0 && p.to_bias != nullptr) add_over_block(bias);
     if (threadIdx.x > 0) return;
 #pragma unroll
     for (int tap = 0; tap < TAPS; ++tap) p.to[(int64_t(out) * p.in_channels + in) * TAPS + tap] = float(sums[tap]);
-    if (in == 0 && p.to_bias != nullptr) p.to_bias[out] = float(bias[0]);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // The gradients of all that is trained, of 3x3 kernels from at most 8 channels to at most 32, in one sweep after the joint
 // moments: the gradient of h is made row by row in shared memory, and used from there for x's and the weights'.
 //
-// A block owns a piece: rows [first, last) of x's gradient in a strip of 128 columns of one sample. Its warps have three trades. While
-// eight make row r + 1 of h's gradient, four add row r's share to the weights' gradients, each for 16 of h's channels and every second
-// step of 16 pixels, and four its share to rows r, r + 1 and r + 2 of x's gradient, each for 32 columns.
+// A block owns a piece: rows [first, last) of x's gradient in a strip of 128 columns of one sample. Its warps have three trades. Eight make
+// rows of q, which is h's gradient but for a factor of each channel, in a ring in shared memory; behind them four add a row's share to the
+// weights' gradients, each for 16 of h's channels and every second step of 16 pixels, and four its share to three rows of x's gradient, each
+// for 32 columns.
 
 constexpr int kTailWarps = 8, kSumWarps = 4, kTrainWarps = kTailWarps + kSumWarps + kStripWarps, kTrainBlock = 32 * kTrainWarps;
-constexpr int kDhRing = 2, kStages = 2, kXRing = 8;  // rows of h's gradient; of h and grad to come; of x, in use and to come
+constexpr int kRing = 2, kStages = 2, kXRing = 8;  // rows of q; of h and grad to come; of x, in use and to come
 constexpr int kTailChannels = kGradChannels / kTailWarps;  // of a warp
 static_assert(kTailWarps == 8, "a warp copies one of x's channels");
 
-// What makes a channel's dh of its h and grad: q = (gamma * grad - mean - mean_lo - (v - hi - lo) * pull) * v * (1 - v), dh = q * push.
+// What makes a channel's dh of its h and grad: q = (gamma * grad - (mean + (v - hi) * pull)) * v * (1 - v), dh = q * push. The mean goes with
+// what varies: the roundings of gamma * grad - mean may all be the same, and would add up in a sum.
 struct alignas(16) ChannelGradient {
-    float bias, scale, gamma, mean, mean_lo, hi, lo, pull, push, rstd, unused[2];
+    float bias, scale, gamma, mean, hi, pull, push, rstd;
 };
-__device__ __forceinline__ float gradient_before_scale(float biased, float grad, const ChannelGradient& c) {
+__device__ __forceinline__ float gradient_before_push(float biased, float grad, const ChannelGradient& c) {
     const float v = sigmoid(biased * c.scale);
-    const float weighted = fmaf(c.gamma, grad, -c.mean) - c.mean_lo;
-    return fmaf(-((v - c.hi) - c.lo), c.pull, weighted) * fmaf(-v, v, v);
+    return fmaf(c.gamma, grad, -fmaf(v - c.hi, c.pull, c.mean)) * fmaf(-v, v, v);
 }
 
 struct Training {
@@ -3187,18 +3016,9 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
     if (channel >= p.out_channels) return c;
     const SliceGradient<float> s = p.slices[sample * (p.out_channels / p.group_channels) + channel / p.group_channels];
     c.bias = p.bias[channel], c.scale = p.scale[channel], c.gamma = p.gamma[channel];
-    c.mean = s.mean, c.mean_lo = s.mean_lo, c.hi = s.hi, c.lo = s.lo, c.pull = s.rstd * s.slope, c.push = s.rstd * c.scale, c.rstd = s.rstd;
+    c.pull = s.rstd * s.slope, c.push = s.rstd * c.scale, c.rstd = s.rstd;
+    c.hi = s.hi, c.mean = fmaf(-s.lo, c.pull, s.mean);
     return c;
-}
-
-// A pair of neighbours, at whole 8 bytes or one by one; zeros where they do not exist.
-__device__ __forceinline__ void copy_pair(float* to, const float* from, bool pairs, bool left, bool right) {
-    if (pairs) {
-        copy_or_zero<8>(to, from, left ? 8 : 0);
-    } else {
-        copy_or_zero<4>(to, from, left ? 4 : 0);
-        copy_or_zero<4>(to + 1, from + 1, right ? 4 : 0);
-    }
 }
 
 __device__ __forceinline__ float only_if(bool exists, float v) {  // no branch, which would keep values from overlapping
@@ -3210,7 +3030,7 @@ __device__ __forceinline__ float only_if(bool exists, float v) {  // no branch, 
 // Where a value is not finite, the halves of an infinity may have made a NaN: one by one then.
 __device__ __forceinline__ float gradient_of_h(const Training& p, const ChannelGradient& c, int64_t sample, int channel, int64_t pixel) {
     const int64_t at = (sample * p.out_channels + channel) * p.rows * p.columns + pixel;
-    return gradient_before_scale(__ldg(p.h + at) + c.bias, __ldg(p.grad + at), c) * c.push;
+    return gradient_before_push(__ldg(p.h + at) + c.bias, __ldg(p.grad + at), c) * c.push;
 }
 __device__ __noinline__ float gradient_of_x(
     const Training& p, const ChannelGradient* constants, int64_t sample, int channel, int row, int column) {
@@ -3232,18 +3052,38 @@ struct GradientOfH {  // for add_weight_gradient
     }
 };
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kTrainBlock) : "memory"); }
+// The trades hand rows on by mbarriers, at which each warp arrives once.
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int warps) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(bar))), "r"(warps) : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(bar));
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(at), "r"(parity) : "memory");
+#elif __CUDA_ARCH__ >= 800
+    asm volatile("{.reg .pred p;\nWAIT: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(at), "r"(parity) : "memory");
+#endif
+}
+__device__ __forceinline__ void warp_arrives(uint64_t* bar) {
+    __syncwarp();
+#if __CUDA_ARCH__ >= 800
+    const uint32_t at = uint32_t(__cvta_generic_to_shared(bar));
+    if (threadIdx.x % 32 == 0) asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(at) : "memory");
+#endif
+}
 
-constexpr int kTrainShared = ((kDhRing + 2 * kStages) * kGradChannels * kImageRow + kXRing * 8 * kSumRow + 4 * 9 * 32 * 4) * int(sizeof(float)) +
+constexpr int kTrainShared = ((kRing + 2 * kStages) * kGradChannels * kImageRow + kXRing * 8 * kSumRow + 4 * 9 * 32 * 4) * int(sizeof(float)) +
     kGradChannels * int(sizeof(ChannelGradient));
 
 __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __grid_constant__ Training p) {
-    constexpr int KS = 3, TAPS = 9, kDhRow = kImageRow, kDhStage = kGradChannels * kDhRow, kXRow = 8 * kSumRow;
+    constexpr int KS = 3, TAPS = 9, kStage = kGradChannels * kImageRow, kXRow = 8 * kSumRow;
     extern __shared__ float4 shared_quads[];
-    __shared__ int shared_last;
-    float* const shared_dh = reinterpret_cast<float*>(shared_quads);  // of row, channel, column from 2 before the strip's on
-    float* const shared_raw = shared_dh + kDhRing * kDhStage;         // of row, h or grad, channel, column as above
-    float* const shared_x = shared_raw + 2 * kStages * kDhStage;      // of row, channel, column
+    __shared__ uint64_t full[kRing], empty[kRing];                   // of a row of q: made, and used
+    float* const shared_q = reinterpret_cast<float*>(shared_quads);  // of row, channel, column from 2 before the strip's on
+    float* const shared_raw = shared_q + kRing * kStage;             // of row, h or grad, channel, column as above
+    float* const shared_x = shared_raw + 2 * kStages * kStage;       // of row, channel, column
     float2* const fragments = reinterpret_cast<float2*>(shared_x + kXRing * kXRow);  // of slab, tap, hi or lo, lane: the flipped weights
     ChannelGradient* const constants = reinterpret_cast<ChannelGradient*>(fragments + 4 * TAPS * 64);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, eighth = lane / 4, quarter = lane % 4;
@@ -3252,14 +3092,20 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
     const int column = strip_of % p.column_tiles * kStripWidth;
     const int first = quotient(p.height * band, p.bands), last = quotient(p.height * (band + 1), p.bands);
     const int begin = max(first - (KS - 1), 0);
-    if (threadIdx.x == 0) shared_last = last;
     const int64_t plane = int64_t(p.height) * p.width, grad_plane = int64_t(p.rows) * p.columns;
+    const bool wants_x = p.grad_x != nullptr, wants_weight = p.partials != nullptr;
 
+    if (threadIdx.x < kRing) {
+        mbarrier_init(full + threadIdx.x, kTailWarps);
+        mbarrier_init(empty + threadIdx.x, wants_x && wants_weight ? kStripWarps + kSumWarps : wants_x ? kStripWarps : kSumWarps);
+    }
     for (int i = threadIdx.x; i < kGradChannels; i += kTrainBlock) constants[i] = channel_gradient(p, sample, i);
+    __syncthreads();
     for (int i = threadIdx.x; i < 4 * TAPS * 32; i += kTrainBlock) {
         const int slab = i / (32 * TAPS), tap = i / 32 % TAPS, from = slab * 8 + i % 4, to = i % 32 / 4;
         const auto weight = [&](int from) {
-            return from < p.out_channels && to < p.in_channels ? p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] : 0.0f;
+            if (from >= p.out_channels || to >= p.in_channels) return 0.0f;
+            return p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] * constants[from].push;
         };
         float2 hi, lo;
         split_tf32(weight(from), hi.x, lo.x);
@@ -3268,55 +3114,57 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
     }
     __syncthreads();
 
-    if (warp < kTailWarps) {  // h's gradient
-        const auto end = [&] { return *static_cast<volatile int*>(&shared_last); };  // no register for it: all are taken
+    const auto ring_row = [&](int row) { return shared_q + row % kRing * kStage; };
+    const auto turn = [&](int row) { return (row - begin) / kRing % 2; };  // parity of the row's use of its place
+    if (warp < kTailWarps) {  // q
         const int own = warp * kTailChannels, channels = min(kTailChannels, p.out_channels - own);
         const int64_t at = (sample * p.out_channels + own) * grad_plane + column;
         float sums[kTailChannels], products[kTailChannels];
         bool exists[2][2];
 #pragma unroll
         for (int k = 0; k < 4; ++k) exists[k / 2][k % 2] = column + 2 * lane + 64 * (k / 2) + k % 2 < p.columns;
-        const auto raw_at = [&](int row) { return shared_raw + row % kStages * (2 * kDhStage) + own * kDhRow; };
+        const auto raw_at = [&](int row) { return shared_raw + row % kStages * (2 * kStage) + own * kImageRow; };
         const auto copy_x = [&](int row) {
-            if (row >= min(end(), p.rows) + KS - 1 || p.partials == nullptr) return;
+            if (row >= min(last, p.rows) + KS - 1 || !wants_weight) return;
             float* const to = shared_x + (row % kXRing * 8 + warp) * kSumRow;
             const float* const from = p.x + (sample * p.in_channels + warp) * plane + int64_t(row) * p.width + column;
             const bool is_one = warp < p.in_channels;
             copy_rows<1, 0>(to, from, 0, column, p.width, p.pairs, [&](int) { return is_one; });
             if (lane == 0) copy_halo(to, from, column, p.width, is_one, p.pairs);
         };
-        // A thread copies what it will read itself, and a row of x that the weights' warps need three rows on.
+        // A thread copies what it will read itself, and a row of x that the weights' warps need two rows on.
         const auto copy = [&](int row) {
             copy_x(row + KS - 1);
-            if (row < min(end(), p.rows)) {
+            if (row < min(last, p.rows)) {
                 float* to = raw_at(row);
                 const float *h_from = p.h + at + row * p.columns, *grad_from = p.grad + at + row * p.columns;
                 if (column > 0 && lane < channels) {
-                    const bool left = column - 2 < p.columns, right = column - 1 < p.columns;
-                    copy_pair(to + lane * kDhRow, h_from + lane * grad_plane - 2, p.pairs, left, right);
-                    copy_pair(to + kDhStage + lane * kDhRow, grad_from + lane * grad_plane - 2, p.pairs, left, right);
+                    const int there = p.columns - (column - 2);
+                    copy_pair(to + lane * kImageRow, h_from + lane * grad_plane - 2, p.pairs, there);
+                    copy_pair(to + kStage + lane * kImageRow, grad_from + lane * grad_plane - 2, p.pairs, there);
                 }
                 to += 2 + 2 * lane, h_from += 2 * lane, grad_from += 2 * lane;
 #pragma unroll 1
-                for (int c = 0; c < channels; ++c, to += kDhRow, h_from += grad_plane, grad_from += grad_plane) {
+                for (int c = 0; c < channels; ++c, to += kImageRow, h_from += grad_plane, grad_from += grad_plane) {
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        copy_pair(to + 64 * j, h_from + 64 * j, p.pairs, exists[j][0], exists[j][1]);
-                        copy_pair(to + kDhStage + 64 * j, grad_from + 64 * j, p.pairs, exists[j][0], exists[j][1]);
+                        const int there = exists[j][0] + exists[j][1];
+                        copy_pair(to + 64 * j, h_from + 64 * j, p.pairs, there);
+                        copy_pair(to + kStage + 64 * j, grad_from + 64 * j, p.pairs, there);
                     }
                 }
             }
             commit_copies();
         };
         const auto make = [&](int row) {
-            float* const to = shared_dh + row % kDhRing * kDhStage + own * kDhRow;
+            float* const to = ring_row(row) + own * kImageRow;
             const float* const raw = raw_at(row);
             if (row <= first) {  // the rows before are another piece's to count
 #pragma unroll
                 for (int c = 0; c < kTailChannels; ++c) sums[c] = products[c] = 0.0f;
             }
             if (row >= p.rows) {
-                for (int i = lane; i < kTailChannels * kDhRow; i += 32) to[i] = 0.0f;
+                for (int i = lane; i < kTailChannels * kImageRow; i += 32) to[i] = 0.0f;
                 return;
             }
 #pragma unroll
@@ -3325,14 +3173,14 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 float row_sums[2], row_products[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
-                    const int place = c * kDhRow + 2 + 2 * lane + 64 * j;
-                    const float2 h = *reinterpret_cast<const float2*>(raw + place), grad = *reinterpret_cast<const float2*>(raw + kDhStage + place);
+                    const int place = c * kImageRow + 2 + 2 * lane + 64 * j;
+                    const float2 h = *reinterpret_cast<const float2*>(raw + place), grad = *reinterpret_cast<const float2*>(raw + kStage + place);
                     const float biased[2] = {h.x + channel.bias, h.y + channel.bias};
-                    const float q[2] = {only_if(exists[j][0] && c < channels, gradient_before_scale(biased[0], grad.x, channel)),
-                        only_if(exists[j][1] && c < channels, gradient_before_scale(biased[1], grad.y, channel))};
+                    const float q[2] = {only_if(exists[j][0] && c < channels, gradient_before_push(biased[0], grad.x, channel)),
+                        only_if(exists[j][1] && c < channels, gradient_before_push(biased[1], grad.y, channel))};
                     row_sums[j] = q[0] + q[1];
                     row_products[j] = fmaf(q[0], biased[0], q[1] * biased[1]);
-                    *reinterpret_cast<float2*>(to + place) = make_float2(q[0] * channel.push, q[1] * channel.push);
+                    *reinterpret_cast<float2*>(to + place) = make_float2(q[0], q[1]);
                 }
                 sums[c] += row_sums[0] + row_sums[1];
                 products[c] += row_products[0] + row_products[1];
@@ -3340,25 +3188,26 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
             if (column > 0 && lane < kTailChannels) {
                 const ChannelGradient channel = constants[own + lane];
                 const auto one = [&](int left, int place) {
-                    const float q = gradient_before_scale(raw[place] + channel.bias, raw[kDhStage + place], channel);
-                    return only_if(left < p.columns && lane < channels, q * channel.push);
+                    const float q = gradient_before_push(raw[place] + channel.bias, raw[kStage + place], channel);
+                    return only_if(left < p.columns && lane < channels, q);
                 };
-                const int place = lane * kDhRow;
+                const int place = lane * kImageRow;
                 *reinterpret_cast<float2*>(to + place) = make_float2(one(column - 2, place), one(column - 1, place + 1));
             }
         };
         if (column == 0) {  // nothing is to the left
-            for (int i = threadIdx.x; i < kDhRing * kGradChannels; i += 32 * kTailWarps) {
-                *reinterpret_cast<float2*>(shared_dh + i * kDhRow) = make_float2(0.0f, 0.0f);
+            for (int i = threadIdx.x; i < kRing * kGradChannels; i += 32 * kTailWarps) {
+                *reinterpret_cast<float2*>(shared_q + i * kImageRow) = make_float2(0.0f, 0.0f);
             }
         }
         for (int row = first; row < begin + KS - 1; ++row) copy_x(row);
         for (int row = begin; row < begin + kStages; ++row) copy(row);
-        for (int row = begin; row <= end(); ++row) {  // the others are a row behind
+        for (int row = begin; row < last; ++row) {
             await_copies<kStages - 1>();
-            if (row < end()) make(row);
+            if (wants_x || wants_weight) mbarrier_wait(empty + row % kRing, turn(row) ^ 1);
+            make(row);
+            warp_arrives(full + row % kRing);
             copy(row + kStages);
-            meet();
         }
         await_copies<0>();
 #pragma unroll
@@ -3375,116 +3224,82 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
             }
         }
     } else if (warp < kTailWarps + kSumWarps) {  // the weights'
-        const int of = warp - kTailWarps, mt = of % 2, end = p.partials == nullptr ? first : min(last, p.rows);
-        float total[TAPS][4] = {};
+        if (!wants_weight) return;
+        const int of = warp - kTailWarps, mt = of % 2;
         const int steps = min(kStripWidth / 16, (max(p.columns - column, 0) + 15) / 16);
-        meet();
+        float total[1][TAPS][4] = {};
         for (int row = begin; row < last; ++row) {
-            if (row >= first && row < end) {
-                for (int step = of / 2; step < steps; step += kSumWarps / 2) {
-                    const int pixel = step * 16 + 4 * quarter;
-                    float grad_hi[2][4], grad_lo[2][4];  // of pixels k and k + 2
+            mbarrier_wait(full + row % kRing, turn(row));
+            for (int step = row >= first && row < p.rows ? of / 2 : steps; step < steps; step += kSumWarps / 2) {
+                const int pixel = step * 16 + 4 * quarter;
+                float v[1][2][4];
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float* const at = shared_dh + row % kDhRing * kDhStage + (mt * 16 + half * 8 + eighth) * kDhRow + 2 + pixel;
-                        const float2 near = *reinterpret_cast<const float2*>(at), far = *reinterpret_cast<const float2*>(at + 2);
-                        split_tf32(near.x, grad_hi[0][half], grad_lo[0][half]);
-                        split_tf32(near.y, grad_hi[1][half], grad_lo[1][half]);
-                        split_tf32(far.x, grad_hi[0][2 + half], grad_lo[0][2 + half]);
-                        split_tf32(far.y, grad_hi[1][2 + half], grad_lo[1][2 + half]);
-                    }
-#pragma unroll
-                    for (int ky = 0; ky < KS; ++ky) {
-                        const float* const at = shared_x + (row + ky) % kXRing * kXRow + eighth * kSumRow + pixel;
-                        float x_hi[KS + 1][2], x_lo[KS + 1][2];  // of pixels k and k + 2
-                        const auto split = [&](int k, int j, float v) { split_tf32(v, x_hi[k][j], x_lo[k][j]); };
-                        const float4 left = *reinterpret_cast<const float4*>(at);
-                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
-                        split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
-                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
-                        float sums[KS][4];  // smallest products first
-#pragma unroll
-                        for (int product = 0; product < 6; ++product) {
-                            const int k = product % 2;
-#pragma unroll
-                            for (int kx = 0; kx < KS; ++kx) {
-                                if (product == 0) mma_tf32<true>(sums[kx], grad_lo[k], x_hi[kx]);
-                                else if (product == 1) mma_tf32(sums[kx], grad_lo[k], x_hi[k + kx]);
-                                else if (product < 4) mma_tf32(sums[kx], grad_hi[k], x_lo[k + kx]);
-                                else mma_tf32(sums[kx], grad_hi[k], x_hi[k + kx]);
-                            }
-                        }
-#pragma unroll
-                        for (int k = 0; k < KS * 4; ++k) total[ky * KS + k / 4][k % 4] += sums[k / 4][k % 4];
-                    }
+                for (int k = 0; k < 4; ++k) {
+                    const float* const at = ring_row(row) + (mt * 16 + k / 2 * 8 + eighth) * kImageRow + 2 + pixel + k % 2 * 2;
+                    const float2 two = *reinterpret_cast<const float2*>(at);
+                    v[0][k / 2][k % 2 * 2] = two.x, v[0][k / 2][k % 2 * 2 + 1] = two.y;
                 }
+                const float* const from = shared_x + eighth * kSumRow + pixel;
+                add_products<KS>(v, [&](int ky) { return from + (row + ky) % kXRing * kXRow; }, total);
             }
-            meet();
+            warp_arrives(empty + row % kRing);
         }
-        // The warps leave their sums side by side in shared memory, and add them up.
+        // The warps leave their sums side by side where x was, and add them up.
         constexpr int kHalf = kGradChannels / 2 * 8 * TAPS;
+        const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(32 * kSumWarps) : "memory"); };
+        meet();
 #pragma unroll
         for (int k = 0; k < TAPS * 4; ++k) {
-            shared_dh[of * kHalf + ((k % 4 / 2 * 8 + eighth) * 8 + 2 * quarter + k % 2) * TAPS + k / 4] = total[k / 4][k % 4];
+            shared_x[of * kHalf + ((k % 4 / 2 * 8 + eighth) * 8 + 2 * quarter + k % 2) * TAPS + k / 4] = total[0][k / 4][k % 4];
         }
-        asm volatile("bar.sync 2, %0;" ::"n"(32 * kSumWarps) : "memory");
-        for (int i = threadIdx.x - 32 * kTailWarps; i < 2 * kHalf && p.partials != nullptr; i += 32 * kSumWarps) {
+        meet();
+        for (int i = threadIdx.x - 32 * kTailWarps; i < 2 * kHalf; i += 32 * kSumWarps) {
             float sum = 0;
 #pragma unroll
-            for (int w = 0; w < kSumWarps; w += 2) sum += shared_dh[w * kHalf + i];
-            p.partials[int64_t(blockIdx.x) * kWeightPart<KS> + i] = sum;
+            for (int w = 0; w < kSumWarps; w += 2) sum += shared_x[w * kHalf + i];
+            p.partials[int64_t(blockIdx.x) * kWeightPart<KS> + i] = sum * constants[i / (8 * TAPS)].push;
         }
-    } else if (p.grad_x == nullptr) {
-        meet();
-        for (int row = begin; row < last; ++row) meet();
     } else {  // x's
+        if (!wants_x) return;
         constexpr int MT = 2;
         const int of = warp - kTailWarps - kSumWarps, first_channel = 2 * quarter, own_column = column + of * 32 + eighth * 4;
         float* const to = p.grad_x + (sample * p.in_channels + first_channel) * plane + own_column;
         const int columns_left = p.width - own_column, channels_left = columns_left > 0 ? p.in_channels - first_channel : 0;
         float total[KS][MT][4] = {};  // of rows row, row + 1, row + 2
-        meet();
         for (int row = begin; row < last; ++row) {
-            if (row < p.rows) {
-                const float* pixels = shared_dh + row % kDhRing * kDhStage + quarter * kDhRow + of * 32 + eighth * 4;
-                const float2* own_fragments = fragments + lane;
+            const float* pixels = ring_row(row) + quarter * kImageRow + of * 32 + eighth * 4;
+            const float2* own_fragments = fragments + lane;
+            mbarrier_wait(full + row % kRing, turn(row));
 #pragma unroll 1
-                for (int slab = 0; slab < 4; ++slab, pixels += 8 * kDhRow, own_fragments += TAPS * 64) {
-                    float hi[KS + 1][4], lo[KS + 1][4];  // from columns k and k + 2
+            for (int slab = 0; slab < 4; ++slab, pixels += 8 * kImageRow, own_fragments += TAPS * 64) {
+                float hi[KS + 1][4], lo[KS + 1][4];
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const float* const at = pixels + half * 4 * kDhRow;
-                        const float4 left = *reinterpret_cast<const float4*>(at);
-                        const float2 middle = load_pair(at + 2), right = load_pair(at + 4);
-                        const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][2 * half + j], lo[k][2 * half + j]); };
-                        split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
-                        split(2, 0, middle.x), split(3, 0, middle.y), split(2, 1, right.x), split(3, 1, right.y);
-                    }
-                    float sums[KS][MT][4];  // smallest products first
+                for (int half = 0; half < 2; ++half) split_pixels<KS>(pixels + half * 4 * kImageRow, hi, lo, 2 * half);
+                float sums[KS][MT][4];  // smallest products first
 #pragma unroll
-                    for (int product = 0; product < 3 * KS; ++product) {
-                        const int kx = product % KS;
+                for (int product = 0; product < 3 * KS; ++product) {
+                    const int kx = product % KS;
 #pragma unroll
-                        for (int ky = 0; ky < KS; ++ky) {
-                            const float2 w = *reinterpret_cast<const float2*>(own_fragments + (ky * KS + kx) * 64 + (product / KS == 1 ? 32 : 0));
-                            const float f[2] = {w.x, w.y};
+                    for (int ky = 0; ky < KS; ++ky) {
+                        const float2 w = *reinterpret_cast<const float2*>(own_fragments + (ky * KS + kx) * 64 + (product / KS == 1 ? 32 : 0));
+                        const float f[2] = {w.x, w.y};
 #pragma unroll
-                            for (int mt = 0; mt < MT; ++mt) {
-                                if (product == 0) mma_tf32<true>(sums[ky][mt], lo[mt], f);
-                                else if (product / KS == 0) mma_tf32(sums[ky][mt], lo[kx + mt], f);
-                                else mma_tf32(sums[ky][mt], hi[kx + mt], f);
-                            }
+                        for (int mt = 0; mt < MT; ++mt) {
+                            if (product == 0) mma_tf32<true>(sums[ky][mt], lo[mt], f);
+                            else if (product / KS == 0) mma_tf32(sums[ky][mt], lo[kx + mt], f);
+                            else mma_tf32(sums[ky][mt], hi[kx + mt], f);
                         }
                     }
+                }
 #pragma unroll
-                    for (int k = 0; k < KS * MT * 4; ++k) {
-                        // Truncation takes some 7 units of 2^-26 from a sum: eight more in two of three.
-                        const float grown = k / (MT * 4) == 0 ? 1.0f : 1.0f + 0x1p-23f;
-                        float& to = total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4];
-                        to = fmaf(sums[k / (MT * 4)][k / 4 % MT][k % 4], grown, to);
-                    }
+                for (int k = 0; k < KS * MT * 4; ++k) {
+                    // Truncation takes some 7 units of 2^-26 from a sum: eight more in two of three.
+                    const float grown = k / (MT * 4) == 0 ? 1.0f : 1.0f + 0x1p-23f;
+                    float& to = total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4];
+                    to = fmaf(sums[k / (MT * 4)][k / 4 % MT][k % 4], grown, to);
                 }
             }
+            warp_arrives(empty + row % kRing);
             if (row >= first) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
@@ -3518,7 +3333,6 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 total[1][k / 4][k % 4] = total[2][k / 4][k % 4];
                 total[2][k / 4][k % 4] = 0.0f;
             }
-            meet();
         }
     }
 }
@@ -3558,19 +3372,12 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measu
         if (row < last + KS - 1) {
             float* const to = shared_x + row % kRecordRing * kXRow;
             const float* const from = p.x + sample * p.in_channels * plane + int64_t(row) * p.width + column;
-            const auto copy_pair = [&](int channel, int at) {
-                const int left = channel < p.in_channels ? p.width - column - at : 0;
-                float* const pair_to = to + channel * kRecordRow + at;
-                const float* const pair_from = from + channel * plane + at;
-                if (p.pairs) {
-                    copy_or_zero<8>(pair_to, pair_from, left > 0 ? 8 : 0);
-                } else {
-                    copy_or_zero<4>(pair_to, pair_from, left > 0 ? 4 : 0);
-                    copy_or_zero<4>(pair_to + 1, pair_from + 1, left > 1 ? 4 : 0);
-                }
+            const auto copy_two = [&](int channel, int at) {
+                const int there = channel < p.in_channels ? p.width - column - at : 0;
+                copy_pair(to + channel * kRecordRow + at, from + channel * plane + at, p.pairs, there);
             };
-            copy_pair(warp, 2 * lane), copy_pair(warp + kStripWarps, 2 * lane);
-            if (threadIdx.x < 8) copy_pair(threadIdx.x, kRecordWidth);
+            copy_two(warp, 2 * lane), copy_two(warp + kStripWarps, 2 * lane);
+            if (threadIdx.x < 8) copy_two(threadIdx.x, kRecordWidth);
         }
         commit_copies();
     };
@@ -3827,8 +3634,8 @@ extern "C" int convolution_alone(const void* x, const void* weight, const void* 
     return launch(c, sizes[0], device, stream);
 }
 
-// grad_x: null if it is not wanted; grad_weight too, and with it grad_bias.
-extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+// grad_x, grad_weight: null if it is not wanted.
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight,
     const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
     Device device;
     cudaError_t error = current_device(&device);
@@ -3836,7 +3643,7 @@ extern "C" int convolution_gradients(const void* grad, const void* x, const void
     if (error != cudaSuccess || !covers_convolution(sizes, device)) return error;
     WeightGradient p = {};
     p.grad = static_cast<const float*>(grad), p.x = static_cast<const float*>(x);
-    p.to = static_cast<float*>(grad_weight), p.to_bias = static_cast<float*>(grad_bias);
+    p.to = static_cast<float*>(grad_weight);
     p.samples = sizes[0], p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]), p.out_channels = int(sizes[4]);
     int64_t partial_bytes = 0;
     const auto weight_gradient = sizes[5] == 3 ? launch_weight_gradient<3> : launch_weight_gradient<1>;
@@ -3917,7 +3724,7 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
     p.bands = bands_of(sizes[0] * p.column_tiles, p.height, device.sms);
     const int64_t pieces = sizes[0] * p.column_tiles * p.bands, channels = p.out_channels;
     const Sizes slices = slices_of(sizes, groups);
-    const GradientPlan plan = plan_gradients<float>(slices, device.sms);
+    const GradientPlan<float> plan(slices, device.sms);
     const GradientSpace<float> space(plan, slices);
     const int64_t sums = (2 * pieces + 2 * sizes[0]) * channels;
     *workspace_bytes = space.joints + space.slices + (sums + pieces * kWeightPart<3>) * int64_t(sizeof(float));
@@ -4567,57 +4374,13 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
         differentiate(values, operand, v, grad_v, grad_h.target(at, out), of, count);
         grad_h.leave(at, count, out);
-    }
-
-    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
-    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
-        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
-        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
-        for (int64_t sample = first; sample < last; ++sample) {
-            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
-            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
-            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
-        }
-    }
-    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
-        const int64_t n = sizes.n;
-        std::array<const A*, kOperands> operand;
-        Joint joint;
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            activated(h.read(at + c, count, raw), c, count, operand);
-            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
-            joint.merge(block_joint(v, grad_v, count));
-        }
-        SliceGradient<A> slice(joint.v, eps);
-        slice.mean = static_cast<A>(joint.sum / n);
-        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
-            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
-            for (int k = 0; k < kOperands; ++k) {
-                A* sum = sums + k * channels + c;
-                if (wanted[k]) {
-#pragma omp simd
-                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
-                }
-            }
-            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
-            if (wanted[kOperands] || wanted[kOperands + 1]) {
-#pragma omp simd
-                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
-            }
-        }
     }
 
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
@@ -4650,22 +4413,6 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
-    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
-    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
-    std::vector<double> partial(chunks * kSums * channels);
-    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
-        for (int64_t c = begin; c < end; ++c) {
-            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
-        }
-    });
-    for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
-    }
-}
-
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
 template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
     const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
@@ -4739,6 +4486,8 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 }
 // --- end shared: cpu group norm gradients ---
 
+template <typename A> auto backward_for(const Sizes&) { return backward_of_images<A>; }
+
 // --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
 // The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
 // What is not needed comes back without elements.
@@ -4772,8 +4521,7 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(
+            backward_for<A>(sizes)(
                 Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
@@ -4836,28 +4584,21 @@ at::Tensor convolution_alone_aten(const at::Tensor& x, const at::Tensor& weight,
     return at::conv2d(x, weight, bias).contiguous();
 }
 
-// What is not needed comes back without elements.
-std::vector<at::Tensor> convolution_gradients_meta(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const auto like = [](const at::Tensor& t, bool needed) {
-        return needed ? at::empty_like(t, t.options(), at::MemoryFormat::Contiguous) : at::empty({0}, t.options());
-    };
-    return {like(x, needs[0]), like(weight, needs[1]), needs[2] ? at::empty_symint({weight.sym_size(0)}, weight.options()) : like(weight, false)};
+// Of x and of the weight. What is not needed comes back without elements.
+at::Tensor empty_if(bool needed, const at::Tensor& like) {
+    return needed ? at::empty_like(like, like.options(), at::MemoryFormat::Contiguous) : at::empty({0}, like.options());
 }
-std::vector<at::Tensor> convolution_gradients_aten(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const int64_t ones[] = {1, 1}, zeros[] = {0, 0}, channels[] = {weight.size(0)};
-    auto [grad_x, grad_weight, grad_bias] =
-        at::convolution_backward(grad, x, weight, at::OptionalIntArrayRef(channels), ones, zeros, ones, false, zeros, 1, needs);
-    std::vector<at::Tensor> results = {grad_x, grad_weight, grad_bias};
-    for (int i = 0; i < 3; ++i) results[i] = needs[i] ? results[i].contiguous() : at::empty({0}, x.options());
-    return results;
+std::vector<at::Tensor> convolution_gradients_aten(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, bool of_x, bool of_weight) {
+    const int64_t ones[] = {1, 1}, zeros[] = {0, 0};
+    auto [grad_x, grad_weight, _] =
+        at::convolution_backward(grad, x, weight, c10::nullopt, ones, zeros, ones, false, zeros, 1, {of_x, of_weight, false});
+    return {of_x ? grad_x.contiguous() : empty_if(false, x), of_weight ? grad_weight.contiguous() : empty_if(false, weight)};
 }
 
 #ifdef WITH_CUDA
 extern "C" int convolution_alone(const void* x, const void* weight, const void* bias, void* h, const int64_t* sizes, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream);
-extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight, void* grad_bias,
+extern "C" int convolution_gradients(const void* grad, const void* x, const void* weight, void* grad_x, void* grad_weight,
     const int64_t* sizes, void* workspace, int64_t* workspace_bytes, cudaStream_t stream);
 
 // launch(workspace, &bytes) is called with null first. False: it is ATen's to do.
@@ -4886,26 +4627,19 @@ at::Tensor convolution_alone_cuda(const at::Tensor& x, const at::Tensor& weight,
     return run_with_workspace(x, weight, launch) ? h : convolution_alone_aten(x, weight, bias);
 }
 
-std::vector<at::Tensor> convolution_gradients_cuda(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, std::array<bool, 3> needs) {
-    const c10::cuda::CUDAGuard guard(x.device());
+std::vector<at::Tensor> convolution_gradients_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, bool of_x, bool of_weight) {
     const at::Tensor given = aligned(grad), input = aligned(x), taps = aligned(weight);
-    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, weight, needs);
+    std::vector<at::Tensor> results = {empty_if(of_x, x), empty_if(of_weight, weight)};
     const auto launch = [&](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
-        const auto wanted = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
-        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), wanted(0), wanted(1), wanted(2), sizes, workspace,
-            bytes, stream);
+        return convolution_gradients(given.data_ptr(), input.data_ptr(), taps.data_ptr(), of_x ? results[0].data_ptr() : nullptr,
+            of_weight ? results[1].data_ptr() : nullptr, sizes, workspace, bytes, stream);
     };
-    const bool bias_alone = needs[2] && !needs[1];
-    if (bias_alone && !needs[0]) return convolution_gradients_aten(grad, x, weight, needs);
-    if (!run_with_workspace(x, weight, launch)) return convolution_gradients_aten(grad, x, weight, needs);
-    if (bias_alone) results[2] = convolution_gradients_aten(grad, x, weight, {false, false, true})[2];
-    return results;
+    return run_with_workspace(x, weight, launch) ? results : convolution_gradients_aten(grad, x, weight, of_x, of_weight);
 }
 #endif
 
 // ---- The network while recording, which gives h too, and its gradients: of x, of the convolution's weight and bias, of bias, scale, weight
-// and group_bias.
+// and group_bias. All are of x's dtype, bias and scale one value a channel.
 
 using AllNeeds = std::array<bool, 7>;
 using Pair = std::tuple<at::Tensor, at::Tensor>;
@@ -4917,6 +4651,10 @@ Pair record_cpu(const at::Tensor& x, const at::Tensor& conv_weight, const at::Te
 }
 Pair record_meta(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
     const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
+    for (const at::Tensor& t : {conv_weight, conv_bias, bias, scale, weight, group_bias}) {
+        TORCH_CHECK(t.scalar_type() == x.scalar_type(), "record: all must be of one dtype");
+    }
+    TORCH_CHECK(bias.dim() == 1 && scale.dim() == 1, "record: bias and scale must have one value a channel");
     const at::Tensor h = convolution_alone_meta(x, conv_weight, conv_bias);
     return {forward_meta(h, {bias, scale}, weight, group_bias, groups, eps), h};
 }
@@ -4926,12 +4664,13 @@ template <typename B, typename C>
 std::vector<at::Tensor> recorded_in_two(const B& backward, const C& convolution_gradients, const at::Tensor& grad, const at::Tensor& h,
     const at::Tensor& x, const at::Tensor& conv_weight, const Operands& operands, const at::Tensor& weight, int64_t groups, double eps,
     const AllNeeds& needs) {
-    const bool of_h = needs[0] || needs[1] || needs[2];
-    std::vector<at::Tensor> tail = backward(grad, h, operands, weight, groups, eps, Needs{of_h, needs[3], needs[4], needs[5], needs[6]});
-    const at::Tensor none = at::empty({0}, x.options());
-    std::vector<at::Tensor> results = {none, none, none};
-    if (of_h) results = convolution_gradients(tail[0], x, conv_weight, std::array<bool, 3>{needs[0], needs[1], needs[2]});
-    results.insert(results.end(), tail.begin() + 1, tail.end());
+    const bool of_h = needs[0] || needs[1], of_bias = needs[2] || needs[3];  // the convolution's bias and bias have the same gradient
+    std::vector<at::Tensor> tail = backward(grad, h, operands, weight, groups, eps, Needs{of_h, of_bias, needs[4], needs[5], needs[6]});
+    std::vector<at::Tensor> results = {empty_if(false, x), empty_if(false, conv_weight)};
+    if (of_h) results = convolution_gradients(tail[0], x, conv_weight, needs[0], needs[1]);
+    results.push_back(!needs[2] ? empty_if(false, x) : needs[3] ? tail[1].clone() : tail[1]);
+    results.push_back(needs[3] ? tail[1] : empty_if(false, x));
+    results.insert(results.end(), tail.begin() + 2, tail.end());
     return results;
 }
 std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
@@ -4941,7 +4680,7 @@ std::vector<at::Tensor> record_backward_cpu(const at::Tensor& grad, const at::Te
 }
 std::vector<at::Tensor> record_backward_meta(const at::Tensor& grad, const at::Tensor& h, const at::Tensor& x, const at::Tensor& conv_weight,
     const at::Tensor& bias, const at::Tensor& scale, const at::Tensor& weight, int64_t groups, double eps, AllNeeds needs) {
-    std::vector<at::Tensor> results = convolution_gradients_meta(grad, x, conv_weight, {needs[0], needs[1], needs[2]});
+    std::vector<at::Tensor> results = {empty_if(needs[0], x), empty_if(needs[1], conv_weight), empty_if(needs[2], bias)};
     const std::vector<at::Tensor> tail =
         backward_meta(grad, h, {bias, scale}, weight, groups, eps, Needs{false, needs[3], needs[4], needs[5], needs[6]});
     results.insert(results.end(), tail.begin() + 1, tail.end());
@@ -4957,19 +4696,17 @@ extern "C" int convolution_recorded_gradients(const void* grad, const void* h, c
 Pair record_cuda(const at::Tensor& x, const at::Tensor& conv_weight, const at::Tensor& conv_bias, const at::Tensor& bias, const at::Tensor& scale,
     const at::Tensor& weight, const at::Tensor& group_bias, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    if (bias.dim() == 1 && scale.dim() == 1) {
-        auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
-        const at::Tensor input = aligned(x);
-        const at::Tensor ready[] = {aligned(conv_weight), aligned(conv_bias), aligned(bias), aligned(scale), aligned(weight), aligned(group_bias)};
-        const void* vectors[6];
-        for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
-        const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
-            return convolution_recorded(
-                input.data_ptr(), h.data_ptr(), out.data_ptr(), vectors, sizes, int(groups), eps, workspace, bytes, stream);
-        };
-        if (run_with_workspace(x, conv_weight, launch)) return {out, h};
-    }
-    const at::Tensor h = convolution_alone_cuda(x, conv_weight, conv_bias);
+    auto [out, h] = record_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
+    const at::Tensor input = aligned(x);
+    const at::Tensor ready[] = {aligned(conv_weight), aligned(conv_bias), aligned(bias), aligned(scale), aligned(weight), aligned(group_bias)};
+    const void* vectors[6];
+    for (int i = 0; i < 6; ++i) vectors[i] = ready[i].data_ptr();
+    const auto launch = [&, &h = h, &out = out](const int64_t* sizes, void* workspace, int64_t* bytes, cudaStream_t stream) {
+        return convolution_recorded(
+            input.data_ptr(), h.data_ptr(), out.data_ptr(), vectors, sizes, int(groups), eps, workspace, bytes, stream);
+    };
+    if (run_with_workspace(x, conv_weight, launch)) return {out, h};
+    h = convolution_alone_cuda(x, conv_weight, conv_bias);
     return {forward_on_cuda(h, {bias, scale}, weight, group_bias, groups, eps), h};
 }
 
@@ -5187,72 +4924,30 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
 
 
-def _tail_gradients(grad, h, bias, scale, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h and the vectors, in ATen operators."""
-    needs_h, needs_bias, needs_scale, *needs_norm = needs
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
+def _sigmoid_group_norm(h, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    biased, slope = wide + _spread(bias, wide), _spread(scale, wide)
-    v = (biased * slope).sigmoid()
-    needed = (needs_h or needs_bias or needs_scale, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = grad_scale = None
-    if needed[0]:
-        inner = grad_v * (v * (1 - v))
-        if needs_scale:
-            grad_scale = _gathered(inner * biased, scale)
-        inner = inner * slope
-        if needs_bias:
-            grad_bias = _gathered(inner, bias)
-        if needs_h:
-            grad_h = inner.to(h.dtype)
-    return grad_h, grad_bias, grad_scale, grad_weight, grad_group_bias
-
-
-def _convolution_gradients(grad, x, weight, needs: tuple) -> tuple:
-    """Of x, the weight and the bias, in ATen operators."""
-    return torch.ops.aten.convolution_backward(grad, x, weight, [weight.shape[0]], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, needs)
+    wide, bias, scale, weight, group_bias = (t.to(dtype) for t in (h, bias, scale, weight, group_bias))
+    v = ((wide + _spread(bias, h)) * _spread(scale, h)).sigmoid()
+    return nn.functional.group_norm(v, groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SigmoidGroupNorm(torch.autograd.Function):
@@ -5271,13 +4966,10 @@ class SigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        h, bias, scale, weight, group_bias = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:5]
-        if bias.dim() == scale.dim() == 1 and not torch.is_grad_enabled():
-            found = _backward(grad, h, bias, scale, weight, ctx.groups, ctx.eps, needs)
-        else:
-            found = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs)
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        (h, bias, scale, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:5], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1 or scale.dim() > 1:
+            return *_differentiated(lambda *tensors: _sigmoid_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, scale, weight, *norm, needs), needs)), None, None
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -5298,17 +4990,16 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, conv_weight, conv_bias, bias, scale, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:7]
+        *tensors, h = ctx.saved_tensors
+        (x, conv_weight, _, bias, scale, weight, _), needs, norm = tensors, ctx.needs_input_grad[:7], (ctx.groups, ctx.eps)
         if grad is None:
             return (None,) * 9
-        if torch.is_grad_enabled():  # h anew, as a function of x
-            h = nn.functional.conv2d(x, conv_weight, conv_bias)
-            needs_tail = (any(needs[:3]), *needs[3:])
-            grad_h, *tail = _tail_gradients(grad, h, bias, scale, weight, group_bias, ctx.groups, ctx.eps, needs_tail)
-            found = *(_convolution_gradients(grad_h, x, conv_weight, needs[:3]) if needs_tail[0] else [None] * 3), *tail
-        else:
-            found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, ctx.groups, ctx.eps, needs)
+        if torch.is_grad_enabled():
+            def network(x, conv_weight, conv_bias, *vectors):
+                return _sigmoid_group_norm(nn.functional.conv2d(x, conv_weight, conv_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _record_backward(grad, h, x, conv_weight, bias, scale, weight, *norm, needs)
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
@@ -5345,7 +5036,7 @@ class ModelNew(nn.Module):
             h, operands = _as_operands(x.new_empty(()).expand(size), (self.bias, self.scale))  # h's form, without its values
             tensors = (x, weight, self.conv.bias, *operands, self.group_norm.weight, self.group_norm.bias)
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-            if h.dtype == x.dtype and all(o.dim() == 1 for o in operands):
+            if all(o.dim() == 1 and o.dtype == x.dtype for o in operands):
                 arguments = (*tensors[:3], *operands, *_group_norm_arguments(self.group_norm, h))
                 return ConvSigmoidGroupNorm.apply(*arguments)[0] if needs_grad else _convolve(*arguments)
         h, (bias, scale) = _as_operands(self.conv(x), (self.bias, self.scale))

@@ -139,7 +139,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -160,44 +162,26 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -721,12 +705,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -826,8 +811,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
+                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
-                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                    for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
             }
 #pragma unroll
@@ -892,6 +878,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -899,29 +887,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1187,6 +1165,91 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     }
 #endif
 }
+
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int V = kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
+    const int rows = min(kFewRows, epilogue.product.m - row0), columns = min(kBlockSide, epilogue.product.n - column0);
+    int filled = 0, next = 0;  // stages
+    const auto bring = [&](int step) {
+        const int at = (step * 32 + lane) * V;
+#pragma unroll
+        for (int place = warp; place < kBlockSide + kFewRows; place += kFewWarps) {
+            const int row = place - kBlockSide;
+            const T* from = row < 0 ? w + int64_t(column0 + min(place, columns - 1)) * k : x + int64_t(row0 + row) * k;
+            if (row < rows) copy_async(shared_address(shared) + filled * kFewStageBytes + place * 512 + lane * 16, from + (at < k ? at : 0), at < k);
+        }
+        copies_commit();
+        filled = filled + 1 < stages ? filled + 1 : 0;
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < stages - 1; ++step) bring(step);
+    for (int step = 0; step * 32 * V < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1);
+        const auto four_of = [&](int place, int quad, float (&to)[4]) {
+            const auto* own = reinterpret_cast<const Pack<T, 4>*>(shared + next * kFewStageBytes + place * 512 + lane * 16) + quad;
+            const Pack<T, 4> four = *own;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(four.value[i]);
+        };
+#pragma unroll
+        for (int quad = 0; quad < V / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
+#pragma unroll
+            for (int c = 0; c < kFewColumns; ++c) four_of(warp * kFewColumns + c, quad, weights[c]);
+#pragma unroll
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) four_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
+                    to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                }
+            }
+        }
+        next = next + 1 < stages ? next + 1 : 0;
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + min(c, columns - 1)]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewWarps) {
+        if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+    }
+#endif
+}
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
@@ -1354,9 +1417,9 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated.
+// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1373,7 +1436,7 @@ static cudaError_t launch_multiply(
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1381,7 +1444,7 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
@@ -1432,6 +1495,24 @@ static cudaError_t launch_product(
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const auto kernel = multiply_few<T, Epilogue>;
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages, bytes = stages * kFewStageBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    kernel<<<blocks, 32 * kFewWarps, bytes, stream>>>(x, w, bias, stages, epilogue);
+    return cudaGetLastError();
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % 2 == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
 // Whether a product is for the tensor cores by the chip and its shape alone.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
@@ -1441,16 +1522,17 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1563,6 +1645,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -1719,7 +1802,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     wait_for_predecessor();
 
     const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
+    constexpr bool kCompensated = Source::kSums == 0;  // the sum of grad itself, where there are registers for it
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __nv_bfloat162 rounded_off[kQuads][2] = {};  // of the compensated sum; a few bits of it are enough
     __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
@@ -1758,9 +1843,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     Ring<kRowsAhead> ring;
-    int64_t row = blockIdx.x;
-    for (; row < rows; row += gridDim.x, ring.advance()) {
-        if (recent == kRecentRows) settle(row - gridDim.x);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ring.advance()) {
         mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
         source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
@@ -1794,12 +1877,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][kColumnSums][j] += values[j];
             }
+            const auto add = [&](int j) {  // returns what the sum's rounding left over
+                float& sum = sums[i][kColumnSums][j];
+                const float before = sum, added = (sum += values[j]) - before;
+                return (before - (sum - added)) + (values[j] - added);
+            };
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
                 counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
+                const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
+                if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -1821,9 +1910,16 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
         }
         if (tid == 0) row_largest[recent] = largest;
-        ++recent;
+        if (++recent == kRecentRows || row + gridDim.x >= rows) settle(row);
     }
-    settle(row - gridDim.x);
+    if constexpr (kCompensated) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const auto finite = [](__nv_bfloat16 v) { return is_finite(__bfloat162float(v)) ? __bfloat162float(v) : 0.0f; };  // an infinity's is NaN
+            const __nv_bfloat162 a = rounded_off[i][0], b = rounded_off[i][1];
+            add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
+        }
+    }
     if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
@@ -2309,7 +2405,8 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2397,8 +2494,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -2895,7 +2991,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -3254,6 +3350,18 @@ _linear, _linear_gradients, _freeze, _forward, _backward = (
 )
 
 
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
+
+
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
 def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> bool:
     """Whether an operator of ours may stand for calling the module, and for what follows it with these vectors: all has x's dtype and the
@@ -3282,15 +3390,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -3306,7 +3405,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -3380,23 +3482,16 @@ class RowNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         h, y = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
         if not torch.is_grad_enabled():
-            needs = ctx.needs_input_grad[:2]
             found = _backward(grad, h, y, ctx.eps, needs)
             return *(own if need else None for own, need in zip(found, needs)), None
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        deviation, other, grad = h.to(dtype), y.to(dtype), grad.to(dtype)
-        deviation = deviation - deviation.mean(-1, keepdim=True)
-        rstd = (deviation.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        normal = deviation * rstd
-        grad_h = grad_y = None
-        if ctx.needs_input_grad[0]:
-            grad_h = grad * other
-            grad_h = rstd * (grad_h - grad_h.mean(-1, keepdim=True) - normal * (grad_h * normal).mean(-1, keepdim=True))
-            grad_h = grad_h.to(h.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_y = (grad * (normal + 2 * other)).to(y.dtype)
-        return grad_h, grad_y, None
+
+        def norm_residual(h, y):
+            dtype = torch.promote_types(h.dtype, torch.float32)
+            return ((nn.functional.layer_norm(h.to(dtype), h.shape[-1:], eps=ctx.eps) + y) * y).to(h.dtype)
+
+        return *_differentiated(norm_residual, (h, y), grad, needs), None
 
 
 class ModelNew(Freezable):

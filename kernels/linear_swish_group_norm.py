@@ -149,7 +149,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -170,44 +172,26 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
     A anchor = 0, packs = 0, mean = 0, m2 = 0;  // mean and m2 are of value - anchor
 
-    // Several packs at once are one merge, and sums that do not wait for each other.
-    template <int N, typename T, int V> __device__ __forceinline__ void add(const Pack<T, V> (&batch)[N]) {
-        if (packs == A(0)) anchor = to_acc(batch[0].value[0]);
-        A sums[N] = {}, squares[N] = {}, sum = 0, square = 0;
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) sums[p] += to_acc(batch[p].value[i]) - anchor;
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) sum += sums[p];
-        const A batch_mean = sum * (A(1) / (N * V));
-#pragma unroll
-        for (int p = 0; p < N; ++p) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                const A deviation = (to_acc(batch[p].value[i]) - anchor) - batch_mean;
-                squares[p] += deviation * deviation;
-            }
-        }
-#pragma unroll
-        for (int p = 0; p < N; ++p) square += squares[p];
-        const A delta = batch_mean - mean, weight = reciprocal(packs + A(N));
-        mean += delta * (A(N) * weight);
-        m2 += square + delta * delta * (packs * weight * (N * V));
-        packs += A(N);
-    }
     template <typename T, int V> __device__ __forceinline__ void add(const Pack<T, V>& pack) {
-        const Pack<T, V> batch[1] = {pack};
-        add(batch);
+        if (packs == A(0)) anchor = to_acc(pack.value[0]);
+        A pack_mean = 0, square = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) pack_mean += (to_acc(pack.value[i]) - anchor) * (A(1) / V);  // not their sum: it might overflow
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            const A deviation = (to_acc(pack.value[i]) - anchor) - pack_mean;
+            square += deviation * deviation;
+        }
+        const A delta = pack_mean - mean, weight = reciprocal(packs + A(1));
+        mean += delta * weight;
+        m2 += square + delta * (delta * (packs * weight * V));  // at first delta * 0: its square may be infinite
+        packs += A(1);
     }
     template <int V> __device__ __forceinline__ Moments<A> moments() const {
         Moments<A> r;
@@ -468,7 +452,8 @@ __global__ void __launch_bounds__(kMaxGroup, 1) normalize_in_registers(
         Moments<A> m;
         m.hi = hi[r];
         m.m2 = rest[ROWS + r];
-        m.lo = isinf(m.m2) ? A(0) : rest[r] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
+        const A lo = rest[r] * share;  // and what share's rounding took: of equal values nothing is to remain
+        m.lo = isinf(m.m2) ? A(0) : fma(fma(-lo, A(n), rest[r]), share, lo);  // rstd is 0 then; inf * 0 must not make a NaN of it
         scale[r] = Scale<A>(m, A(n), eps);
     }
     place = begin;
@@ -1037,12 +1022,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -1142,8 +1128,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
+                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
-                    for (int i = 0; i < kParts; ++i) sum[i] += part[i];
+                    for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
             }
 #pragma unroll
@@ -1208,6 +1195,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -1215,29 +1204,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1503,6 +1482,91 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     }
 #endif
 }
+
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int V = kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
+    const int rows = min(kFewRows, epilogue.product.m - row0), columns = min(kBlockSide, epilogue.product.n - column0);
+    int filled = 0, next = 0;  // stages
+    const auto bring = [&](int step) {
+        const int at = (step * 32 + lane) * V;
+#pragma unroll
+        for (int place = warp; place < kBlockSide + kFewRows; place += kFewWarps) {
+            const int row = place - kBlockSide;
+            const T* from = row < 0 ? w + int64_t(column0 + min(place, columns - 1)) * k : x + int64_t(row0 + row) * k;
+            if (row < rows) copy_async(shared_address(shared) + filled * kFewStageBytes + place * 512 + lane * 16, from + (at < k ? at : 0), at < k);
+        }
+        copies_commit();
+        filled = filled + 1 < stages ? filled + 1 : 0;
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < stages - 1; ++step) bring(step);
+    for (int step = 0; step * 32 * V < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1);
+        const auto four_of = [&](int place, int quad, float (&to)[4]) {
+            const auto* own = reinterpret_cast<const Pack<T, 4>*>(shared + next * kFewStageBytes + place * 512 + lane * 16) + quad;
+            const Pack<T, 4> four = *own;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(four.value[i]);
+        };
+#pragma unroll
+        for (int quad = 0; quad < V / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
+#pragma unroll
+            for (int c = 0; c < kFewColumns; ++c) four_of(warp * kFewColumns + c, quad, weights[c]);
+#pragma unroll
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) four_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
+                    to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                }
+            }
+        }
+        next = next + 1 < stages ? next + 1 : 0;
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + min(c, columns - 1)]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewWarps) {
+        if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+    }
+#endif
+}
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
@@ -1612,13 +1676,14 @@ template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
     // A warp has a row's 64 values of h from `column` on, two a lane.
     __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        if (kScaled && h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
         float v[2] = {own_h.x, own_h.y}, scale, shift;
-        const float own[2] = {bias[column], bias[column + 1]};
+        const float own[2] = {to_acc(bias[column]), to_acc(bias[column + 1])};
         normalize_row<32, true>(v, own, eps, scale, shift);
-        v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
-        v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
-        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) from_acc(fmaf(fmaf(v[i], scale, shift), to_acc(gamma[column + i]), to_acc(beta[column + i])), pair.value[i]);
+        *reinterpret_cast<Pack<T, 2>*>(out + int64_t(row) * product.n + column) = pair;
     }
 };
 #endif
@@ -1800,9 +1865,9 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated.
+// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1819,7 +1884,7 @@ static cudaError_t launch_multiply(
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1827,7 +1892,7 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
@@ -1878,6 +1943,24 @@ static cudaError_t launch_product(
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const auto kernel = multiply_few<T, Epilogue>;
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages, bytes = stages * kFewStageBytes;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    kernel<<<blocks, 32 * kFewWarps, bytes, stream>>>(x, w, bias, stages, epilogue);
+    return cudaGetLastError();
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % 2 == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
 // Whether a product is for the tensor cores by the chip and its shape alone.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
@@ -1887,16 +1970,17 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1932,6 +2016,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2106,7 +2191,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     wait_for_predecessor();
 
     const Source source(from, columns, totals + (kSums - kLostSum) * kQuads * threads + tid);
+    constexpr bool kCompensated = Source::kSums == 0;  // the sum of grad itself, where there are registers for it
     float sums[kQuads][kSums][4] = {};  // of what is lost, which is rare, there are only totals
+    __nv_bfloat162 rounded_off[kQuads][2] = {};  // of the compensated sum; a few bits of it are enough
     __half2 counts[kQuads][2] = {};     // of the large ones
     const auto add_to_total = [&](int i, int k, const float (&sum)[4]) {
         float4& total = totals[((k - kLostSum) * kQuads + i) * threads + tid];
@@ -2145,9 +2232,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     };
 
     Ring<kRowsAhead> ring;
-    int64_t row = blockIdx.x;
-    for (; row < rows; row += gridDim.x, ring.advance()) {
-        if (recent == kRecentRows) settle(row - gridDim.x);
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ring.advance()) {
         mbarrier_wait(bars + 8 * ring.place, ring.phase);
         float4 grad[kQuads];
         source.make(from, stages + ring.place * stage_bytes, row, columns, grad, sums);
@@ -2181,12 +2266,18 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 v[j] = values[j] * scale;
                 sums[i][0][j] += fabsf(v[j]), magnitudes += fabsf(v[j]);
                 sums[i][1][j] = fmaf(v[j], v[j], sums[i][1][j]);
-                sums[i][kColumnSums][j] += values[j];
             }
+            const auto add = [&](int j) {  // returns what the sum's rounding left over
+                float& sum = sums[i][kColumnSums][j];
+                const float before = sum, added = (sum += values[j]) - before;
+                return (before - (sum - added)) + (values[j] - added);
+            };
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const __half2 one = __hge2(__habs2(__floats2half2_rn(v[2 * j], v[2 * j + 1])), __float2half2_rn(kLarge));
                 counts[i][j] = __hadd2(counts[i][j], one), large = __hadd2(large, one);
+                const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
+                if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
             if (pieces != nullptr && column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
@@ -2208,9 +2299,16 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
         }
         if (tid == 0) row_largest[recent] = largest;
-        ++recent;
+        if (++recent == kRecentRows || row + gridDim.x >= rows) settle(row);
     }
-    settle(row - gridDim.x);
+    if constexpr (kCompensated) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const auto finite = [](__nv_bfloat16 v) { return is_finite(__bfloat162float(v)) ? __bfloat162float(v) : 0.0f; };  // an infinity's is NaN
+            const __nv_bfloat162 a = rounded_off[i][0], b = rounded_off[i][1];
+            add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
+        }
+    }
     if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
@@ -2696,7 +2794,8 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
+        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2769,8 +2868,11 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    return divide_up(m, kTileM) * divide_up(n, FinishedProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
+    if (is_of_few_rows(m, n, k, false)) return true;
+    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
+    constexpr int kTileN = FinishedProduct<__half>::kTileN;
+    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
+    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
 #else
     return false;
 #endif
@@ -2784,14 +2886,18 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    if (dtype == 2) {
-        return launch_multiply_rows<FinishedProduct<__half>>(
-            network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
-    if (dtype == 3) {
-        return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
-            network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
+    const auto few = [&](const auto& epilogue, auto zero) {
+        const auto at = [&](int i) { return static_cast<const decltype(zero)*>(from[i]); };
+        return launch_few(epilogue, at(0), at(1), at(2), device, stream);
+    };
+    const auto halves = [&](auto zero) {
+        const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
+        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
+    };
+    if (dtype == 2) return halves(__half());
+    if (dtype == 3) return halves(__nv_bfloat16());
+    if (m < kTileM) return few(network_from<float, true>(from, out, h, m, n, k, eps), 0.0f);
     const bool recorded = h != nullptr;
     const auto launch = [&](auto kind, const auto& epilogue) {
         return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
@@ -2840,8 +2946,7 @@ template <typename A, int V> struct JointAccumulator {
         if (packs == A(0)) anchor = v.value[0];
         A pack_mean = 0, pack_sum = 0, pack_m2 = 0, pack_co = 0;
 #pragma unroll
-        for (int i = 0; i < V; ++i) pack_mean += v.value[i] - anchor, pack_sum += grad.value[i];
-        pack_mean *= A(1) / V;
+        for (int i = 0; i < V; ++i) pack_mean += (v.value[i] - anchor) * (A(1) / V), pack_sum += grad.value[i];
         const A pack_grad_mean = pack_sum * (A(1) / V);
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -2890,13 +2995,11 @@ template <typename A> __device__ __forceinline__ Joint<A> merge_across_group(Joi
 }
 // --- end shared: joint moments ---
 
-// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
+// --- shared: sums of gradients (home: kernels/linear_swish_group_norm.py) ---
 // Sums over samples come in two steps, without atomics: blocks leave rows of partial sums, one value a channel, and sum_rows adds them up
 // in double.
 constexpr int kSums = kOperands + 2;  // the gradients of the operands, of gamma and of beta
 constexpr int kSumBlock = 512;
-constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
-constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 
 template <typename A> struct Partials {
     A* from[kSums];  // rows[k] rows of one value a channel
@@ -2925,7 +3028,10 @@ __global__ void __launch_bounds__(kSumBlock, 1) sum_rows(const __grid_constant__
     }
     if (threadIdx.x < width && channel < channels) to[channel] = A(sums[threadIdx.x]);
 }
+// --- end shared: sums of gradients ---
 
+constexpr int kGradientBlocks = 2;  // an SM, of kMaxGroup threads
+constexpr int kGradientRounds = 4;  // of blocks: a thread's sum of many samples in float32 would lose what sum_rows keeps
 // Channels of one pixel, slices that fit: they wait in registers, and h and grad are read once. `group` threads (a power of two) own a
 // slice, each ITEMS packs of it, and the same packs of the slices `stride`, 2 * `stride`, ... further on, ROWS at a time: `stride` is a
 // multiple of the groups, so the channels are the same, and the thread adds up their gradients.
@@ -3048,6 +3154,39 @@ __global__ void __launch_bounds__(kMaxGroup, ITEMS > kGradientPacks<T, V> || siz
     }
 }
 
+template <typename T> struct GradientsInRegisters {
+    bool whole_packs, is_short, fit;
+    int group = 1;
+    int64_t partial_rows, stride;
+    GradientsInRegisters(const Sizes& sizes, int sms) {
+        constexpr int V = kPack<T>;
+        whole_packs = sizes.n % V == 0;
+        const int64_t packs = whole_packs ? sizes.n / V : sizes.n, samples = sizes.slices / sizes.groups;
+        const int items = whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>, bytes = int(sizeof(T)) * (whole_packs ? V : 1);
+        is_short = packs <= kMaxGroup * items;
+        fit = sizes.spatial == 1 && packs <= kMaxGroup * items * (whole_packs ? 2 : 1);
+        while (group < 32 && group < packs && group * bytes < 128) group *= 2;
+        while (group < kMaxGroup && group * items * (is_short ? 1 : 2) < packs) group *= 2;
+        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / group) / sizes.groups;
+        partial_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
+        stride = partial_rows * sizes.groups;
+    }
+    template <int V> void launch_packs(const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
+        const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) const {
+        constexpr int kItems = kGradientPacks<T, V>;
+        auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
+        if constexpr (V > 1) {
+            if (!is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
+        }
+        const unsigned blocks = unsigned(divide_up(stride, kMaxGroup / group));
+        kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, stride, Acc<T>(eps), group);
+    }
+    template <typename... Arguments> void launch(const Arguments&... arguments) const {
+        whole_packs ? launch_packs<kPack<T>>(arguments...) : launch_packs<1>(arguments...);
+    }
+};
+
+// --- shared: group norm gradients (home: kernels/linear_swish_group_norm.py) ---
 // Everything else: h and grad are read twice. A row is the pixels of one channel of one sample, or one of the `parts` of them; `group`
 // threads (a power of two) own it, part of a warp or the block. Three kernels: joint moments of the rows; of the slices, with what their
 // channels give gamma and beta; the gradient of h, and what the rows give the operands.
@@ -3200,8 +3339,9 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 #pragma unroll
         for (int i = 0; i < W; ++i) {
             const A own = to_acc(raw.value[i]), v = activate(own, operand), normal = ((v - slice.hi) - slice.lo) * slice.rstd;
-            const A weighted = (gamma * to_acc(raw_grad.value[i]) - slice.mean) - slice.mean_lo;
-            const A grad_v = slice.rstd * (weighted - normal * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            const A expected = slice.mean + normal * slice.slope;
+            const A grad_v = slice.rstd * ((gamma * to_acc(raw_grad.value[i]) - expected) - slice.mean_lo);
             A grad_operand[kOperands];
             from_acc(differentiate(own, operand, v, grad_v, grad_operand), out.value[i]);
 #pragma unroll
@@ -3222,69 +3362,41 @@ __global__ void __launch_bounds__(kMaxGroup, 1) gradients_of_rows(
 }
 
 // How a backward goes, and the rows of partial sums it leaves.
-struct GradientPlan {
-    bool in_registers, is_short, whole_packs;
-    int group, parts;
-    int64_t stride, part_values, operand_rows, norm_rows;
+template <typename T> struct GradientPlan {
+    const GradientsInRegisters<T> registers;
+    int group = 1, parts = 1;
+    int64_t part_values = 0, operand_rows, norm_rows;
+    GradientPlan(const Sizes& sizes, int sms) : registers(sizes, sms) {
+        operand_rows = norm_rows = registers.partial_rows;
+        if (registers.fit) return;
+        const int64_t row_packs = sizes.spatial / kPack<T>;
+        if (row_packs >= 4 * kMaxGroup) {
+            group = kMaxGroup;
+            parts = stream_parts(sizes.slices * sizes.channels, sizes.spatial * int64_t(sizeof(T)), sms);
+        } else {
+            while (group < 32 && group < row_packs) group *= 2;
+        }
+        part_values = divide_up(divide_up(sizes.spatial, parts), 8 * kPack<T>) * 8 * kPack<T>;
+        parts = int(divide_up(sizes.spatial, part_values));
+        norm_rows = sizes.slices / sizes.groups;
+        operand_rows = norm_rows * parts;
+    }
 };
 
-template <typename T> static GradientPlan plan_gradients(const Sizes& sizes, int sms) {
-    GradientPlan plan = {};
-    constexpr int V = kPack<T>;
-    plan.whole_packs = sizes.n % V == 0;
-    const int64_t packs = plan.whole_packs ? sizes.n / V : sizes.n;
-    const int items = plan.whole_packs ? kGradientPacks<T, V> : kGradientPacks<T, 1>;
-    plan.is_short = packs <= kMaxGroup * items;
-    plan.in_registers = sizes.spatial == 1 && packs <= kMaxGroup * items * (plan.whole_packs ? 2 : 1);
-    plan.group = 1;
-    plan.parts = 1;
-    const int64_t samples = sizes.slices / sizes.groups, rows = sizes.slices * sizes.channels;
-    if (plan.in_registers) {
-        const int bytes = int(sizeof(T)) * (plan.whole_packs ? V : 1);
-        while (plan.group < 32 && plan.group < packs && plan.group * bytes < 128) plan.group *= 2;
-        while (plan.group * items * (plan.is_short ? 1 : 2) < packs) plan.group *= 2;
-        const int64_t wanted = int64_t(kGradientBlocks * kGradientRounds) * sms * (kMaxGroup / plan.group) / sizes.groups;
-        plan.operand_rows = plan.norm_rows = wanted < 1 ? 1 : wanted < samples ? wanted : samples;
-        plan.stride = plan.norm_rows * sizes.groups;
-        return plan;
-    }
-    const int64_t row_packs = sizes.spatial / V;
-    if (row_packs >= 4 * kMaxGroup) {
-        plan.group = kMaxGroup;
-        plan.parts = stream_parts(rows, sizes.spatial * int64_t(sizeof(T)), sms);
-    } else {
-        while (plan.group < 32 && plan.group < row_packs) plan.group *= 2;
-    }
-    plan.part_values = divide_up(divide_up(sizes.spatial, plan.parts), 8 * V) * 8 * V;
-    plan.parts = int(divide_up(sizes.spatial, plan.part_values));
-    plan.operand_rows = samples * plan.parts;
-    plan.norm_rows = samples;
-    return plan;
-}
-
 // The workspace: joint moments of the rows, what there is to know of the slices, partial sums.
-template <typename A> struct GradientSpace {
-    int64_t joints, slices, partials, bytes;
-    GradientSpace(const GradientPlan& plan, const Sizes& sizes) {
+template <typename T> struct GradientSpace {
+    using A = Acc<T>;
+    int64_t joints = 0, slices = 0, partials, bytes;
+    GradientSpace(const GradientPlan<T>& plan, const Sizes& sizes) {
         const int64_t channels = int64_t(sizes.groups) * sizes.channels;
-        joints = plan.in_registers ? 0 : sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
-        slices = plan.in_registers ? 0 : divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        if (!plan.registers.fit) {
+            joints = sizes.slices * sizes.channels * plan.parts * int64_t(sizeof(Joint<A>));
+            slices = divide_up(sizes.slices * int64_t(sizeof(SliceGradient<A>)), 64) * 64;
+        }
         partials = (kOperands * plan.operand_rows + 2 * plan.norm_rows) * channels * int64_t(sizeof(A));
         bytes = joints + slices + partials;
     }
 };
-
-template <typename T, int V>
-static void launch_gradients_in_registers(const GradientPlan& plan, const T* grad, const T* h, T* grad_h, const Vectors<Acc<T>>& vectors,
-    const Partials<Acc<T>>& partials, const Sizes& sizes, double eps, cudaStream_t stream) {
-    constexpr int kItems = kGradientPacks<T, V>;
-    auto kernel = gradients_in_registers<T, V, kItems, kGradientRows<T, V>>;
-    if constexpr (V > 1) {
-        if (!plan.is_short) kernel = gradients_in_registers<T, V, 2 * kItems, 1>;
-    }
-    const unsigned blocks = unsigned(divide_up(plan.stride, kMaxGroup / plan.group));
-    kernel<<<blocks, kMaxGroup, 0, stream>>>(grad, h, grad_h, vectors, partials, sizes, plan.stride, Acc<T>(eps), plan.group);
-}
 
 template <typename T>
 static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad_hv, const Vectors<Acc<T>>& vectors, void* const* to,
@@ -3296,8 +3408,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    const GradientPlan plan = plan_gradients<T>(sizes, device.sms);
-    const GradientSpace<A> space(plan, sizes);
+    const GradientPlan<T> plan(sizes, device.sms);
+    const GradientSpace<T> space(plan, sizes);
     const int64_t channels = int64_t(sizes.groups) * sizes.channels;
     char* const base = static_cast<char*>(workspace);
     Partials<A> partials;
@@ -3311,10 +3423,8 @@ static cudaError_t launch_backward(const void* gradv, const void* hv, void* grad
         any_operand = any_operand || (k < kOperands && to[k] != nullptr);
         any_sum = any_sum || to[k] != nullptr;
     }
-    if (plan.in_registers && plan.whole_packs) {
-        launch_gradients_in_registers<T, kPack<T>>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
-    } else if (plan.in_registers) {
-        launch_gradients_in_registers<T, 1>(plan, grad, h, grad_h, vectors, partials, sizes, eps, stream);
+    if (plan.registers.fit) {
+        plan.registers.launch(grad, h, grad_h, vectors, partials, sizes, eps, stream);
     } else {
         auto* joints = reinterpret_cast<Joint<A>*>(base);
         auto* slices = reinterpret_cast<SliceGradient<A>*>(base + space.joints);
@@ -3342,9 +3452,9 @@ extern "C" int64_t group_norm_backward_workspace(int dtype, int64_t slices, int6
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     switch (dtype) {
-        case 0: return GradientSpace<float>(plan_gradients<float>(sizes, device.sms), sizes).bytes;
-        case 1: return GradientSpace<double>(plan_gradients<double>(sizes, device.sms), sizes).bytes;
-        default: return GradientSpace<float>(plan_gradients<__half>(sizes, device.sms), sizes).bytes;
+        case 0: return GradientSpace<float>({sizes, device.sms}, sizes).bytes;
+        case 1: return GradientSpace<double>({sizes, device.sms}, sizes).bytes;
+        default: return GradientSpace<__half>({sizes, device.sms}, sizes).bytes;
     }
 }
 extern "C" int group_norm_backward(
@@ -4018,7 +4128,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -4187,15 +4297,15 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const int dtype = dtype_number(x, "linear_swish_group_norm");
     const Frozen known = {frozen, stamp};
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
-    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
-    if (bytes == 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : -1;
+    if (bytes < 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
         const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
         return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const void* from[6];
     for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
-    const at::Tensor workspace = workspace_of(bytes, x);
+    const at::Tensor workspace = workspace_of(std::max<int64_t>(bytes, 0), x);
     at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
     const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32,
         workspace.data_ptr(), split, current_stream());
@@ -4270,57 +4380,13 @@ template <typename A> struct Differentiator {
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i) {
             normal[i] = ((v[i] - slice.hi) - slice.lo) * slice.rstd;
-            grad_v[i] = slice.rstd * (((gamma(i) * grads[i] - slice.mean) - slice.mean_lo) - normal[i] * slice.slope);
+            // The mean goes with what varies: of g - mean alone the roundings would be equal, and add up in a channel's sum.
+            grad_v[i] = slice.rstd * ((gamma(i) * grads[i] - (slice.mean + normal[i] * slice.slope)) - slice.mean_lo);
         }
         std::array<A*, kOperands> of;
         for (int k = 0; k < kOperands; ++k) of[k] = of_operand[k];
         differentiate(values, operand, v, grad_v, grad_h.target(at, out), of, count);
         grad_h.leave(at, count, out);
-    }
-
-    // Channels of one pixel: samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
-    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
-        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
-        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
-        for (int64_t sample = first; sample < last; ++sample) {
-            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
-            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
-            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
-        }
-    }
-    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
-        const int64_t n = sizes.n;
-        std::array<const A*, kOperands> operand;
-        Joint joint;
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            activated(h.read(at + c, count, raw), c, count, operand);
-            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-#pragma omp simd
-            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
-            joint.merge(block_joint(v, grad_v, count));
-        }
-        SliceGradient<A> slice(joint.v, eps);
-        slice.mean = static_cast<A>(joint.sum / n);
-        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
-        for (int64_t c = channel; c < channel + n; c += kBlock) {
-            const int64_t count = std::min(kBlock, channel + n - c);
-            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
-            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
-            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
-            for (int k = 0; k < kOperands; ++k) {
-                A* sum = sums + k * channels + c;
-                if (wanted[k]) {
-#pragma omp simd
-                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
-                }
-            }
-            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
-            if (wanted[kOperands] || wanted[kOperands + 1]) {
-#pragma omp simd
-                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
-            }
-        }
     }
 
     // Images: `count` pixels, from `pixel` on, of row `row`, one channel of one sample.
@@ -4353,22 +4419,6 @@ template <typename A> struct Differentiator {
 };
 
 // sums: kSums vectors of one value a channel, zeros. The order of no sum depends on the number of threads.
-template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
-    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
-    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
-    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
-    std::vector<double> partial(chunks * kSums * channels);
-    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
-        Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
-        for (int64_t c = begin; c < end; ++c) {
-            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
-        }
-    });
-    for (int64_t c = 0; c < chunks; ++c) {
-        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
-    }
-}
-
 // Rows in parts of a fixed size. Where there are slices for all threads, a thread takes whole ones, and finds its second read in a cache.
 template <typename A> void backward_of_images(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
     const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
@@ -4442,6 +4492,75 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
 }
 // --- end shared: cpu group norm gradients ---
 
+// Channels of one pixel.
+template <typename A> struct VectorDifferentiator : Differentiator<A> {
+    using Base = Differentiator<A>;
+    using Base::Base, Base::h, Base::grad, Base::vectors, Base::sizes, Base::eps, Base::raw, Base::given, Base::v, Base::normal,
+        Base::grad_v, Base::of_operand, Base::activated, Base::finish;
+
+    // Samples [first, last), whose sums are added to `sums`, kSums vectors of one value a channel.
+    void samples(int64_t first, int64_t last, double* sums, const std::array<bool, kSums>& wanted) {
+        const int64_t channels = sizes.groups * sizes.channels, n = sizes.n;
+        std::vector<A> recent(kSums * channels, A(0));  // a few samples' sums, or float's roundings would add up
+        for (int64_t sample = first; sample < last; ++sample) {
+            for (int64_t group = 0; group < sizes.groups; ++group) one_slice(sample * channels, group * n, recent.data(), channels, wanted);
+            if ((sample - first) % 64 != 63 && sample + 1 < last) continue;
+            for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += recent[i], recent[i] = 0;
+        }
+    }
+    [[gnu::noinline]] void one_slice(int64_t at, int64_t channel, A* sums, int64_t channels, const std::array<bool, kSums>& wanted) {
+        const int64_t n = sizes.n;
+        std::array<const A*, kOperands> operand;
+        Joint joint;
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            activated(h.read(at + c, count, raw), c, count, operand);
+            const A *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) grad_v[i] = gamma[i] * grads[i];
+            joint.merge(block_joint(v, grad_v, count));
+        }
+        SliceGradient<A> slice(joint.v, eps);
+        slice.mean = static_cast<A>(joint.sum / n);
+        slice.slope = static_cast<A>(slice.rstd * joint.co / n);
+        for (int64_t c = channel; c < channel + n; c += kBlock) {
+            const int64_t count = std::min(kBlock, channel + n - c);
+            const A *values = h.read(at + c, count, raw), *grads = grad.read(at + c, count, given), *gamma = vectors.gamma + c;
+            if (n > kBlock) activated(values, c, count, operand);  // or else v has them still
+            finish(slice, values, grads, [&](int64_t i) { return gamma[i]; }, operand, at + c, count);
+            for (int k = 0; k < kOperands; ++k) {
+                A* sum = sums + k * channels + c;
+                if (wanted[k]) {
+#pragma omp simd
+                    for (int64_t i = 0; i < count; ++i) sum[i] += of_operand[k][i];
+                }
+            }
+            A *gamma_sum = sums + kOperands * channels + c, *beta_sum = gamma_sum + channels;
+            if (wanted[kOperands] || wanted[kOperands + 1]) {
+#pragma omp simd
+                for (int64_t i = 0; i < count; ++i) gamma_sum[i] += grads[i] * normal[i], beta_sum[i] += grads[i];
+            }
+        }
+    }
+};
+
+template <typename A> void backward_of_vectors(const Values<A>& grad, const Values<A>& h, const Values<A>& grad_h,
+    const Vectors<A>& vectors, const Sizes& sizes, double eps, const std::array<bool, kSums>& wanted, double* sums) {
+    const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
+    const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
+    std::vector<double> partial(chunks * kSums * channels);
+    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
+        VectorDifferentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
+        for (int64_t c = begin; c < end; ++c) {
+            own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
+        }
+    });
+    for (int64_t c = 0; c < chunks; ++c) {
+        for (int64_t i = 0; i < kSums * channels; ++i) sums[i] += partial[c * kSums * channels + i];
+    }
+}
+template <typename A> auto backward_for(const Sizes& sizes) { return sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>; }
+
 // --- shared: group norm gradient arguments (home: kernels/linear_swish_group_norm.py) ---
 // The operators' common part: grad and h (N, C, ...), operands and weight (C); `needs` the gradients of h, the operands, weight and bias.
 // What is not needed comes back without elements.
@@ -4475,8 +4594,7 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            const auto backward = sizes.spatial == 1 ? backward_of_vectors<A> : backward_of_images<A>;
-            backward(
+            backward_for<A>(sizes)(
                 Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
@@ -4788,45 +4906,22 @@ def _laid_out_as(out: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return out.contiguous(memory_format=torch.channels_last)
 
 
-def _channel_sum(values: torch.Tensor) -> torch.Tensor:
-    return values.sum([d for d in range(values.dim()) if d != 1], dtype=torch.float64).to(values.dtype)
-
-
 def _spread(vector: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """An operand as it broadcasts against h."""
-    return vector.to(h.dtype).view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector.to(h.dtype)
-
-
-def _gathered(grad: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """The gradient of an operand from the one of its broadcast self."""
-    return (_channel_sum(grad) if operand.dim() == 1 else grad).to(operand.dtype)
-
-
-def _group_norm_gradients(v, grad, weight, bias, groups: int, eps: float, needed: tuple) -> tuple:
-    """Of v (or None), weight and bias, where they are needed: (for v, weight, bias)."""
-    grouped = (v.shape[0], groups, v.shape[1] // groups, *v.shape[2:])
-    within = list(range(2, len(grouped)))
-
-    def mean(values: torch.Tensor) -> torch.Tensor:
-        return values.mean(within, keepdim=True, dtype=torch.float64)
-
-    v_mean = mean(v.view(grouped))
-    rounded = v_mean.to(v.dtype)
-    deviation = v.view(grouped) - rounded
-    wide_rstd = (mean(deviation.square()) - (v_mean - rounded).square() + eps).rsqrt()
-    rstd = wide_rstd.to(v.dtype)
-    normal = torch.addcmul(((rounded - v_mean) * wide_rstd).to(v.dtype), deviation, rstd)
-    grad_v = grad_weight = grad_bias = None
-    if needed[0]:
-        weighted = (grad * _spread(weight, grad)).view(grouped)
-        weighted = weighted - mean(weighted).to(v.dtype)  # first of all: what it shares with `normal` cancels below
-        grad_v = (rstd * (weighted - normal * mean(weighted * normal).to(v.dtype))).view(v.shape)
-    if needed[1]:
-        grad_weight = _channel_sum(grad * normal.view(v.shape)).to(weight.dtype)
-    if needed[2]:
-        grad_bias = _channel_sum(grad).to(bias.dtype)
-    return grad_v, grad_weight, grad_bias
+    return vector.view(-1, *[1] * (h.dim() - 2)) if vector.dim() == 1 else vector
 # --- end shared: group norm in Python ---
+
+
+# --- shared: derivatives (home: kernels/linear_swish_group_norm.py) ---
+def _differentiated(function, tensors: tuple, grad: torch.Tensor, needs: tuple) -> tuple:
+    """The gradients of function(*tensors), in ATen operators, by those of them that are needed: what may be differentiated in turn."""
+    def of_needed(*needed):
+        needed = iter(needed)
+        return function(*(next(needed) if need else t for t, need in zip(tensors, needs)))
+
+    found = iter(torch.func.vjp(of_needed, *(t for t, need in zip(tensors, needs) if need))[1](grad))
+    return tuple(next(found) if need else None for need in needs)
+# --- end shared: derivatives ---
 
 
 # --- shared: linear layer (home: kernels/linear_swish_group_norm.py) ---
@@ -4857,15 +4952,6 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
     return all(v.shape == features for v in vectors)
 
 
-def _gradients_of_linear(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needs: tuple) -> tuple:
-    """Of x, weight and bias, where they are needed: products of the forward's kind, or ATen's where they are to be differentiated in turn."""
-    if not torch.is_grad_enabled():
-        found = _linear_gradients(grad, x, weight, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_x, needs_weight, needs_bias = needs
-    return grad @ weight if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0) if needs_bias else None
-
-
 class Linear(torch.autograd.Function):
     """x W^T + b. Saves x and W."""
 
@@ -4881,7 +4967,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _gradients_of_linear(grad, *ctx.saved_tensors, ctx.needs_input_grad[:3])
+        (x, weight), needs = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
+            return grad @ weight if needs[0] else None, grad.t() @ x if needs[1] else None, grad.sum(0) if needs[2] else None
+        return tuple(own if need else None for own, need in zip(_linear_gradients(grad, x, weight, needs), needs))
 
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
@@ -4938,24 +5027,11 @@ class Freezable(nn.Module):
 # --- end shared: linear layer ---
 
 
-def _gradients(grad, h, bias, weight, group_bias, groups: int, eps: float, needs: tuple) -> tuple:
-    """Of h, bias, weight and group_bias, where they are needed: one operator, or ATen's where they are to be differentiated in turn."""
-    if bias.dim() == 1 and not torch.is_grad_enabled():
-        found = _backward(grad, h, bias, weight, groups, eps, needs)
-        return tuple(own if need else None for own, need in zip(found, needs))
-    needs_h, needs_bias, *needs_norm = needs
+def _swish_group_norm(h, bias, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
+    """In ATen operators."""
     dtype = torch.promote_types(h.dtype, torch.float32)
-    wide, grad = h.to(dtype).contiguous(), grad.to(dtype).contiguous()
-    gate = wide.sigmoid()
-    v = gate * wide + _spread(bias, wide)
-    needed = (needs_h or needs_bias, *needs_norm)
-    grad_v, grad_weight, grad_group_bias = _group_norm_gradients(v, grad, weight, group_bias, groups, eps, needed)
-    grad_h = grad_bias = None
-    if needs_h:
-        grad_h = (grad_v * (gate * (1 + wide * (1 - gate)))).to(h.dtype)
-    if needs_bias:
-        grad_bias = _gathered(grad_v, bias)
-    return grad_h, grad_bias, grad_weight, grad_group_bias
+    wide, bias, weight, group_bias = (t.to(dtype) for t in (h, bias, weight, group_bias))
+    return nn.functional.group_norm(wide.sigmoid() * wide + _spread(bias, h), groups, weight, group_bias, eps).to(h.dtype)
 
 
 class SwishGroupNorm(torch.autograd.Function):
@@ -4974,7 +5050,10 @@ class SwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *_gradients(grad, *ctx.saved_tensors, ctx.groups, ctx.eps, ctx.needs_input_grad[:4]), None, None
+        (h, bias, weight, _), needs, norm = ctx.saved_tensors, ctx.needs_input_grad[:4], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled() or bias.dim() > 1:
+            return *_differentiated(lambda *tensors: _swish_group_norm(*tensors, *norm), ctx.saved_tensors, grad, needs), None, None
+        return *(own if need else None for own, need in zip(_backward(grad, h, bias, weight, *norm, needs), needs)), None, None
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
@@ -4995,14 +5074,15 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        x, linear_weight, linear_bias, bias, weight, group_bias, h = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:6]
-        if not torch.is_grad_enabled():
-            found = _fused_backward(grad, h, x, linear_weight, bias, weight, ctx.groups, ctx.eps, needs)
-            return *(own if need else None for own, need in zip(found, needs)), None, None
-        h = nn.functional.linear(x, linear_weight, linear_bias)  # one that knows where it comes from
-        grad_h, *grads = _gradients(grad, h, bias, weight, group_bias, ctx.groups, ctx.eps, (True, *needs[3:]))
-        return *_gradients_of_linear(grad_h, x, linear_weight, needs[:3]), *grads, None, None
+        *tensors, h = ctx.saved_tensors
+        (x, linear_weight, _, bias, weight, _), needs, norm = tensors, ctx.needs_input_grad[:6], (ctx.groups, ctx.eps)
+        if torch.is_grad_enabled():
+            def network(x, linear_weight, linear_bias, *vectors):
+                return _swish_group_norm(nn.functional.linear(x, linear_weight, linear_bias), *vectors, *norm)
+
+            return *_differentiated(network, tensors, grad, needs), None, None
+        found = _fused_backward(grad, h, x, linear_weight, bias, weight, *norm, needs)
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class ModelNew(Freezable):

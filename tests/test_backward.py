@@ -491,6 +491,14 @@ class TestLinearGradientsOnAGPU:
             assert (error <= (2.0**-9 if tf32 else 2.0**-18) * true.where(finite, 0).abs().max()).all()
 
     @linear_pairs
+    @pytest.mark.parametrize("shape", [*LINEAR_SHAPES, (20000, 516, 132)], ids=str)
+    def test_the_bias_gradient_is_summed_no_worse_than_eagers(self, stem, shape):
+        grad, x, w = operands(*shape, "cuda")
+        right = grad.double().sum(0)
+        found, eager = linear_gradients(stem, grad, x, w)[2], grad.sum(0)
+        assert (found - right).square().mean() <= (eager - right).square().mean()
+
+    @linear_pairs
     def test_the_same_bits_every_time(self, stem):
         inputs = balanced(*operands(1100, 1032, 1028, "cuda"))
         first = linear_gradients(stem, *inputs)

@@ -4,8 +4,8 @@ import pytest
 from cases import STEMS
 from fuzz import SHAPES, misses
 
-# Cases of seed 0 that were missed once: strides of channels_last where a dimension has one value.
-ONCE_MISSED = {"conv_sigmoid_group_norm": [279, 2047, 2574, 3096]}
+# Cases of seed 0 that were missed once: strides of channels_last where a dimension has one value; long slices of huge values.
+ONCE_MISSED = {"conv_sigmoid_group_norm": [279, 2047, 2574, 3096], "linear_swish_group_norm": [7305]}
 
 
 @pytest.mark.parametrize("stem", STEMS)
