@@ -1440,16 +1440,16 @@ template <typename A> void normalize(const Values<A>& x, const Values<A>& y, int
 // One sweep over a block in the first cache, around an anchor that is the slice's mean so far: how far the block's own mean is from it
 // counts in the slice's M2 as well, so nothing is lost that the slice would notice.
 template <typename A> inline Joint block_joint(const A* x, const A* g, int64_t n, A anchor) {
-    A sum = 0, square = 0, g_sum = 0, product = 0;
+    double sum = 0, square = 0, g_sum = 0, product = 0;  // in double: the roundings of equal terms all go one way
 #pragma omp simd reduction(+ : sum, square, g_sum, product)
     for (int64_t i = 0; i < n; ++i) {
-        const A deviation = x[i] - anchor;
+        const double deviation = x[i] - anchor;
         sum += deviation;
         square += deviation * deviation;
         g_sum += g[i];
         product += deviation * g[i];
     }
-    const double mean = double(sum) / n;
+    const double mean = sum / n;
     return {{double(n), anchor + mean, square > 0 ? std::max(0.0, square - mean * sum) : square}, g_sum, product - mean * g_sum};
 }
 

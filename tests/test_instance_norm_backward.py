@@ -147,12 +147,10 @@ def test_a_few_different_values(case, dtype, device):
     assert_as_accurate_as_eager(run, draws(case, device, dtype, of_few_values))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @summed_cases
 @in_dtypes
-def test_gradients_at_a_few_different_values(case, dtype):
-    assert_as_accurate_as_eager(gradient_of_input, draws(case, "cuda", dtype, of_few_values))
+def test_gradients_at_a_few_different_values(case, dtype, device):
+    assert_as_accurate_as_eager(gradient_of_input, draws(case, device, dtype, of_few_values))
 
 
 @summed_cases
