@@ -3157,10 +3157,10 @@ static_assert(kTailWarps == 8, "a warp copies one of x's channels");
 // What makes a channel's dh of its h and grad: q = (gamma * grad - (mean + (v - hi) * pull)) * v * (1 - v), dh = q * push. The mean goes with
 // what varies: the roundings of gamma * grad - mean may all be the same, and would add up in a sum.
 struct alignas(16) ChannelGradient {
-    float bias, scale, gamma, mean, hi, pull, push, rstd;
+    float bias, slope, gamma, mean, hi, pull, push, rstd;  // v = 1 / (1 + 2^((h + bias) * slope))
 };
 __device__ __forceinline__ float gradient_before_push(float biased, float grad, const ChannelGradient& c) {
-    const float v = sigmoid(biased * c.scale);
+    const float v = sigmoid_from_exponent(biased * c.slope);
     return fmaf(c.gamma, grad, -fmaf(v - c.hi, c.pull, c.mean)) * fmaf(-v, v, v);
 }
 
@@ -3176,8 +3176,8 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
     ChannelGradient c = {};
     if (channel >= p.out_channels) return c;
     const SliceGradient<float> s = p.slices[sample * (p.out_channels / p.group_channels) + channel / p.group_channels];
-    c.bias = p.bias[channel], c.scale = p.scale[channel], c.gamma = p.gamma[channel];
-    c.pull = s.rstd * s.slope, c.push = s.rstd * c.scale, c.rstd = s.rstd;
+    c.bias = p.bias[channel], c.slope = -1.44269504f * p.scale[channel], c.gamma = p.gamma[channel];
+    c.pull = s.rstd * s.slope, c.push = s.rstd * p.scale[channel], c.rstd = s.rstd;
     c.hi = s.hi, c.mean = fmaf(-s.lo, c.pull, s.mean);
     return c;
 }
@@ -3551,8 +3551,8 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measu
     }
     if (threadIdx.x < 32) {
         const int channel = min(block * 32 + int(threadIdx.x), p.out_channels - 1);
-        const float slope = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
-        shared_vectors[threadIdx.x] = make_float4(__ldg(p.conv_bias + channel), __ldg(p.bias + channel), slope, 0.0f);
+        const float slope = -1.44269504f * __ldg(p.scale + channel), finite = isinf(slope) ? copysignf(3.4e38f, slope) : slope;
+        shared_vectors[threadIdx.x] = make_float4(__ldg(p.conv_bias + channel), __ldg(p.bias + channel), finite, 0.0f);  // it may meet a zero
     }
     float anchor[2], sum[2] = {}, square[2] = {};  // of v - anchor
     const int columns_left = p.columns - column - group_column, left = columns_left - 8 * quarter;
