@@ -2664,8 +2664,9 @@ template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d
           "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
-// v = hi + lo, both rounded to nearest: of lo the tensor cores read the upper 19 bits.
-__device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
+// v = hi + lo, rounded to nearest; of lo the tensor cores read the upper 19 bits, which are rounded too, or cut off: in a long sum, where
+// lo has either sign, that is as good.
+template <bool ROUND = true> __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
     uint32_t bits = 0;
 #if __CUDA_ARCH__ >= 900
     asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
@@ -2673,7 +2674,7 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
 #endif
     hi = __uint_as_float(bits);
-    lo = __uint_as_float(__float_as_uint(v - hi) + 0x1000);
+    lo = ROUND ? __uint_as_float(__float_as_uint(v - hi) + 0x1000) : v - hi;
 }
 
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
@@ -2743,9 +2744,9 @@ __device__ __forceinline__ void copy_halo(float* to, const float* from, int firs
 
 // A lane's four neighbouring pixels, and with 3x3 kernels the two after them, as operands: of an mma's two pixels the second is two columns
 // after the first, so that four sets of registers, of columns k and k + 2, serve all shifts.
-template <int KS, int W>
+template <int KS, bool ROUND = true, int W>
 __device__ __forceinline__ void split_pixels(const float* from, float (&hi)[KS + 1][W], float (&lo)[KS + 1][W], int first = 0) {
-    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][first + j], lo[k][first + j]); };
+    const auto split = [&](int k, int j, float v) { split_tf32<ROUND>(v, hi[k][first + j], lo[k][first + j]); };
     const float4 left = *reinterpret_cast<const float4*>(from);
     split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
     if constexpr (KS > 1) {
@@ -2962,12 +2963,12 @@ __device__ __forceinline__ void add_products(const float (&grad)[MT][2][4], cons
 #pragma unroll
     for (int i = 0; i < MT * 8; ++i) {
         const int mt = i / 8, half = i / 4 % 2, k = i % 4;
-        split_tf32(grad[mt][half][k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+        split_tf32<false>(grad[mt][half][k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
     }
 #pragma unroll
     for (int ky = 0; ky < KS; ++ky) {
         float x_hi[KS + 1][2], x_lo[KS + 1][2];
-        split_pixels<KS>(x(ky), x_hi, x_lo);
+        split_pixels<KS, false>(x(ky), x_hi, x_lo);
         float sums[MT][KS][4];  // smallest products first
 #pragma unroll
         for (int product = 0; product < 6; ++product) {
@@ -3213,10 +3214,10 @@ struct GradientOfH {  // for add_weight_gradient
     }
 };
 
-// The trades hand rows on by mbarriers, at which each warp arrives once.
-__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int warps) {
+// The trades hand rows on by mbarriers, at which each thread arrives.
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int threads) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(bar))), "r"(warps) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(bar))), "r"(threads) : "memory");
 #endif
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
@@ -3227,11 +3228,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
     asm volatile("{.reg .pred p;\nWAIT: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(at), "r"(parity) : "memory");
 #endif
 }
-__device__ __forceinline__ void warp_arrives(uint64_t* bar) {
-    __syncwarp();
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
 #if __CUDA_ARCH__ >= 800
-    const uint32_t at = uint32_t(__cvta_generic_to_shared(bar));
-    if (threadIdx.x % 32 == 0) asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(at) : "memory");
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(uint32_t(__cvta_generic_to_shared(bar))) : "memory");
 #endif
 }
 
@@ -3257,8 +3256,8 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
     const bool wants_x = p.grad_x != nullptr, wants_weight = p.partials != nullptr;
 
     if (threadIdx.x < kRing) {
-        mbarrier_init(full + threadIdx.x, kTailWarps);
-        mbarrier_init(empty + threadIdx.x, wants_x && wants_weight ? kStripWarps + kSumWarps : wants_x ? kStripWarps : kSumWarps);
+        mbarrier_init(full + threadIdx.x, 32 * kTailWarps);
+        mbarrier_init(empty + threadIdx.x, 32 * (wants_x && wants_weight ? kSumWarps + kStripWarps : wants_x ? kStripWarps : kSumWarps));
     }
     for (int i = threadIdx.x; i < kGradChannels; i += kTrainBlock) constants[i] = channel_gradient(p, sample, i);
     __syncthreads();
@@ -3367,7 +3366,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
             await_copies<kStages - 1>();
             if (wants_x || wants_weight) mbarrier_wait(empty + row % kRing, turn(row) ^ 1);
             make(row);
-            warp_arrives(full + row % kRing);
+            mbarrier_arrive(full + row % kRing);
             copy(row + kStages);
         }
         await_copies<0>();
@@ -3403,7 +3402,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 const float* const from = shared_x + eighth * kSumRow + pixel;
                 add_products<KS>(v, [&](int ky) { return from + (row + ky) % kXRing * kXRow; }, total);
             }
-            warp_arrives(empty + row % kRing);
+            mbarrier_arrive(empty + row % kRing);
         }
         // The warps leave their sums side by side where x was, and add them up.
         constexpr int kHalf = kGradChannels / 2 * 8 * TAPS;
@@ -3430,6 +3429,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
         for (int row = begin; row < last; ++row) {
             const float* pixels = ring_row(row) + quarter * kImageRow + of * 32 + eighth * 4;
             const float2* own_fragments = fragments + lane;
+            float part[MT][4] = {};  // of the row that is complete then: by itself, for it is added to what is largest
             mbarrier_wait(full + row % kRing, turn(row));
 #pragma unroll 1
             for (int slab = 0; slab < 4; ++slab, pixels += 8 * kImageRow, own_fragments += TAPS * 64) {
@@ -3456,11 +3456,13 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 for (int k = 0; k < KS * MT * 4; ++k) {
                     // Truncation takes some 7 units of 2^-26 from a sum: eight more in two of three.
                     const float grown = k / (MT * 4) == 0 ? 1.0f : 1.0f + 0x1p-23f;
-                    float& to = total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4];
+                    float& to = k < (KS - 1) * MT * 4 ? total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4] : part[k / 4 % MT][k % 4];
                     to = fmaf(sums[k / (MT * 4)][k / 4 % MT][k % 4], grown, to);
                 }
             }
-            warp_arrives(empty + row % kRing);
+#pragma unroll
+            for (int k = 0; k < MT * 4; ++k) total[0][k / 4][k % 4] += part[k / 4][k % 4];
+            mbarrier_arrive(empty + row % kRing);
             if (row >= first) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
