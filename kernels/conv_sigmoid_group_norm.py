@@ -2503,8 +2503,9 @@ template <bool FIRST = false> __device__ __forceinline__ void mma_tf32(float (&d
           "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
-// v = hi + lo, both rounded to nearest: of lo the tensor cores read the upper 19 bits.
-__device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
+// v = hi + lo, rounded to nearest; of lo the tensor cores read the upper 19 bits, which are rounded too, or cut off: in a long sum, where
+// lo has either sign, that is as good.
+template <bool ROUND = true> __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
     uint32_t bits = 0;
 #if __CUDA_ARCH__ >= 900
     asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
@@ -2512,7 +2513,15 @@ __device__ __forceinline__ void split_tf32(float v, float& hi, float& lo) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
 #endif
     hi = __uint_as_float(bits);
-    lo = __uint_as_float(__float_as_uint(v - hi) + 0x1000);
+    lo = ROUND ? __uint_as_float(__float_as_uint(v - hi) + 0x1000) : v - hi;
+}
+
+// Weights a little larger, by what truncation takes from sums on average: of w * factor.
+__device__ __forceinline__ void split_weight(float w, float factor, float growth, float& hi, float& lo) {
+    float unused;
+    const float v = w * factor;
+    split_tf32(v, hi, unused);
+    split_tf32(fmaf(v, growth, fmaf(w, factor, -hi)), lo, unused);
 }
 
 // Volatile, so that a value with two places in operands is read into both: else the compiler moves it to and fro.
@@ -2582,9 +2591,9 @@ __device__ __forceinline__ void copy_halo(float* to, const float* from, int firs
 
 // A lane's four neighbouring pixels, and with 3x3 kernels the two after them, as operands: of an mma's two pixels the second is two columns
 // after the first, so that four sets of registers, of columns k and k + 2, serve all shifts.
-template <int KS, int W>
+template <int KS, bool ROUND = true, int W>
 __device__ __forceinline__ void split_pixels(const float* from, float (&hi)[KS + 1][W], float (&lo)[KS + 1][W], int first = 0) {
-    const auto split = [&](int k, int j, float v) { split_tf32(v, hi[k][first + j], lo[k][first + j]); };
+    const auto split = [&](int k, int j, float v) { split_tf32<ROUND>(v, hi[k][first + j], lo[k][first + j]); };
     const float4 left = *reinterpret_cast<const float4*>(from);
     split(0, 0, left.x), split(1, 0, left.y), split(0, 1, left.z), split(1, 1, left.w);
     if constexpr (KS > 1) {
@@ -2801,12 +2810,12 @@ __device__ __forceinline__ void add_products(const float (&grad)[MT][2][4], cons
 #pragma unroll
     for (int i = 0; i < MT * 8; ++i) {
         const int mt = i / 8, half = i / 4 % 2, k = i % 4;
-        split_tf32(grad[mt][half][k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
+        split_tf32<false>(grad[mt][half][k], grad_hi[k % 2][mt][k / 2 * 2 + half], grad_lo[k % 2][mt][k / 2 * 2 + half]);
     }
 #pragma unroll
     for (int ky = 0; ky < KS; ++ky) {
         float x_hi[KS + 1][2], x_lo[KS + 1][2];
-        split_pixels<KS>(x(ky), x_hi, x_lo);
+        split_pixels<KS, false>(x(ky), x_hi, x_lo);
         float sums[MT][KS][4];  // smallest products first
 #pragma unroll
         for (int product = 0; product < 6; ++product) {
@@ -2996,10 +3005,10 @@ static_assert(kTailWarps == 8, "a warp copies one of x's channels");
 // What makes a channel's dh of its h and grad: q = (gamma * grad - (mean + (v - hi) * pull)) * v * (1 - v), dh = q * push. The mean goes with
 // what varies: the roundings of gamma * grad - mean may all be the same, and would add up in a sum.
 struct alignas(16) ChannelGradient {
-    float bias, scale, gamma, mean, hi, pull, push, rstd;
+    float bias, slope, gamma, mean, hi, pull, push, rstd;  // v = 1 / (1 + 2^((h + bias) * slope))
 };
 __device__ __forceinline__ float gradient_before_push(float biased, float grad, const ChannelGradient& c) {
-    const float v = sigmoid(biased * c.scale);
+    const float v = sigmoid_from_exponent(biased * c.slope);
     return fmaf(c.gamma, grad, -fmaf(v - c.hi, c.pull, c.mean)) * fmaf(-v, v, v);
 }
 
@@ -3015,8 +3024,8 @@ __device__ __forceinline__ ChannelGradient channel_gradient(const Training& p, i
     ChannelGradient c = {};
     if (channel >= p.out_channels) return c;
     const SliceGradient<float> s = p.slices[sample * (p.out_channels / p.group_channels) + channel / p.group_channels];
-    c.bias = p.bias[channel], c.scale = p.scale[channel], c.gamma = p.gamma[channel];
-    c.pull = s.rstd * s.slope, c.push = s.rstd * c.scale, c.rstd = s.rstd;
+    c.bias = p.bias[channel], c.slope = -1.44269504f * p.scale[channel], c.gamma = p.gamma[channel];
+    c.pull = s.rstd * s.slope, c.push = s.rstd * p.scale[channel], c.rstd = s.rstd;
     c.hi = s.hi, c.mean = fmaf(-s.lo, c.pull, s.mean);
     return c;
 }
@@ -3052,10 +3061,10 @@ struct GradientOfH {  // for add_weight_gradient
     }
 };
 
-// The trades hand rows on by mbarriers, at which each warp arrives once.
-__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int warps) {
+// The trades hand rows on by mbarriers, at which each thread arrives.
+__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int threads) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(bar))), "r"(warps) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(bar))), "r"(threads) : "memory");
 #endif
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
@@ -3066,11 +3075,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
     asm volatile("{.reg .pred p;\nWAIT: mbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(at), "r"(parity) : "memory");
 #endif
 }
-__device__ __forceinline__ void warp_arrives(uint64_t* bar) {
-    __syncwarp();
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
 #if __CUDA_ARCH__ >= 800
-    const uint32_t at = uint32_t(__cvta_generic_to_shared(bar));
-    if (threadIdx.x % 32 == 0) asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(at) : "memory");
+    asm volatile("{.reg .b64 t; mbarrier.arrive.shared.b64 t, [%0];}" ::"r"(uint32_t(__cvta_generic_to_shared(bar))) : "memory");
 #endif
 }
 
@@ -3096,20 +3103,20 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
     const bool wants_x = p.grad_x != nullptr, wants_weight = p.partials != nullptr;
 
     if (threadIdx.x < kRing) {
-        mbarrier_init(full + threadIdx.x, kTailWarps);
-        mbarrier_init(empty + threadIdx.x, wants_x && wants_weight ? kStripWarps + kSumWarps : wants_x ? kStripWarps : kSumWarps);
+        mbarrier_init(full + threadIdx.x, 32 * kTailWarps);
+        mbarrier_init(empty + threadIdx.x, 32 * (wants_x && wants_weight ? kSumWarps + kStripWarps : wants_x ? kStripWarps : kSumWarps));
     }
     for (int i = threadIdx.x; i < kGradChannels; i += kTrainBlock) constants[i] = channel_gradient(p, sample, i);
     __syncthreads();
     for (int i = threadIdx.x; i < 4 * TAPS * 32; i += kTrainBlock) {
         const int slab = i / (32 * TAPS), tap = i / 32 % TAPS, from = slab * 8 + i % 4, to = i % 32 / 4;
-        const auto weight = [&](int from) {
-            if (from >= p.out_channels || to >= p.in_channels) return 0.0f;
-            return p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] * constants[from].push;
+        const auto split = [&](int from, float& hi, float& lo) {
+            const bool exists = from < p.out_channels && to < p.in_channels;
+            const float weight = exists ? p.weight[(from * p.in_channels + to) * TAPS + TAPS - 1 - tap] : 0.0f;
+            split_weight(weight, constants[from].push, 1.0e-7f, hi, lo);
         };
         float2 hi, lo;
-        split_tf32(weight(from), hi.x, lo.x);
-        split_tf32(weight(from + 4), hi.y, lo.y);
+        split(from, hi.x, lo.x), split(from + 4, hi.y, lo.y);
         fragments[i / 32 * 64 + i % 32] = hi, fragments[i / 32 * 64 + 32 + i % 32] = lo;
     }
     __syncthreads();
@@ -3206,7 +3213,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
             await_copies<kStages - 1>();
             if (wants_x || wants_weight) mbarrier_wait(empty + row % kRing, turn(row) ^ 1);
             make(row);
-            warp_arrives(full + row % kRing);
+            mbarrier_arrive(full + row % kRing);
             copy(row + kStages);
         }
         await_copies<0>();
@@ -3242,7 +3249,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 const float* const from = shared_x + eighth * kSumRow + pixel;
                 add_products<KS>(v, [&](int ky) { return from + (row + ky) % kXRing * kXRow; }, total);
             }
-            warp_arrives(empty + row % kRing);
+            mbarrier_arrive(empty + row % kRing);
         }
         // The warps leave their sums side by side where x was, and add them up.
         constexpr int kHalf = kGradChannels / 2 * 8 * TAPS;
@@ -3269,6 +3276,7 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
         for (int row = begin; row < last; ++row) {
             const float* pixels = ring_row(row) + quarter * kImageRow + of * 32 + eighth * 4;
             const float2* own_fragments = fragments + lane;
+            float part[MT][4] = {};  // of the row that is complete then: by itself, for it is added to what is largest
             mbarrier_wait(full + row % kRing, turn(row));
 #pragma unroll 1
             for (int slab = 0; slab < 4; ++slab, pixels += 8 * kImageRow, own_fragments += TAPS * 64) {
@@ -3293,13 +3301,13 @@ __global__ void __launch_bounds__(kTrainBlock, 1) differentiate_rows(const __gri
                 }
 #pragma unroll
                 for (int k = 0; k < KS * MT * 4; ++k) {
-                    // Truncation takes some 7 units of 2^-26 from a sum: eight more in two of three.
-                    const float grown = k / (MT * 4) == 0 ? 1.0f : 1.0f + 0x1p-23f;
-                    float& to = total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4];
-                    to = fmaf(sums[k / (MT * 4)][k / 4 % MT][k % 4], grown, to);
+                    float& to = k < (KS - 1) * MT * 4 ? total[KS - 1 - k / (MT * 4)][k / 4 % MT][k % 4] : part[k / 4 % MT][k % 4];
+                    to += sums[k / (MT * 4)][k / 4 % MT][k % 4];
                 }
             }
-            warp_arrives(empty + row % kRing);
+#pragma unroll
+            for (int k = 0; k < MT * 4; ++k) total[0][k / 4][k % 4] += part[k / 4][k % 4];
+            mbarrier_arrive(empty + row % kRing);
             if (row >= first) {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
@@ -3386,12 +3394,12 @@ __global__ void __launch_bounds__(kStripBlock, kRecordBlocks) convolve_and_measu
     for (int k = 0; k < TAPS * 4; ++k) {
         const int to = own_first + k % 2 * 8 + eighth, from = k / 2 % 2 * 4 + quarter, tap = k / 4;
         const bool exists = to < p.out_channels && from < p.in_channels;
-        split_tf32(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, w[tap][0][k % 4], w[tap][1][k % 4]);
+        split_weight(exists ? __ldg(p.weight + (to * p.in_channels + from) * TAPS + tap) : 0.0f, 1.0f, 7e-8f, w[tap][0][k % 4], w[tap][1][k % 4]);
     }
     if (threadIdx.x < 32) {
         const int channel = min(block * 32 + int(threadIdx.x), p.out_channels - 1);
-        const float slope = fminf(fmaxf(-1.44269504f * __ldg(p.scale + channel), -3.4e38f), 3.4e38f);  // finite: it may meet a zero
-        shared_vectors[threadIdx.x] = make_float4(__ldg(p.conv_bias + channel), __ldg(p.bias + channel), slope, 0.0f);
+        const float slope = -1.44269504f * __ldg(p.scale + channel), finite = isinf(slope) ? copysignf(3.4e38f, slope) : slope;
+        shared_vectors[threadIdx.x] = make_float4(__ldg(p.conv_bias + channel), __ldg(p.bias + channel), finite, 0.0f);  // it may meet a zero
     }
     float anchor[2], sum[2] = {}, square[2] = {};  // of v - anchor
     const int columns_left = p.columns - column - group_column, left = columns_left - 8 * quarter;
