@@ -6,8 +6,9 @@
 M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for plain 3x3
 convolutions of up to 8 input channels (float32 up to 24 where rows are whole 16 bytes) and 1x1 ones of float32 (up to 64, the same
 rows), up to 128 output channels and units of some 25 MB: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in
-shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and for float32 on Hopper wgmma
-with 32. Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
+shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and on Hopper wgmma with 32, which
+takes 3x3 ones of 16-bit types and even widths too, of up to 64 input channels. Everywhere else self.conv is ATen's, all that follows it is
+one operator, and where v waits depends on the slice:
 
     slice                     v waits in                          traffic
     up to 8192 values         registers of 1 to 256 threads       h read once, out written once
@@ -2072,6 +2073,8 @@ extern "C" int convolution_forward(
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
+    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
