@@ -5,15 +5,7 @@ import glob
 
 import pytest
 import torch
-from accuracy import (
-    allowed_error,
-    assert_as_accurate_as_eager,
-    assert_same_form,
-    draws,
-    largest,
-    same_kinds,
-    worst_error,
-)
+from accuracy import allowed_error, assert_as_accurate_as_eager, assert_same_form, draws, largest, same_kinds, worst_error
 from cases import (
     CASES,
     DTYPES,
