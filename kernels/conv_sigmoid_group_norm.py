@@ -635,7 +635,7 @@ struct ConvShape {
 
 // Prepared for each slice of channels.
 template <int SLOTS> struct SliceConstants {
-    float slope[SLOTS], offset[SLOTS];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset
+    float slope[SLOTS], offset[SLOTS];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset, less held_exponent below
     float input_scale;
 };
 
@@ -645,7 +645,8 @@ template <typename T, int KS> constexpr int kFragment = (KS == 3 ? 4 : 2) * (kSp
 struct ConvOperands {
     const void* x;
     void* out;
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    int type, parameter_type;  // dtypes' numbers, of x and out and of these six
     uint32_t* fragments;  // of each slice of a sample, slab, kernel row, lane
     void* constants;      // SliceConstants of each slice of a sample
     uint64_t* mailbox;    // of each parity of rounds, team, slot, number (hi, lo, M2), member
@@ -657,6 +658,11 @@ __device__ __forceinline__ uint32_t pair_of(__half a, __half b) { return bits_of
 __device__ __forceinline__ uint32_t pair_of(__nv_bfloat16 a, __nv_bfloat16 b) {
     __nv_bfloat162 v = __halves2bfloat162(a, b);
     return *reinterpret_cast<uint32_t*>(&v);
+}
+
+__device__ __forceinline__ float value_at(const void* p, int64_t i, int type) {
+    if (type == 0) return __ldg(static_cast<const float*>(p) + i);
+    return type == 2 ? to_acc(__ldg(static_cast<const __half*>(p) + i)) : to_acc(__ldg(static_cast<const __nv_bfloat16*>(p) + i));
 }
 
 // 16 pixels by 16 of K by 8 channels. A lane's a0 and a1 are of K's first half, for its two pixels, a2 and a3 of the second.
@@ -685,16 +691,19 @@ __device__ __forceinline__ void empty_mailbox(const ConvOperands& p, int64_t wor
     for (int64_t i = int64_t(blockIdx.x) * kConvBlock + threadIdx.x; i < words; i += int64_t(gridDim.x) * kConvBlock) p.mailbox[i] = 0;
 }
 
-// By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. row_scale, shared, is what a channel's weights are multiplied by.
-template <int SLOTS, bool SPLIT>
-__device__ __forceinline__ void prepare_constants(const ConvOperands& p, const ConvShape& s, int taps, int q, float (&row_scale)[SLOTS]) {
+// By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. to_fp16: x and the weights are converted, which takes scales.
+// row_scale, shared, is what a channel's weights are multiplied by.
+template <int SLOTS>
+__device__ __forceinline__ void prepare_constants(
+    const ConvOperands& p, const ConvShape& s, int taps, int q, bool to_fp16, int held_exponent, float (&row_scale)[SLOTS]) {
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
     static_assert(SLOTS <= 32, "a lane for each");
     __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
     for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
         float most = 0, sum = 0;
         for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(p.weight[int64_t(first + c) * k + i]);
+            const float w = fabsf(parameter(p.weight, int64_t(first + c) * k + i));
             most = fmaxf(most, w), sum += w;
         }
         for (int offset = 16; offset > 0; offset /= 2) {
@@ -705,26 +714,26 @@ __device__ __forceinline__ void prepare_constants(const ConvOperands& p, const C
     }
     __syncthreads();
     if (threadIdx.x < 32) {
-        float reach = lane < count ? fabsf(p.scale[first + lane]) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
+        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        if (lane == 0) shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane == 0) shared_input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
     if (threadIdx.x < SLOTS) {
         const int c = threadIdx.x;
         int exponent = 0;
         if (c < count) frexpf(largest[c], &exponent);
-        const float r = SPLIT ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
+        const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
         row_scale[c] = r;
         float slope = 0, offset = 0;
         if (c < count) {
-            const float factor = -1.44269504f * p.scale[first + c];
+            const float factor = -1.44269504f * parameter(p.scale, first + c);
             slope = factor / (shared_input_scale * r);
-            offset = factor * (p.conv_bias[first + c] + p.bias[first + c]);
+            offset = factor * (parameter(p.conv_bias, first + c) + parameter(p.bias, first + c)) - held_exponent;
         }
         SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
         constants.slope[c] = slope, constants.offset[c] = offset;
@@ -741,7 +750,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, Co
     __shared__ float row_scale[kSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
     empty_mailbox(p, mail_words);
-    prepare_constants<kSlots, SPLIT>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kSlots>(p, s, KS * KS, q, SPLIT, 0, row_scale);
     for (int i = threadIdx.x; i < s.slabs * KS * 32 * F; i += kConvBlock) {
         const int r = i % F, l = i / F % 32, ky = i / (F * 32) % KS, slab = i / (F * 32 * KS);
         // What register r holds of which tap. Two registers are the halves of an mma's K: of three taps the outer two as hi, then as lo; the
@@ -760,7 +769,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, Co
             const int in = slab * 8 + l % 4 * 2 + j;
             float w = 0;
             if (c < count && in < s.in_channels) {
-                w = p.weight[((int64_t(first + c) * s.in_channels + in) * KS + ky) * KS + kx] * row_scale[c];
+                w = value_at(p.weight, ((int64_t(first + c) * s.in_channels + in) * KS + ky) * KS + kx, p.parameter_type) * row_scale[c];
             }
             if (piece == kLo) w -= __half2float(__float2half_rn(w));
             pieces[j] = piece == kNothing ? 0.0f : w;
@@ -811,10 +820,10 @@ template <typename T, int P, bool VEC> struct Pixels {
     }
 };
 
-__device__ __forceinline__ float sigmoid_from_exponent(float t) {  // 1 / (1 + 2^t)
+template <int S = 0> __device__ __forceinline__ float sigmoid_from_exponent(float t) {  // 2^S / (1 + 2^(t + S))
     float e, v;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + e));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f / (1 << S) + e));
     return v;
 }
 
@@ -871,7 +880,8 @@ template <typename T, int KS>
 __device__ __noinline__ Moments<float> convolve_plainly(
     const ConvOperands& p, const ConvShape& s, int64_t sample, int channel, int first_row, int rows, float* to) {
     const int lane = threadIdx.x % 32, n = rows * s.columns;
-    const float* weight = p.weight + int64_t(channel) * s.in_channels * (KS * KS);
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
+    const int64_t weight = int64_t(channel) * s.in_channels * (KS * KS);
     const T* x = static_cast<const T*>(p.x) + sample * s.in_channels * s.height * s.width;
     float sum = 0;
     for (int i = lane; i < n; i += 32) {
@@ -879,10 +889,11 @@ __device__ __noinline__ Moments<float> convolve_plainly(
         float h = 0;
         for (int c = 0; c < s.in_channels; ++c) {
             for (int k = 0; k < KS * KS; ++k) {
-                h = fmaf(to_acc(x[(int64_t(c) * s.height + row + k / KS) * s.width + column + k % KS]), weight[c * (KS * KS) + k], h);
+                const float tap = parameter(p.weight, weight + c * (KS * KS) + k);
+                h = fmaf(to_acc(x[(int64_t(c) * s.height + row + k / KS) * s.width + column + k % KS]), tap, h);
             }
         }
-        to[i] = sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
+        to[i] = sigmoid(((h + parameter(p.conv_bias, channel)) + parameter(p.bias, channel)) * parameter(p.scale, channel));
         sum += to[i];
     }
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -1117,8 +1128,8 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             Moments<float> m = slot_moments[begin];
             for (int k = begin + 1; k < end; ++k) m = merge(m, slot_moments[k]);
             const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
-            const float a = __ldg(p.gamma + first + c) * rstd;
-            const float offset = isfinite(a) ? fmaf(-m.lo, a, __ldg(p.beta + first + c)) : NAN;
+            const float a = value_at(p.gamma, first + c, p.parameter_type) * rstd;
+            const float offset = isfinite(a) ? fmaf(-m.lo, a, value_at(p.beta, first + c, p.parameter_type)) : NAN;
             const int64_t at = out_begin + c * out_image;
             const int n = rows * s.columns;
             const Span<V> span(at, n);
@@ -1154,6 +1165,9 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
+// T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
+// of two, since fp16 has bfloat16's precision but not its range.
+//
 // Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
 // in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
 // team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
@@ -1173,6 +1187,7 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
 
 struct WideShape : ConvShape {
     int slots, stages;       // of v: units that wait for their statistics; of x
+    int passes;              // over K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
@@ -1194,40 +1209,42 @@ struct alignas(16) Sums {
 };
 
 // The channel of a slice whose weights are row r of A's hi. A plane of a slot is an odd number of fours, so that those of the rows that
-// store at once are apart by 8 banks.
+// store at once are in different banks.
 __device__ __forceinline__ int channel_of_row(int r) { return r / 8 * 8 + r % 4 * 2 + r / 4 % 2; }
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
+template <typename T, int KS> constexpr int kPassSlabs = kSplit<T> || KS == 3 ? 1 : 2;
+template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
 
 // Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    static_assert(KS == 3 || kSplit<T>, "a step of one tap is of x's hi and lo");
+    constexpr int kSlabs = kPassSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
+    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * 4;
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
-    prepare_constants<kWideSlots, kSplit<T>>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
-        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>);
-        const int c = channel_of_row(thread / 4);
-        const bool odd_one = step == kSteps<KS> - 1;  // of the last tap alone: x's hi and lo are the halves of K, or the second half is x
+        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, pass = i / (512 * kSteps<KS>);
+        const int c = channel_of_row(thread / 4), slab = pass * kSlabs + (kSlabs == 2 ? r / 2 : 0);
+        // Of the last tap alone: the halves of K are x's hi and lo, or two slabs, or the second half is x.
+        const bool odd_one = step == kSteps<KS> - 1;
         const int tap = odd_one ? KS * KS - 1 : 2 * step + r / 2;
         float pieces[2] = {};
         for (int j = 0; j < 2; ++j) {
             const int in = slab * 8 + thread % 4 * 2 + j;
             if (c >= count || in >= s.in_channels) continue;
-            const float w = p.weight[(int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap] * row_scale[c];
+            const int64_t at = (int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap;
+            const float w = value_at(p.weight, at, p.parameter_type) * row_scale[c];
             if (kSplit<T>) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
-            else pieces[j] = r % 2 || (odd_one && r < 2) ? 0.0f : w;
+            else pieces[j] = r % 2 || (KS == 3 && odd_one && r < 2) ? 0.0f : w;
         }
-        using Half = std::conditional_t<sizeof(T) == 2, T, __half>;
-        Half a, b;
-        from_acc(pieces[0], a), from_acc(pieces[1], b);
-        p.fragments[int64_t(q) * words + i] = pair_of(a, b);
+        p.fragments[int64_t(q) * words + i] = bits_of(__floats2half2_rn(pieces[0], pieces[1]));
     }
 }
 
@@ -1264,9 +1281,17 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
-__device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, float4& v) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from), "r"(int(condition)) : "memory");
+template <typename P> __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, P& pack) {
+    static_assert(sizeof(P) == 16, "a whole pack");
+    uint4& w = *reinterpret_cast<uint4*>(&pack);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from), "r"(int(condition)) : "memory");
+}
+// Two values as they are held, or as a 16-bit type is written.
+__device__ __forceinline__ void round_pair(float a, float b, float* to, bool) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void round_pair(float a, float b, __half* to, bool bf16) {
+    if (bf16) *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+    else *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
 }
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
@@ -1274,16 +1299,12 @@ __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { r
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
-template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
+__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"      \
-        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
-        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
-    else WGMMA("f16");
-#undef WGMMA
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
+        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 #undef D4
 }
 
@@ -1294,37 +1315,46 @@ template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[k
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
-// A pixel's channels in two halves, done here and not where they are stored.
-template <typename T> __device__ __forceinline__ void split(const T (&x)[8], float scale, uint4& hi, uint4& lo) {
-    uint32_t h[4], l[4] = {};
+// A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
+__device__ __forceinline__ void split(const float (&x)[8], float scale, bool, uint4& hi, uint4& lo) {
+    uint32_t h[4], l[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        if constexpr (sizeof(T) == 2) {
-            h[k] = pair_of(x[2 * k], x[2 * k + 1]);
-        } else {
-            const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
-            h[k] = bits_of(__floats2half2_rn(v0, v1));
-            const float2 f = floats_of(h[k]);
-            l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-        }
+        const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
+        h[k] = bits_of(__floats2half2_rn(v0, v1));
+        const float2 f = floats_of(h[k]);
+        l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
         asm volatile("" : "+r"(h[k]), "+r"(l[k]));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
+__device__ __forceinline__ void split(const __half (&x)[8], float scale, bool bf16, uint4& hi, uint4&) {
+    uint32_t h[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        h[k] = pair_of(x[2 * k], x[2 * k + 1]);
+        if (bf16) {
+            const __half2 v = __floats2half2_rn(__uint_as_float(h[k] << 16) * scale, __uint_as_float(h[k] & 0xffff0000u) * scale);
+            h[k] = bits_of(__hfma2(v, __half2half2(__ushort_as_half(0)), v));  // infinities become NaN
+        }
+        asm volatile("" : "+r"(h[k]));
+    }
+    hi = make_uint4(h[0], h[1], h[2], h[3]);
+}
 
 // One value in plain float32.
-template <typename T, int KS>
+template <int KS>
 __device__ __forceinline__ float convolve_value(
     const ConvOperands& p, const ConvShape& s, int64_t sample, int channel, int row, int column) {
-    const float* const weight = p.weight + int64_t(channel) * s.in_channels * (KS * KS);
-    const T* const x = static_cast<const T*>(p.x) + (sample * s.in_channels * s.height + row) * s.width + column;
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
+    const int64_t weight = int64_t(channel) * s.in_channels * (KS * KS), x = (sample * s.in_channels * s.height + row) * s.width + column;
     float h = 0;
 #pragma unroll 1
     for (int k = 0; k < s.in_channels * (KS * KS); ++k) {
         const int c = k / (KS * KS), tap = k - c * (KS * KS);
-        h = fmaf(to_acc(x[(int64_t(c) * s.height + tap / KS) * s.width + tap % KS]), weight[k], h);
+        h = fmaf(value_at(p.x, x + (int64_t(c) * s.height + tap / KS) * s.width + tap % KS, p.type), parameter(p.weight, weight + k), h);
     }
-    return sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
+    return sigmoid(((h + parameter(p.conv_bias, channel)) + parameter(p.bias, channel)) * parameter(p.scale, channel));
 }
 
 // What each role goes through, unit by unit.
@@ -1373,7 +1403,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
+    T* const held = reinterpret_cast<T*>(stages + s.stages * stage_bytes);
+    const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
@@ -1407,10 +1438,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const uint4* const fragments =
-                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
-            const auto load_fragments = [&](int slab) {
+                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.passes * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const auto load_fragments = [&](int pass) {
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (slab * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (pass * kSteps<KS> + i) * 128);
             };
             if (known != q) {
                 known = q;
@@ -1421,7 +1452,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int channel = first_channel(at_unit.part) + c;
             const bool present = c < channel_count(at_unit.part);
             const int own_rows = present ? rows : 0;
-            float* const v = held_begin(slot, c, out_begin(sample, channel));
+            T* const v = held_begin(slot, c, out_begin(sample, channel));
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
             if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
@@ -1430,7 +1461,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
                 int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
-                float* at;
+                T* at;
                 const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
@@ -1451,12 +1482,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
                 // Into shared memory; next: where the second one goes.
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                const auto keep = [&](T* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                    Pack<T, 2> pair;
+                    round_pair(v0, v1, pair.value, false);
                     if (PAIRS) {
-                        if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
+                        if (valid) *reinterpret_cast<Pack<T, 2>*>(to) = pair;
                     } else {
-                        if (valid) to[0] = v0;
-                        if (next_valid) to[next] = v1;
+                        if (valid) to[0] = pair.value[0];
+                        if (next_valid) to[next] = pair.value[1];
                     }
                 };
                 const auto advance = [&](int pixels) {
@@ -1473,20 +1506,21 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     advance(8);
                 };
                 begin();
-                const auto multiply = [&](int slab, int part, float (&d)[kTileN / 2]) {
-                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16;
+                const auto multiply = [&](int pass, int part, float (&d)[kTileN / 2]) {
+                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + pass * kPassSlabs<T, KS> * slab_bytes) / 16;
                     const uint32_t x = begin + task * kTaskPixels + part * kTileN;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
-                        wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
+                        const int tap = kPassSlabs<T, KS> == 2 && pass == s.passes - 1 ? 1 : k;
+                        wgmma(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[tap] + x), pass > 0 || k > 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
                 const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
                     const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
                         const int k = 4 * j + i;
-                        return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                        return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     };
                     if (part == 0) set_anchor(value(0, 0));
                     // No row ends here, and no output is missing but the last two: nothing to ask.
@@ -1516,11 +1550,11 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll 1
                 for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
                     float even[kTileN / 2], odd[kTileN / 2];
-                    const int last = s.slabs - 1;
+                    const int last = s.passes - 1;
 #pragma unroll 1
-                    for (int slab = 0; slab < last; ++slab) {
-                        load_fragments(slab);
-                        multiply(slab, part, even), multiply(slab, part + 1, odd);
+                    for (int pass = 0; pass < last; ++pass) {
+                        load_fragments(pass);
+                        multiply(pass, part, even), multiply(pass, part + 1, odd);
                         wgmma_wait<0>(even), wgmma_wait<0>(odd);
                     }
                     if (last > 0) load_fragments(last);
@@ -1545,7 +1579,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<T, KS>(p, s, sample, channel, first_row + r, there);
+                            v1 = convolve_value<KS>(p, s, sample, channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
                         if (j == 0) set_anchor(v0);
                         take(v0, v1);
@@ -1588,8 +1622,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
-            const float input_scale =
-                sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
+            const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
             for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
                 const int last = s.in_channels - slab * 8 - 1;
                 uint4 hi[kItems], lo[kItems];
@@ -1607,7 +1640,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
 #pragma unroll
-                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, hi[half + i], lo[half + i]);
+                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
                     asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
                 }
                 if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
@@ -1638,7 +1671,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             // A lane's group, and one of its channels.
             const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
             const bool exists = group * d < channels, own = exists && sub < d;
-            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
+            const float gamma = own ? value_at(p.gamma, first + c, p.parameter_type) : 0.0f;
+            const float beta = own ? value_at(p.beta, first + c, p.parameter_type) : 0.0f;
             const Sums* const posts = posts_of(at_unit, group);
             mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
             Sums all;  // every block adds all posts, in one order
@@ -1667,7 +1701,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             all.add_across_lanes(share);
             const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
             const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
-            const float a = gamma * reciprocal_sqrt(rounded + s.eps);
+            constexpr float kUnit = 1.0f / (1 << kHeldExponent<T>);
+            const float a = gamma * reciprocal_sqrt(rounded * (kUnit * kUnit) + s.eps) * kUnit;
             if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
             warp_arrives(norm_full + 8 * slot);
         }
@@ -1697,37 +1732,34 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const int64_t at = begin + c * out_image;
                 const float4 norm = *norm_of(slot, c);
                 const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
-                const float* const v = held_begin(slot, c, at);
+                const T* const v = held_begin(slot, c, at);
                 const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
-                constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
+                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
                 uint32_t from = shared_address(v + head + lane * V);
                 int left = packs - lane;
 #pragma unroll 1
                 for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
-                    float4 four[kBatch][V / 4];
+                    Pack<T, V> batch[kBatch];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) load_shared_if(left > 32 * b, from + 32 * 16 * b, batch[b]);
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                        for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
-                    }
-                    Pack<T, V> packs_out[kBatch];
-#pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-                        for (int j = 0; j < V / 4; ++j) {
-                            T* const four_out = packs_out[b].value + 4 * j;
-                            from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
-                            from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                        for (int j = 0; j < V; j += 2) {
+                            T* const two = batch[b].value + j;
+                            round_pair(normalized(to_acc(two[0])), normalized(to_acc(two[1])), two, bf16);
                         }
                     }
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
-                    to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
+                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, batch[b]);
+                    to += 32 * kBatch * V, from += 32 * kBatch * 16;
                 }
                 if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
                     const int loose = lane < head ? lane : packs * V + lane;
-                    from_acc(normalized(v[loose]), gout[at + loose]);
+                    Pack<T, 2> pair;
+                    round_pair(normalized(to_acc(v[loose])), 0, pair.value, bf16);
+                    gout[at + loose] = pair.value[0];
                 }
             }
             warp_arrives(v_empty + 8 * slot);
@@ -1942,7 +1974,7 @@ struct WidePlan {
 static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
-    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, pass_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
@@ -1950,14 +1982,15 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
-        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
-        if (slot_floats * 4 + stage_bytes > shared_most) break;
+        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
+        const int64_t slot_bytes = plane * s.slice_channels * value_bytes;
+        if (slot_bytes + stage_bytes > shared_most) break;
         if (members > sms) continue;
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
         for (int slots = 2; slots <= kMostSlots; ++slots) {
             for (int stages = 1; stages <= kMostStages; ++stages) {
-                if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
+                if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
                 const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
@@ -1968,7 +2001,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                     best = cost;
                     s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
                     s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                    plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
+                    plan->shared_bytes = int(slots * slot_bytes + stages * stage_bytes);
                 }
             }
         }
@@ -1986,9 +2019,10 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     };
     for (int k = 0; k < 4; ++k) s.taps[k] = pair(k, pieces - 1), s.taps[5 + k] = pair(k, 0);
     s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
-    if (ks == 1) s.taps[0] = tap_pair(0, plane);
+    s.passes = int(divide_up(s.slabs, pass_slabs));
+    if (ks == 1) s.taps[0] = tap_pair(0, pass_slabs == 2 ? s.pixels : plane), s.taps[1] = s.slabs % 2 ? 0 : s.taps[0];
     plan->slices = s.units_per_sample * s.slices;
-    plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
+    plan->fragment_words = int64_t(plan->slices) * s.passes * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
@@ -2052,16 +2086,18 @@ extern "C" int group_norm_forward(
 }
 // --- end shared: group norm entry points ---
 
-// The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
-// 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
+// The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups, and the dtype of
+// vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all float32 or all x's. x, out: contiguous, 16-byte aligned.
+// x null: see above.
 extern "C" int convolution_forward(
     int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
+    operands.type = dtype, operands.parameter_type = int(sizes[7]);
     if (x != nullptr) {
-        const float** fields[] = {&operands.weight, &operands.conv_bias, &operands.bias, &operands.scale, &operands.gamma, &operands.beta};
-        for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(vectors[i]);
+        const void** fields[] = {&operands.weight, &operands.conv_bias, &operands.bias, &operands.scale, &operands.gamma, &operands.beta};
+        for (int i = 0; i < 6; ++i) *fields[i] = vectors[i];
     }
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
     // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
@@ -2073,8 +2109,9 @@ extern "C" int convolution_forward(
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
-    else if (dtype == 2 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
-    else if (dtype == 3 && three && pairs) error = run(launch_wide_convolution<__nv_bfloat16, 3, true>);
+    else if (dtype > 1 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype > 1 && three) error = run(launch_wide_convolution<__half, 3, false>);
+    else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 1, true>);
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
@@ -4496,8 +4533,11 @@ at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, 
     const int64_t size = conv_weight.size(2);
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
+    at::Tensor ready[] = {conv_weight, conv_bias, bias, scale, weight, group_bias};
+    const bool same = std::all_of(std::begin(ready), std::end(ready), [&](const at::Tensor& t) { return t.scalar_type() == type; });
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
-        const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
+        const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups,
+            same ? dtype_number(x, "convolve") : 0};
         check_launch(convolution_forward(dtype_number(x, "convolve"), input, out, vectors, sizes, eps, workspace, workspace_bytes,
             current_stream()), "convolve");
     };
@@ -4506,9 +4546,8 @@ at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, 
     if (workspace_bytes < 0) return forward_on_cuda(at::conv2d(x, conv_weight, conv_bias), {bias, scale}, weight, group_bias, groups, eps);
     at::Tensor out = convolution_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
     const at::Tensor input = aligned(x), workspace = workspace_of(workspace_bytes, x);
-    at::Tensor ready[] = {conv_weight, conv_bias, bias, scale, weight, group_bias};
     const void* vectors[6];
-    for (int i = 0; i < 6; ++i) vectors[i] = (ready[i] = aligned(prepared(ready[i], x))).data_ptr();
+    for (int i = 0; i < 6; ++i) vectors[i] = (ready[i] = aligned(same ? ready[i] : prepared(ready[i], x))).data_ptr();
     run(input.data_ptr(), out.data_ptr(), vectors, workspace.data_ptr(), &workspace_bytes);
     return out;
 }
