@@ -662,7 +662,8 @@ __device__ __forceinline__ uint32_t pair_of(__nv_bfloat16 a, __nv_bfloat16 b) {
 
 __device__ __forceinline__ float value_at(const void* p, int64_t i, int type) {
     if (type == 0) return __ldg(static_cast<const float*>(p) + i);
-    return type == 2 ? to_acc(__ldg(static_cast<const __half*>(p) + i)) : to_acc(__ldg(static_cast<const __nv_bfloat16*>(p) + i));
+    const unsigned short bits = __ldg(static_cast<const unsigned short*>(p) + i);
+    return type == 2 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t(bits) << 16);
 }
 
 // 16 pixels by 16 of K by 8 channels. A lane's a0 and a1 are of K's first half, for its two pixels, a2 and a3 of the second.
@@ -1216,21 +1217,24 @@ template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps eac
 template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
 template <typename T, int KS> constexpr int kPassSlabs = kSplit<T> || KS == 3 ? 1 : 2;
 template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
+template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
+// Block q prepares slice q's weights, as A's fragments: of each pass, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
     constexpr int kSlabs = kPassSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
-    const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * 4;
+    constexpr int kWords = sizeof(Fragment<T>) / 4;
+    const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * kWords;
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
-        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, pass = i / (512 * kSteps<KS>);
+        const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
+        const int step = at_step / 128 % kSteps<KS>, pass = at_step / (128 * kSteps<KS>);
         const int c = channel_of_row(thread / 4), slab = pass * kSlabs + (kSlabs == 2 ? r / 2 : 0);
         // Of the last tap alone: the halves of K are x's hi and lo, or two slabs, or the second half is x.
         const bool odd_one = step == kSteps<KS> - 1;
@@ -1242,7 +1246,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
             const int64_t at = (int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap;
             const float w = value_at(p.weight, at, p.parameter_type) * row_scale[c];
             if (kSplit<T>) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
-            else pieces[j] = r % 2 || (KS == 3 && odd_one && r < 2) ? 0.0f : w;
+            else pieces[j] = KS == 3 && odd_one && r < 2 ? 0.0f : w;
         }
         p.fragments[int64_t(q) * words + i] = bits_of(__floats2half2_rn(pieces[0], pieces[1]));
     }
@@ -1306,6 +1310,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, ui
         " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
         : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 #undef D4
+}
+
+__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint2& a, uint64_t b, bool keep) {
+    wgmma(d, make_uint4(a.x, 0, a.y, 0), b, keep);
 }
 
 // All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
@@ -1432,22 +1440,22 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
-        uint4 a[kSteps<KS>];
+        Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            const uint4* const fragments =
-                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.passes * (kSteps<KS> * 128) + threadIdx.x % 128;
-            const auto load_fragments = [&](int pass) {
+            const Fragment<T>* const fragments =
+                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.passes * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const auto load_fragments = [&](int pass, Fragment<T> (&to)[kSteps<KS>]) {
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (pass * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (pass * kSteps<KS> + i) * 128);
             };
             if (known != q) {
                 known = q;
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
-                load_fragments(0);
+                load_fragments(0, a);
             }
             const int channel = first_channel(at_unit.part) + c;
             const bool present = c < channel_count(at_unit.part);
@@ -1470,21 +1478,26 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     anchor = sum = square = 0;
                     begin_row();
                 };
+                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
+                const auto pack = [](float v0, float v1) {
+                    Pack<T, 2> pair;
+                    round_pair(v0, v1, pair.value, false);
+                    return pair;
+                };
                 // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
                 const auto set_anchor = [&](float first) {
+                    first = to_acc(pack(first, first).value[0]);
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                     anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
                 // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
+                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                    const float d0 = valid ? to_acc(pair.value[0]) - anchor : 0.0f, d1 = next_valid ? to_acc(pair.value[1]) - anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
                 // Into shared memory; next: where the second one goes.
-                const auto keep = [&](T* to, int next, bool valid, bool next_valid, float v0, float v1) {
-                    Pack<T, 2> pair;
-                    round_pair(v0, v1, pair.value, false);
+                const auto keep = [&](T* to, int next, bool valid, bool next_valid, const Pack<T, 2>& pair) {
                     if (PAIRS) {
                         if (valid) *reinterpret_cast<Pack<T, 2>*>(to) = pair;
                     } else {
@@ -1501,8 +1514,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const auto take = [&](float v0, float v1) {
                     const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
                     const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
-                    add(valid, next_valid, v0, v1);
+                    const Pack<T, 2> pair = pack(v0, v1);
+                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                    add(valid, next_valid, pair);
                     advance(8);
                 };
                 begin();
@@ -1527,18 +1541,18 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
                         const int last = column + kTileN - 8;
                         const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                        float v[kTileN / 4];
+                        Pack<T, 2> v[kTileN / 8];
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
                             const bool inner = j < kTileN / 8 - 1;
-                            v[2 * j] = value(j, 0), v[2 * j + 1] = value(j, 1);
-                            add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
+                            v[j] = pack(value(j, 0), value(j, 1));
+                            add(inner || valid, inner || next_valid, v[j]);
                         }
                         // All stores behind all sums: a register that a store has not read yet is not to be written.
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
                             const bool inner = j < kTileN / 8 - 1;
-                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
+                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[j]);
                         }
                         advance(kTileN);
                     } else {
@@ -1553,17 +1567,21 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int last = s.passes - 1;
 #pragma unroll 1
                     for (int pass = 0; pass < last; ++pass) {
-                        load_fragments(pass);
+                        Fragment<T> ahead[kSteps<KS>];
                         multiply(pass, part, even), multiply(pass, part + 1, odd);
+                        if (!SPLIT && KS == 3) load_fragments(pass + 1, ahead);  // beside these products
                         wgmma_wait<0>(even), wgmma_wait<0>(odd);
+                        if (SPLIT || KS == 1) load_fragments(pass + 1, ahead);
+#pragma unroll
+                        for (int i = 0; i < kSteps<KS>; ++i) a[i] = ahead[i];
                     }
-                    if (last > 0) load_fragments(last);
                     multiply(last, part, even), multiply(last, part + 1, odd);
                     wgmma_wait<1>(even);
                     if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
                     if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
                     finish(part, even);
                     wgmma_wait<0>(odd);
+                    if (last > 0) load_fragments(0, a);
                     if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                     finish(part + 1, odd);
                 }
@@ -2022,7 +2040,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     s.passes = int(divide_up(s.slabs, pass_slabs));
     if (ks == 1) s.taps[0] = tap_pair(0, pass_slabs == 2 ? s.pixels : plane), s.taps[1] = s.slabs % 2 ? 0 : s.taps[0];
     plan->slices = s.units_per_sample * s.slices;
-    plan->fragment_words = int64_t(plan->slices) * s.passes * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
+    plan->fragment_words = int64_t(plan->slices) * s.passes * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 2 * pieces;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
