@@ -1173,6 +1173,9 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
 // team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
 // bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
+//
+// Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2 the
+// posts are there from the beginning, and the consumers write the output themselves. Nothing is held, and no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
@@ -1187,6 +1190,7 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
+    int phase;               // 1 or 2, of two
     int slots, stages;       // of v: units that wait for their statistics; of x
     int passes;              // over K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
@@ -1382,13 +1386,14 @@ struct Walk {
     }
 };
 
-// PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
-template <typename T, int KS, bool PAIRS>
+// PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together. PHASES: the two launches.
+template <typename T, int KS, bool PAIRS, bool PHASES>
 __global__ void __launch_bounds__(kWideBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
+    const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
     __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
@@ -1429,8 +1434,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     // from the one before, whose posts they have read.
     const auto posts_of = [&](const Walk& unit, int group) {
         const int place = unit.slot + unit.slot_phase * s.slots;
-        return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
+        const int64_t at = PHASES ? unit.unit : int64_t(place) * s.teams + blockIdx.z;
+        return reinterpret_cast<Sums*>(p.mailbox) + (at * s.groups + group) * members;
     };
+    const auto tag_of = [](const Walk& unit) { return PHASES ? 1 : unit.tag; };
     const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
     const auto outputs_before = [&](int pixel) {  // of the band's
         const int n = min(pixel, rows * s.width), row = row_of(n);
@@ -1440,6 +1447,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
+        constexpr bool kAhead = !SPLIT && KS == 3 && !PHASES;
         Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
@@ -1461,6 +1469,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const bool present = c < channel_count(at_unit.part);
             const int own_rows = present ? rows : 0;
             T* const v = held_begin(slot, c, out_begin(sample, channel));
+            const auto await_slot = [&] {
+                mbarrier_wait((writes ? norm_full : v_empty) + 8 * slot, at_unit.slot_phase ^ int(!writes));
+            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
             if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
@@ -1496,14 +1507,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
-                // Into shared memory; next: where the second one goes.
-                const auto keep = [&](T* to, int next, bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                // Into memory; next: where the second one goes.
+                const auto store = [&](T* to, int next, bool valid, bool next_valid, const Pack<T, 2>& pair) {
                     if (PAIRS) {
                         if (valid) *reinterpret_cast<Pack<T, 2>*>(to) = pair;
                     } else {
                         if (valid) to[0] = pair.value[0];
                         if (next_valid) to[next] = pair.value[1];
                     }
+                };
+                const auto write = [&](T* from, int next, bool valid, bool next_valid, Pack<T, 2> pair) {  // where it would be held
+                    const float4 norm = *norm_of(slot, c);
+                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.x, norm.y, norm.z); };
+                    round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
+                    store(static_cast<T*>(p.out) + out_begin(sample, channel) + (from - v), next, valid, next_valid, pair);
                 };
                 const auto advance = [&](int pixels) {
                     column += pixels, at += pixels;
@@ -1515,7 +1532,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
                     const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
                     const Pack<T, 2> pair = pack(v0, v1);
-                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                    const int next = wraps ? s.columns - column : 1;
+                    if (!PHASES) store(at, next, valid, next_valid, pair);
+                    if (writes) write(at, next, valid, next_valid, pair);
                     add(valid, next_valid, pair);
                     advance(8);
                 };
@@ -1549,41 +1568,61 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             add(inner || valid, inner || next_valid, v[j]);
                         }
                         // All stores behind all sums: a register that a store has not read yet is not to be written.
+                        const auto all = [&](const auto& to_memory) {
 #pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool inner = j < kTileN / 8 - 1;
-                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[j]);
-                        }
+                            for (int j = 0; j < kTileN / 8; ++j) {
+                                const bool inner = j < kTileN / 8 - 1;
+                                to_memory(at + 8 * j, 1, inner || valid, inner || next_valid, v[j]);
+                            }
+                        };
+                        if (!PHASES) all(store);
+                        if (writes) all(write);
                         advance(kTileN);
                     } else {
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) take(value(j, 0), value(j, 1));
                     }
                 };
-                // Two tiles at a time: the second one's products go with the first one's sigmoids.
+                // Two tiles at a time: the second one's products go with the first one's sigmoids. One in phases, which take registers.
+                constexpr int kAtOnce = PHASES ? 1 : 2, kParts = kTaskPixels / kTileN;
 #pragma unroll 1
-                for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
+                for (int part = 0; part < kParts; part += kAtOnce) {
                     float even[kTileN / 2], odd[kTileN / 2];
                     const int last = s.passes - 1;
+                    const auto multiply_all = [&](int pass) {
+                        multiply(pass, part, even);
+                        if (kAtOnce > 1) multiply(pass, part + 1, odd);
+                    };
 #pragma unroll 1
                     for (int pass = 0; pass < last; ++pass) {
+                        multiply_all(pass);
                         Fragment<T> ahead[kSteps<KS>];
-                        multiply(pass, part, even), multiply(pass, part + 1, odd);
-                        if (!SPLIT && KS == 3) load_fragments(pass + 1, ahead);  // beside these products
-                        wgmma_wait<0>(even), wgmma_wait<0>(odd);
-                        if (SPLIT || KS == 1) load_fragments(pass + 1, ahead);
+                        if (kAhead) load_fragments(pass + 1, ahead);  // beside these products
+                        wgmma_wait<0>(even);
+                        if (kAtOnce > 1) wgmma_wait<0>(odd);
+                        if (!kAhead) load_fragments(pass + 1, ahead);
 #pragma unroll
-                        for (int i = 0; i < kSteps<KS>; ++i) a[i] = ahead[i];
+                        for (int i = 0; i < kSteps<KS>; ++i) {
+                            a[i] = ahead[i];
+                            if (kAhead) a[i].x ^= s.phase, a[i].y ^= s.phase;  // 0, or ptxas loads into a itself, and lines all products up
+                        }
                     }
-                    multiply(last, part, even), multiply(last, part + 1, odd);
-                    wgmma_wait<1>(even);
+                    multiply_all(last);
+                    wgmma_wait<kAtOnce - 1>(even);
+                    if (kAtOnce == 1 && last > 0) load_fragments(0, a);
                     if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                    if (part == 0 && task == turn) await_slot();
+                    const auto release_x = [&] {
+                        if (part + kAtOnce == kParts && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    };
+                    if (kAtOnce == 1) release_x();
                     finish(part, even);
-                    wgmma_wait<0>(odd);
-                    if (last > 0) load_fragments(0, a);
-                    if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    finish(part + 1, odd);
+                    if (kAtOnce > 1) {
+                        wgmma_wait<0>(odd);
+                        if (last > 0) load_fragments(0, a);
+                        release_x();
+                        finish(part + 1, odd);
+                    }
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
@@ -1607,7 +1646,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     sum += __shfl_xor_sync(~0u, sum, mask);
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
-                if (t == 0) {
+                if (t == 0 && !writes) {  // then the norm is there
                     Sums some;
                     const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
                     const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
@@ -1619,8 +1658,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             if (task == turn) {  // all of a small band were the other's
                 if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
                 warp_arrives(x_empty + 8 * stage);
-                mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                if (t == 0) made = Sums();
+                await_slot();
+                if (t == 0 && !writes) made = Sums();
             }
             turn = task - tasks;
             warp_arrives(v_full + 8 * slot);
@@ -1682,6 +1721,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
     if (role < kExchangers) {
+        if (PHASES && !writes) return;
         constexpr int kBatch = 4;  // posts of a lane that are asked for together
         const int share = s.share, sub = lane & (share - 1), group = (32 * role + lane) / share;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
@@ -1692,7 +1732,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const float gamma = own ? value_at(p.gamma, first + c, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + c, p.parameter_type) : 0.0f;
             const Sums* const posts = posts_of(at_unit, group);
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            if (writes) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+            else mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
             Sums all;  // every block adds all posts, in one order
             for (int base = sub; exists && base < members; base += share * kBatch) {
                 Sums some[kBatch];
@@ -1709,7 +1750,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        if ((__double2loint(some[i].square) & 3) == at_unit.tag) missing &= ~(1u << i);
+                        if ((__double2loint(some[i].square) & 3) == tag_of(at_unit)) missing &= ~(1u << i);
                     }
                 }
 #pragma unroll
@@ -1725,6 +1766,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             warp_arrives(norm_full + 8 * slot);
         }
     } else if (role == kExchangers) {
+        if (writes) return;
         const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
@@ -1736,8 +1778,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
                 }
                 all.add_across_lanes(s.channel_share);
-                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, tag_of(at_unit));
             }
+            for (int i = 0; PHASES && i < kExchangers; ++i) warp_arrives(norm_full + 8 * slot);  // in their place
         }
     } else {
         T* const gout = static_cast<T*>(p.out);
@@ -1745,8 +1788,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
-            mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            for (int c = role - kExchangers - 1; c < channels; c += kWriters) {
+            mbarrier_wait((writes ? v_full : norm_full) + 8 * slot, at_unit.slot_phase);
+            for (int c = role - kExchangers - 1; !PHASES && c < channels; c += kWriters) {
                 const int64_t at = begin + c * out_image;
                 const float4 norm = *norm_of(slot, c);
                 const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
@@ -1989,7 +2032,7 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, int sms, int shared_most) {
+static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, bool phases, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, pass_slabs = ks == 3 || pieces == 2 ? 1 : 2;
@@ -2001,17 +2044,17 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
         const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
-        const int64_t slot_bytes = plane * s.slice_channels * value_bytes;
+        const int64_t slot_bytes = phases ? 0 : plane * s.slice_channels * value_bytes;
         if (slot_bytes + stage_bytes > shared_most) break;
-        if (members > sms) continue;
-        const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
-        const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
+        if (!phases && members > sms) continue;
+        const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
+        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
         for (int slots = 2; slots <= kMostSlots; ++slots) {
             for (int stages = 1; stages <= kMostStages; ++stages) {
                 if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
-                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                const double write = phases ? 0 : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
@@ -2046,14 +2089,15 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
     s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
-    plan->mail_words = int64_t(2) * s.slots * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
+    const int64_t places = phases ? s.units : int64_t(2) * s.slots * s.teams;
+    plan->mail_words = places * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
     return true;
 }
 
-template <typename T, int KS, bool PAIRS>
+template <typename T, int KS, bool PAIRS, bool PHASES = false>
 static cudaError_t launch_wide_convolution(
     const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
-    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS>;
+    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS, PHASES>;
     Device device;
     cudaFuncAttributes attributes;
     cudaError_t error = current_device(&device);
@@ -2067,7 +2111,7 @@ static cudaError_t launch_wide_convolution(
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), PHASES, device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -2078,7 +2122,11 @@ static cudaError_t launch_wide_convolution(
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
     prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.mail_words);
     const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
-    return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    if constexpr (!PHASES) return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    for (plan.shape.phase = 1; PHASES && plan.shape.phase <= 2; ++plan.shape.phase) {
+        kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+    }
+    return cudaGetLastError();
 }
 #endif  // CUDART_VERSION >= 12040
 
@@ -2130,6 +2178,10 @@ extern "C" int convolution_forward(
     else if (dtype > 1 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
     else if (dtype > 1 && three) error = run(launch_wide_convolution<__half, 3, false>);
     else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 1, true>);
+    if (error == cudaSuccess && *workspace_bytes < 0 && three) {
+        if (dtype == 0 && few) error = run(launch_wide_convolution<float, 3, false, true>);
+        else if (dtype > 1) error = run(launch_wide_convolution<__half, 3, false, true>);
+    }
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
