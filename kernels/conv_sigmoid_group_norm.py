@@ -619,6 +619,12 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 // alone decide, so that fp16's finest step is below what float32 shows of a sigmoid; an input that is too large for fp16 makes a NaN, and the
 // block then computes its band again in plain float32.
 
+constexpr bool kHopperHasOwn = CUDART_VERSION >= 12040;  // a kernel, which is further below
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kTakenByHopper = kHopperHasOwn;
+#else
+constexpr bool kTakenByHopper = false;
+#endif
 constexpr int kConvWarps = 8, kConvBlock = 32 * kConvWarps;
 constexpr int kSlots = 8;        // channels of a block: the N of an mma
 constexpr int kTilePixels = 32;  // of a row, a warp: two mma tiles of 16
@@ -746,6 +752,7 @@ __device__ __forceinline__ void prepare_constants(
 // Block q prepares slice q's weights and constants; all blocks together empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
+    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int F = kFragment<T, KS>;
     __shared__ float row_scale[kSlots];
@@ -920,6 +927,7 @@ __device__ __noinline__ Moments<float> convolve_plainly(
 template <typename T, int KS, bool VEC, bool MULTI>
 __global__ void __launch_bounds__(kConvBlock, 2)
 convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_constant__ ConvShape s) {
+    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int P = 4 + KS - 1, F = kFragment<T, KS>, V = kPack<T>;
     extern __shared__ __align__(16) float held[];
@@ -2001,7 +2009,7 @@ static cudaError_t launch_convolution(
     int resident = 0, shared_of_sm = 0, id = 0;
     cudaError_t error = current_device(&device);
     *workspace_bytes = -1;
-    if (error == cudaSuccess && device.major < 8) return error;
+    if (error == cudaSuccess && (device.major < 8 || (device.major == 9 && kHopperHasOwn))) return error;
     if (error == cudaSuccess) error = cudaGetDevice(&id);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
@@ -2122,11 +2130,14 @@ static cudaError_t launch_wide_convolution(
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
     prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.mail_words);
     const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
-    if constexpr (!PHASES) return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
-    for (plan.shape.phase = 1; PHASES && plan.shape.phase <= 2; ++plan.shape.phase) {
-        kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+    if constexpr (PHASES) {
+        for (plan.shape.phase = 1; plan.shape.phase <= 2; ++plan.shape.phase) {
+            kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+        }
+        return cudaGetLastError();
+    } else {
+        return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
     }
-    return cudaGetLastError();
 }
 #endif  // CUDART_VERSION >= 12040
 
@@ -2156,15 +2167,18 @@ extern "C" int group_norm_forward(
 // vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all float32 or all x's. x, out: contiguous, 16-byte aligned.
 // x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* given_sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
-    operands.type = dtype, operands.parameter_type = int(sizes[7]);
+    operands.type = dtype, operands.parameter_type = int(given_sizes[7]);
     if (x != nullptr) {
         const void** fields[] = {&operands.weight, &operands.conv_bias, &operands.bias, &operands.scale, &operands.gamma, &operands.beta};
         for (int i = 0; i < 6; ++i) *fields[i] = vectors[i];
     }
+    const bool turned = given_sizes[5] == 1 && given_sizes[3] % 2 != 0;  // to 1x1 kernels height and width are the same
+    const int64_t sizes[] = {given_sizes[0], given_sizes[1], given_sizes[turned ? 3 : 2], given_sizes[turned ? 2 : 3], given_sizes[4],
+        given_sizes[5], given_sizes[6]};
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
     // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
     const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
