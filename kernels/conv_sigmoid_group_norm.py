@@ -1348,15 +1348,16 @@ __device__ __forceinline__ void split(const float (&x)[8], float scale, bool, ui
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
+__device__ __forceinline__ uint32_t to_fp16(uint32_t pair, float scale, bool bf16) {
+    if (!bf16) return pair;
+    const __half2 v = __floats2half2_rn(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
+    return bits_of(__hfma2(v, __half2half2(__ushort_as_half(0)), v));  // infinities become NaN
+}
 __device__ __forceinline__ void split(const __half (&x)[8], float scale, bool bf16, uint4& hi, uint4&) {
     uint32_t h[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        h[k] = pair_of(x[2 * k], x[2 * k + 1]);
-        if (bf16) {
-            const __half2 v = __floats2half2_rn(__uint_as_float(h[k] << 16) * scale, __uint_as_float(h[k] & 0xffff0000u) * scale);
-            h[k] = bits_of(__hfma2(v, __half2half2(__ushort_as_half(0)), v));  // infinities become NaN
-        }
+        h[k] = to_fp16(pair_of(x[2 * k], x[2 * k + 1]), scale, bf16);
         asm volatile("" : "+r"(h[k]));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]);
@@ -1592,9 +1593,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                 };
                 // Two tiles at a time: the second one's products go with the first one's sigmoids. One in phases, which take registers.
-                constexpr int kAtOnce = PHASES ? 1 : 2, kParts = kTaskPixels / kTileN;
+                constexpr int kAtOnce = PHASES ? 1 : 2;
+                const int parts = (min(kTaskPixels, rows * s.width - task * kTaskPixels) + kTileN - 1) / kTileN;
 #pragma unroll 1
-                for (int part = 0; part < kParts; part += kAtOnce) {
+                for (int part = 0; part < parts; part += kAtOnce) {
                     float even[kTileN / 2], odd[kTileN / 2];
                     const int last = s.passes - 1;
                     const auto multiply_all = [&](int pass) {
@@ -1621,7 +1623,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
                     if (part == 0 && task == turn) await_slot();
                     const auto release_x = [&] {
-                        if (part + kAtOnce == kParts && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                        if (part + kAtOnce >= parts && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                     };
                     if (kAtOnce == 1) release_x();
                     finish(part, even);
@@ -1688,38 +1690,74 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
-            for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
-                const int last = s.in_channels - slab * 8 - 1;
-                uint4 hi[kItems], lo[kItems];
-#pragma unroll
-                for (int half = 0; half < kItems; half += kItems / 2) {
-                    T raw[kItems / 2][8];
-                    const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+            if constexpr (!SPLIT && PAIRS) {  // two pixels at a time
+                constexpr int kPairs = kItems / 2;
+                for (int slab = 0, begin = 2 * tid; slab < s.slabs;) {
+                    const int last = s.in_channels - slab * 8 - 1;
+                    uint32_t raw[kPairs][8];
+                    const T* from = band_of_x(sample, slab * 8) + begin;
 #pragma unroll
                     for (int c = 0; c < 8; ++c) {
 #pragma unroll
-                        for (int i = 0; i < kItems / 2; ++i) {
-                            from_acc(0.0f, raw[i][c]);
-                            if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                        for (int i = 0; i < kPairs; ++i) {
+                            raw[i][c] = 0;
+                            const auto* const at = reinterpret_cast<const uint32_t*>(from + 2 * i * kThreads);
+                            if (begin + 2 * i * kThreads < pixels) raw[i][c] = __ldg(at);
                         }
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
+                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
-                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
-                    asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
-                }
-                if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
-                unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
+                    for (int i = 0; i < kPairs; ++i) {
+                        uint32_t h[2][4];
 #pragma unroll
-                for (int i = 0; i < kItems; ++i) {
-                    if (begin + i * kThreads < pixels) {
-                        uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
-                        *at = hi[i];
-                        if (SPLIT) at[plane_bytes / 16] = lo[i];
+                        for (int k = 0; k < 4; ++k) {
+                            h[0][k] = to_fp16(__byte_perm(raw[i][2 * k], raw[i][2 * k + 1], 0x5410), input_scale, bf16);
+                            h[1][k] = to_fp16(__byte_perm(raw[i][2 * k], raw[i][2 * k + 1], 0x7632), input_scale, bf16);
+                        }
+                        if (begin + 2 * i * kThreads < pixels) {
+                            uint4* const at = reinterpret_cast<uint4*>(to + 2 * i * kThreads * 16);
+                            at[0] = make_uint4(h[0][0], h[0][1], h[0][2], h[0][3]), at[1] = make_uint4(h[1][0], h[1][1], h[1][2], h[1][3]);
+                        }
                     }
+                    begin += kItems * kThreads;
+                    if (begin - 2 * tid >= pixels) begin = 2 * tid, ++slab;
                 }
-                begin += kItems * kThreads;
-                if (begin - tid >= pixels) begin = tid, ++slab;
+            } else {
+                for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
+                    const int last = s.in_channels - slab * 8 - 1;
+                    uint4 hi[kItems], lo[kItems];
+#pragma unroll
+                    for (int half = 0; half < kItems; half += kItems / 2) {
+                        T raw[kItems / 2][8];
+                        const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+#pragma unroll
+                        for (int c = 0; c < 8; ++c) {
+#pragma unroll
+                            for (int i = 0; i < kItems / 2; ++i) {
+                                from_acc(0.0f, raw[i][c]);
+                                if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                            }
+                            from += c < last ? image : 0;  // a channel that does not exist has weights of 0
+                        }
+#pragma unroll
+                        for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
+                        asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
+                    }
+                    if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
+#pragma unroll
+                    for (int i = 0; i < kItems; ++i) {
+                        if (begin + i * kThreads < pixels) {
+                            uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
+                            *at = hi[i];
+                            if (SPLIT) at[plane_bytes / 16] = lo[i];
+                        }
+                    }
+                    begin += kItems * kThreads;
+                    if (begin - tid >= pixels) begin = tid, ++slab;
+                }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * at_unit.stage);
@@ -2056,14 +2094,14 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         if (slot_bytes + stage_bytes > shared_most) break;
         if (!phases && members > sms) continue;
         const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
-        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
+        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms)), tiles = int(divide_up(int64_t(most) * s.width, kTileN));
         for (int slots = 2; slots <= kMostSlots; ++slots) {
             for (int stages = 1; stages <= kMostStages; ++stages) {
                 if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
+                const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tiles * (450 + 50.0 * ks * s.slabs) / kConsumers;
                 const double write = phases ? 0 : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
-                const double life = make + (members == 1 ? 2500 : 5000) + write;
+                const double life = make + (members == 1 ? 2500 : 5000) + (phases ? 10.0 * members : write);  // in phases, to read the posts
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
@@ -2193,7 +2231,9 @@ extern "C" int convolution_forward(
     else if (dtype > 1 && three) error = run(launch_wide_convolution<__half, 3, false>);
     else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 1, true>);
     if (error == cudaSuccess && *workspace_bytes < 0 && three) {
-        if (dtype == 0 && few) error = run(launch_wide_convolution<float, 3, false, true>);
+        if (dtype == 0 && few && pairs) error = run(launch_wide_convolution<float, 3, true, true>);
+        else if (dtype == 0 && few) error = run(launch_wide_convolution<float, 3, false, true>);
+        else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 3, true, true>);
         else if (dtype > 1) error = run(launch_wide_convolution<__half, 3, false, true>);
     }
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;

@@ -31,6 +31,8 @@ SHAPES = [
     case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
     case("nine of the benchmark's images", 9, 8, 256, 256, 3, 8, 4),
     case("images too large for 32 channels at once", 1, 8, 520, 516, 3, 8, 4),
+    case("images of odd width in two launches", 1, 8, 600, 601, 3, 8, 4),
+    case("20 channels in two launches", 2, 20, 300, 500, 3, 1, 40),
     case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
     case("a group of 35 channels and an odd size", 2, 3, 51, 53, 3, 2, 35),
     case("narrow images of an odd width", 5, 8, 300, 9, 3, 4, 4),
@@ -38,6 +40,7 @@ SHAPES = [
     case("33 channels to 128 in one group", 2, 33, 30, 31, 3, 1, 128),
     case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
     case("1x1 kernels and an odd size", 2, 20, 57, 59, 1, 4, 6),
+    case("1x1 kernels and an odd width", 2, 20, 58, 57, 1, 4, 6),
 ]
 shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
