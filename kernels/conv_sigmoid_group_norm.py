@@ -935,7 +935,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
     const int slice = member / s.bands, band = member % s.bands;
-    const auto band_begin = [&](int b) { return int(int64_t(s.rows) * b / s.bands); };
+    const auto band_begin = [&](int b) { return s.rows * b / s.bands; };
     const int first_row = band_begin(band), rows = band_begin(band + 1) - first_row;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int tiles = (s.columns + kTilePixels - 1) / kTilePixels;
@@ -946,14 +946,16 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
         const int sample = quotient(unit, s.units_per_sample), q = (unit - sample * s.units_per_sample) * s.slices + slice;
         const int first = slice_first(s, q), channels = slice_count(s, q);
         const T* const gx = static_cast<const T*>(p.x) + int64_t(sample) * s.in_channels * image;
-        const int64_t out_begin = (int64_t(sample) * s.out_channels + first) * out_image + int64_t(first_row) * s.columns;
+        const auto out_at = [&](int c) {
+            int own_sample = sample;
+            asm volatile("" : "+r"(own_sample));  // computed anew where it is used: registers
+            return (int64_t(own_sample) * s.out_channels + first + c) * out_image + int64_t(first_row) * s.columns;
+        };
         // A slot's band lies in shared memory as in the output, its packs aligned where the output's are.
-        const auto held_begin = [&](int c) { return c * s.plane + int((out_begin + c * out_image) & (V - 1)); };
+        const auto held_begin = [&](int c) { return c * s.plane + int(out_at(c) & (V - 1)); };
 
         const SliceConstants<kSlots>& constants = static_cast<const SliceConstants<kSlots>*>(p.constants)[q];
         const float input_scale = SPLIT ? constants.input_scale : 1.0f;
-        const float slope[2] = {constants.slope[2 * t], constants.slope[2 * t + 1]};
-        const float offset[2] = {constants.offset[2 * t], constants.offset[2 * t + 1]};
         uint32_t b[KS][F];
         const auto load_fragments = [&](int slab) {
             const uint32_t* from = p.fragments + ((int64_t(q) * s.slabs + slab) * KS * 32 + lane) * F;
@@ -968,13 +970,15 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             const int part = task / tiles, begin = rows * part / s.parts, n = rows * (part + 1) / s.parts - begin;
             const int x0 = (task % tiles) * kTilePixels + 4 * g, left = s.columns - x0;  // of this lane's first pixel
             const int lane_x = min(x0, VEC ? s.width - 4 : s.width - 1);
-            const T* from = gx + int64_t(first_row + begin) * s.width + lane_x;
+            const T* from = gx + int64_t(first_row + begin) * s.width + lane_x + (MULTI ? 0 : min(2 * t, s.in_channels - 1) * image);
+            const int other = 2 * t + 1 < s.in_channels ? int(image) : 0;
             Pixels<T, P, VEC> pixels;
             pixels.left = s.width - 1 - lane_x;
             pixels.second = min(x0 + 4, s.width - 2) - lane_x;
             const auto load = [&](int i, int slab) {
                 const int c = min(slab * 8 + 2 * t, s.in_channels - 1);  // a channel that does not exist has weights of 0
-                pixels.load(from + i * s.width + c * image, c + 1 < s.in_channels ? image : 0);
+                if (MULTI) pixels.load(from + i * s.width + c * image, c + 1 < s.in_channels ? image : 0);
+                else pixels.load(from + i * s.width, other);
             };
             load(0, 0);
             float acc[KS][2][4];
@@ -983,6 +987,10 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             const bool full = (task % tiles + 1) * kTilePixels <= s.columns;
 
             const auto emit = [&](int row, float (&tile)[2][4]) {
+                int own = 2 * t;
+                asm volatile("" : "+r"(own));  // read anew, from L1: registers
+                const float slope[2] = {__ldg(constants.slope + own), __ldg(constants.slope + own + 1)};
+                const float offset[2] = {__ldg(constants.offset + own), __ldg(constants.offset + own + 1)};
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float v[4] = {tile[0][c], tile[0][2 + c], tile[1][c], tile[1][2 + c]};
@@ -1044,10 +1052,14 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
                             }
                             if (MULTI) load_fragments(slab);
                             const bool last = !MULTI || slab == s.slabs - 1;
-                            if (!last) load(i, slab + 1);
-                            else load(min(i + 1, n + KS - 2), 0);
+                            const auto load_next = [&] {
+                                if (!last) load(i, slab + 1);
+                                else load(min(i + 1, n + KS - 2), 0);
+                            };
+                            if (MULTI) load_next();
 #pragma unroll
                             for (int ky = 0; ky < KS; ++ky) {
+                                if (!MULTI && ky == KS / 2) load_next();
                                 {
 #pragma unroll
                                     for (int m = 0; m < 2; ++m) {
@@ -1139,7 +1151,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
             const float a = value_at(p.gamma, first + c, p.parameter_type) * rstd;
             const float offset = isfinite(a) ? fmaf(-m.lo, a, value_at(p.beta, first + c, p.parameter_type)) : NAN;
-            const int64_t at = out_begin + c * out_image;
+            const int64_t at = out_at(c);
             const int n = rows * s.columns;
             const Span<V> span(at, n);
             const float* const v = held + held_begin(c);
