@@ -3,12 +3,13 @@
     h = conv2d(x, W) + b;    v = sigmoid((h + bias) * scale);    out = (v - mean) * rstd * gamma + beta
 
 `mean` and `rstd` are those of a slice, the pixels of the channels of one group of one sample: rstd = 1 / sqrt(M2 / n + eps),
-M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for plain 3x3
-convolutions of up to 8 input channels (float32 up to 24 where rows are whole 16 bytes) and 1x1 ones of float32 (up to 64, the same
-rows), up to 128 output channels and units of some 25 MB: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in
-shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and on Hopper wgmma with 32, which
-takes 3x3 ones of 16-bit types and even widths too, of up to 64 input channels. Everywhere else self.conv is ATen's, all that follows it is
-one operator, and where v waits depends on the slice:
+M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for many plain 3x3
+and 1x1 convolutions to up to 128 channels: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in shared memory
+until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (64 in
+16-bit types, both of which are fp16 there), 1x1 ones from up to 64 where height or width is even; 3x3 ones whose v does not fit take two
+launches, which make it twice. Below and above, mma.sync with eight output channels a block takes units of some 25 MB: 3x3 kernels from up
+to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of float32 (up to 64, the same widths).
+Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
 
     slice                     v waits in                          traffic
     up to 8192 values         registers of 1 to 256 threads       h read once, out written once
@@ -721,7 +722,8 @@ __device__ __forceinline__ void prepare_constants(
     }
     __syncthreads();
     if (threadIdx.x < 32) {
-        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
+        // Of a pre-activation, for inputs in [-1, 1].
+        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
@@ -1190,12 +1192,12 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // of two, since fp16 has bfloat16's precision but not its range.
 //
 // Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
-// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
-// team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
+// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to
+// the team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
 // bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
 //
-// Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2 the
-// posts are there from the beginning, and the consumers write the output themselves. Nothing is held, and no block waits for another.
+// Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
+// the posts are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
@@ -2106,14 +2108,16 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         if (slot_bytes + stage_bytes > shared_most) break;
         if (!phases && members > sms) continue;
         const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
-        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms)), tiles = int(divide_up(int64_t(most) * s.width, kTileN));
+        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms));
+        const int tiles = int(divide_up(int64_t(most) * s.width, kTileN));
         for (int slots = 2; slots <= kMostSlots; ++slots) {
             for (int stages = 1; stages <= kMostStages; ++stages) {
                 if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
-                // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
+                // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
+                // its slot's use.
                 const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tiles * (450 + 50.0 * ks * s.slabs) / kConsumers;
-                const double write = phases ? 0 : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
-                const double life = make + (members == 1 ? 2500 : 5000) + (phases ? 10.0 * members : write);  // in phases, to read the posts
+                const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
                 if (best == 0 || cost < best) {
