@@ -3,11 +3,13 @@
     h = conv2d(x, W) + b;    v = sigmoid((h + bias) * scale);    out = (v - mean) * rstd * gamma + beta
 
 `mean` and `rstd` are those of a slice, the pixels of the channels of one group of one sample: rstd = 1 / sqrt(M2 / n + eps),
-M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for plain 3x3
-convolutions of up to 8 input channels (float32 up to 24 where rows are whole 16 bytes) and 1x1 ones of float32 (up to 64, the same
-rows), up to 128 output channels and units of some 25 MB: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in
-shared memory until the statistics are there. There are two: mma.sync with eight output channels a block, and for float32 on Hopper wgmma
-with 32. Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
+M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for many plain 3x3
+and 1x1 convolutions to up to 128 channels: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in shared memory
+until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (64 in
+16-bit types, both of which are fp16 there), 1x1 ones from up to 64 where height or width is even; 3x3 ones whose v does not fit take two
+launches, which make it twice. Below and above, mma.sync with eight output channels a block takes units of some 25 MB: 3x3 kernels from up
+to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of float32 (up to 64, the same widths).
+Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
 
     slice                     v waits in                          traffic
     up to 8192 values         registers of 1 to 256 threads       h read once, out written once
@@ -603,6 +605,12 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 // alone decide, so that fp16's finest step is below what float32 shows of a sigmoid; an input that is too large for fp16 makes a NaN, and the
 // block then computes its band again in plain float32.
 
+constexpr bool kHopperHasOwn = CUDART_VERSION >= 12040;  // a kernel, which is further below
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kTakenByHopper = kHopperHasOwn;
+#else
+constexpr bool kTakenByHopper = false;
+#endif
 constexpr int kConvWarps = 8, kConvBlock = 32 * kConvWarps;
 constexpr int kSlots = 8;        // channels of a block: the N of an mma
 constexpr int kTilePixels = 32;  // of a row, a warp: two mma tiles of 16
@@ -619,7 +627,7 @@ struct ConvShape {
 
 // Prepared for each slice of channels.
 template <int SLOTS> struct SliceConstants {
-    float slope[SLOTS], offset[SLOTS];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset
+    float slope[SLOTS], offset[SLOTS];  // -log2(e) * (h + bias) * scale = accumulator * slope + offset, less held_exponent below
     float input_scale;
 };
 
@@ -629,7 +637,8 @@ template <typename T, int KS> constexpr int kFragment = (KS == 3 ? 4 : 2) * (kSp
 struct ConvOperands {
     const void* x;
     void* out;
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    const void *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    int type, parameter_type;  // dtypes' numbers, of x and out and of these six
     uint32_t* fragments;  // of each slice of a sample, slab, kernel row, lane
     void* constants;      // SliceConstants of each slice of a sample
     uint64_t* mailbox;    // of each parity of rounds, team, slot, number (hi, lo, M2), member
@@ -641,6 +650,12 @@ __device__ __forceinline__ uint32_t pair_of(__half a, __half b) { return bits_of
 __device__ __forceinline__ uint32_t pair_of(__nv_bfloat16 a, __nv_bfloat16 b) {
     __nv_bfloat162 v = __halves2bfloat162(a, b);
     return *reinterpret_cast<uint32_t*>(&v);
+}
+
+__device__ __forceinline__ float value_at(const void* p, int64_t i, int type) {
+    if (type == 0) return __ldg(static_cast<const float*>(p) + i);
+    const unsigned short bits = __ldg(static_cast<const unsigned short*>(p) + i);
+    return type == 2 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(uint32_t(bits) << 16);
 }
 
 // 16 pixels by 16 of K by 8 channels. A lane's a0 and a1 are of K's first half, for its two pixels, a2 and a3 of the second.
@@ -669,16 +684,19 @@ __device__ __forceinline__ void empty_mailbox(const ConvOperands& p, int64_t wor
     for (int64_t i = int64_t(blockIdx.x) * kConvBlock + threadIdx.x; i < words; i += int64_t(gridDim.x) * kConvBlock) p.mailbox[i] = 0;
 }
 
-// By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. row_scale, shared, is what a channel's weights are multiplied by.
-template <int SLOTS, bool SPLIT>
-__device__ __forceinline__ void prepare_constants(const ConvOperands& p, const ConvShape& s, int taps, int q, float (&row_scale)[SLOTS]) {
+// By a block, for slice q, of SLOTS channels at most; `taps` of a kernel. to_fp16: x and the weights are converted, which takes scales.
+// row_scale, shared, is what a channel's weights are multiplied by.
+template <int SLOTS>
+__device__ __forceinline__ void prepare_constants(
+    const ConvOperands& p, const ConvShape& s, int taps, int q, bool to_fp16, int held_exponent, float (&row_scale)[SLOTS]) {
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
     static_assert(SLOTS <= 32, "a lane for each");
     __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
     for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
         float most = 0, sum = 0;
         for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(p.weight[int64_t(first + c) * k + i]);
+            const float w = fabsf(parameter(p.weight, int64_t(first + c) * k + i));
             most = fmaxf(most, w), sum += w;
         }
         for (int offset = 16; offset > 0; offset /= 2) {
@@ -689,26 +707,27 @@ __device__ __forceinline__ void prepare_constants(const ConvOperands& p, const C
     }
     __syncthreads();
     if (threadIdx.x < 32) {
-        float reach = lane < count ? fabsf(p.scale[first + lane]) * sums[lane] : 0.0f;  // of a pre-activation, for inputs in [-1, 1]
+        // Of a pre-activation, for inputs in [-1, 1].
+        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        if (lane == 0) shared_input_scale = !SPLIT ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane == 0) shared_input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
     if (threadIdx.x < SLOTS) {
         const int c = threadIdx.x;
         int exponent = 0;
         if (c < count) frexpf(largest[c], &exponent);
-        const float r = SPLIT ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
+        const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
         row_scale[c] = r;
         float slope = 0, offset = 0;
         if (c < count) {
-            const float factor = -1.44269504f * p.scale[first + c];
+            const float factor = -1.44269504f * parameter(p.scale, first + c);
             slope = factor / (shared_input_scale * r);
-            offset = factor * (p.conv_bias[first + c] + p.bias[first + c]);
+            offset = factor * (parameter(p.conv_bias, first + c) + parameter(p.bias, first + c)) - held_exponent;
         }
         SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
         constants.slope[c] = slope, constants.offset[c] = offset;
@@ -720,12 +739,13 @@ __device__ __forceinline__ void prepare_constants(const ConvOperands& p, const C
 // Block q prepares slice q's weights and constants; all blocks together empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
+    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int F = kFragment<T, KS>;
     __shared__ float row_scale[kSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
     empty_mailbox(p, mail_words);
-    prepare_constants<kSlots, SPLIT>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kSlots>(p, s, KS * KS, q, SPLIT, 0, row_scale);
     for (int i = threadIdx.x; i < s.slabs * KS * 32 * F; i += kConvBlock) {
         const int r = i % F, l = i / F % 32, ky = i / (F * 32) % KS, slab = i / (F * 32 * KS);
         // What register r holds of which tap. Two registers are the halves of an mma's K: of three taps the outer two as hi, then as lo; the
@@ -744,7 +764,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, Co
             const int in = slab * 8 + l % 4 * 2 + j;
             float w = 0;
             if (c < count && in < s.in_channels) {
-                w = p.weight[((int64_t(first + c) * s.in_channels + in) * KS + ky) * KS + kx] * row_scale[c];
+                w = value_at(p.weight, ((int64_t(first + c) * s.in_channels + in) * KS + ky) * KS + kx, p.parameter_type) * row_scale[c];
             }
             if (piece == kLo) w -= __half2float(__float2half_rn(w));
             pieces[j] = piece == kNothing ? 0.0f : w;
@@ -795,10 +815,10 @@ template <typename T, int P, bool VEC> struct Pixels {
     }
 };
 
-__device__ __forceinline__ float sigmoid_from_exponent(float t) {  // 1 / (1 + 2^t)
+template <int S = 0> __device__ __forceinline__ float sigmoid_from_exponent(float t) {  // 2^S / (1 + 2^(t + S))
     float e, v;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + e));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f / (1 << S) + e));
     return v;
 }
 
@@ -855,7 +875,8 @@ template <typename T, int KS>
 __device__ __noinline__ Moments<float> convolve_plainly(
     const ConvOperands& p, const ConvShape& s, int64_t sample, int channel, int first_row, int rows, float* to) {
     const int lane = threadIdx.x % 32, n = rows * s.columns;
-    const float* weight = p.weight + int64_t(channel) * s.in_channels * (KS * KS);
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
+    const int64_t weight = int64_t(channel) * s.in_channels * (KS * KS);
     const T* x = static_cast<const T*>(p.x) + sample * s.in_channels * s.height * s.width;
     float sum = 0;
     for (int i = lane; i < n; i += 32) {
@@ -863,10 +884,11 @@ __device__ __noinline__ Moments<float> convolve_plainly(
         float h = 0;
         for (int c = 0; c < s.in_channels; ++c) {
             for (int k = 0; k < KS * KS; ++k) {
-                h = fmaf(to_acc(x[(int64_t(c) * s.height + row + k / KS) * s.width + column + k % KS]), weight[c * (KS * KS) + k], h);
+                const float tap = parameter(p.weight, weight + c * (KS * KS) + k);
+                h = fmaf(to_acc(x[(int64_t(c) * s.height + row + k / KS) * s.width + column + k % KS]), tap, h);
             }
         }
-        to[i] = sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
+        to[i] = sigmoid(((h + parameter(p.conv_bias, channel)) + parameter(p.bias, channel)) * parameter(p.scale, channel));
         sum += to[i];
     }
     for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -892,6 +914,7 @@ __device__ __noinline__ Moments<float> convolve_plainly(
 template <typename T, int KS, bool VEC, bool MULTI>
 __global__ void __launch_bounds__(kConvBlock, 2)
 convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_constant__ ConvShape s) {
+    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int P = 4 + KS - 1, F = kFragment<T, KS>, V = kPack<T>;
     extern __shared__ __align__(16) float held[];
@@ -899,7 +922,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int members = s.slices * s.bands, team = blockIdx.x / members, member = blockIdx.x % members;
     const int slice = member / s.bands, band = member % s.bands;
-    const auto band_begin = [&](int b) { return int(int64_t(s.rows) * b / s.bands); };
+    const auto band_begin = [&](int b) { return s.rows * b / s.bands; };
     const int first_row = band_begin(band), rows = band_begin(band + 1) - first_row;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int tiles = (s.columns + kTilePixels - 1) / kTilePixels;
@@ -910,14 +933,16 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
         const int sample = quotient(unit, s.units_per_sample), q = (unit - sample * s.units_per_sample) * s.slices + slice;
         const int first = slice_first(s, q), channels = slice_count(s, q);
         const T* const gx = static_cast<const T*>(p.x) + int64_t(sample) * s.in_channels * image;
-        const int64_t out_begin = (int64_t(sample) * s.out_channels + first) * out_image + int64_t(first_row) * s.columns;
+        const auto out_at = [&](int c) {
+            int own_sample = sample;
+            asm volatile("" : "+r"(own_sample));  // computed anew where it is used: registers
+            return (int64_t(own_sample) * s.out_channels + first + c) * out_image + int64_t(first_row) * s.columns;
+        };
         // A slot's band lies in shared memory as in the output, its packs aligned where the output's are.
-        const auto held_begin = [&](int c) { return c * s.plane + int((out_begin + c * out_image) & (V - 1)); };
+        const auto held_begin = [&](int c) { return c * s.plane + int(out_at(c) & (V - 1)); };
 
         const SliceConstants<kSlots>& constants = static_cast<const SliceConstants<kSlots>*>(p.constants)[q];
         const float input_scale = SPLIT ? constants.input_scale : 1.0f;
-        const float slope[2] = {constants.slope[2 * t], constants.slope[2 * t + 1]};
-        const float offset[2] = {constants.offset[2 * t], constants.offset[2 * t + 1]};
         uint32_t b[KS][F];
         const auto load_fragments = [&](int slab) {
             const uint32_t* from = p.fragments + ((int64_t(q) * s.slabs + slab) * KS * 32 + lane) * F;
@@ -932,13 +957,15 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             const int part = task / tiles, begin = rows * part / s.parts, n = rows * (part + 1) / s.parts - begin;
             const int x0 = (task % tiles) * kTilePixels + 4 * g, left = s.columns - x0;  // of this lane's first pixel
             const int lane_x = min(x0, VEC ? s.width - 4 : s.width - 1);
-            const T* from = gx + int64_t(first_row + begin) * s.width + lane_x;
+            const T* from = gx + int64_t(first_row + begin) * s.width + lane_x + (MULTI ? 0 : min(2 * t, s.in_channels - 1) * image);
+            const int other = 2 * t + 1 < s.in_channels ? int(image) : 0;
             Pixels<T, P, VEC> pixels;
             pixels.left = s.width - 1 - lane_x;
             pixels.second = min(x0 + 4, s.width - 2) - lane_x;
             const auto load = [&](int i, int slab) {
                 const int c = min(slab * 8 + 2 * t, s.in_channels - 1);  // a channel that does not exist has weights of 0
-                pixels.load(from + i * s.width + c * image, c + 1 < s.in_channels ? image : 0);
+                if (MULTI) pixels.load(from + i * s.width + c * image, c + 1 < s.in_channels ? image : 0);
+                else pixels.load(from + i * s.width, other);
             };
             load(0, 0);
             float acc[KS][2][4];
@@ -947,6 +974,10 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             const bool full = (task % tiles + 1) * kTilePixels <= s.columns;
 
             const auto emit = [&](int row, float (&tile)[2][4]) {
+                int own = 2 * t;
+                asm volatile("" : "+r"(own));  // read anew, from L1: registers
+                const float slope[2] = {__ldg(constants.slope + own), __ldg(constants.slope + own + 1)};
+                const float offset[2] = {__ldg(constants.offset + own), __ldg(constants.offset + own + 1)};
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float v[4] = {tile[0][c], tile[0][2 + c], tile[1][c], tile[1][2 + c]};
@@ -1008,10 +1039,14 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
                             }
                             if (MULTI) load_fragments(slab);
                             const bool last = !MULTI || slab == s.slabs - 1;
-                            if (!last) load(i, slab + 1);
-                            else load(min(i + 1, n + KS - 2), 0);
+                            const auto load_next = [&] {
+                                if (!last) load(i, slab + 1);
+                                else load(min(i + 1, n + KS - 2), 0);
+                            };
+                            if (MULTI) load_next();
 #pragma unroll
                             for (int ky = 0; ky < KS; ++ky) {
+                                if (!MULTI && ky == KS / 2) load_next();
                                 {
 #pragma unroll
                                     for (int m = 0; m < 2; ++m) {
@@ -1101,9 +1136,9 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
             Moments<float> m = slot_moments[begin];
             for (int k = begin + 1; k < end; ++k) m = merge(m, slot_moments[k]);
             const float rstd = reciprocal_sqrt(m.m2 * reciprocal(m.count) + s.eps);
-            const float a = __ldg(p.gamma + first + c) * rstd;
-            const float offset = isfinite(a) ? fmaf(-m.lo, a, __ldg(p.beta + first + c)) : NAN;
-            const int64_t at = out_begin + c * out_image;
+            const float a = value_at(p.gamma, first + c, p.parameter_type) * rstd;
+            const float offset = isfinite(a) ? fmaf(-m.lo, a, value_at(p.beta, first + c, p.parameter_type)) : NAN;
+            const int64_t at = out_at(c);
             const int n = rows * s.columns;
             const Span<V> span(at, n);
             const float* const v = held + held_begin(c);
@@ -1138,10 +1173,16 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
+// T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
+// of two, since fp16 has bfloat16's precision but not its range.
+//
 // Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
-// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
-// team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
+// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to
+// the team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
 // bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
+//
+// Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
+// the posts are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
@@ -1156,7 +1197,9 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
+    int phase;               // 1 or 2, of two
     int slots, stages;       // of v: units that wait for their statistics; of x
+    int passes;              // over K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
@@ -1178,40 +1221,45 @@ struct alignas(16) Sums {
 };
 
 // The channel of a slice whose weights are row r of A's hi. A plane of a slot is an odd number of fours, so that those of the rows that
-// store at once are apart by 8 banks.
+// store at once are in different banks.
 __device__ __forceinline__ int channel_of_row(int r) { return r / 8 * 8 + r % 4 * 2 + r / 4 % 2; }
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
+template <typename T, int KS> constexpr int kPassSlabs = kSplit<T> || KS == 3 ? 1 : 2;
+template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
+template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each slab, step, thread; and constants. All blocks empty the mailbox.
+// Block q prepares slice q's weights, as A's fragments: of each pass, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    static_assert(KS == 3 || kSplit<T>, "a step of one tap is of x's hi and lo");
+    constexpr int kSlabs = kPassSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q), words = s.slabs * kSteps<KS> * 128 * 4;
+    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    constexpr int kWords = sizeof(Fragment<T>) / 4;
+    const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * kWords;
     empty_mailbox(p, mail_words);
     if (q >= s.units_per_sample * s.slices) return;
-    prepare_constants<kWideSlots, kSplit<T>>(p, s, KS * KS, q, row_scale);
+    prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
 #pragma unroll 4
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
-        const int r = i % 4, thread = i / 4 % 128, step = i / 512 % kSteps<KS>, slab = i / (512 * kSteps<KS>);
-        const int c = channel_of_row(thread / 4);
-        const bool odd_one = step == kSteps<KS> - 1;  // of the last tap alone: x's hi and lo are the halves of K, or the second half is x
+        const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
+        const int step = at_step / 128 % kSteps<KS>, pass = at_step / (128 * kSteps<KS>);
+        const int c = channel_of_row(thread / 4), slab = pass * kSlabs + (kSlabs == 2 ? r / 2 : 0);
+        // Of the last tap alone: the halves of K are x's hi and lo, or two slabs, or the second half is x.
+        const bool odd_one = step == kSteps<KS> - 1;
         const int tap = odd_one ? KS * KS - 1 : 2 * step + r / 2;
         float pieces[2] = {};
         for (int j = 0; j < 2; ++j) {
             const int in = slab * 8 + thread % 4 * 2 + j;
             if (c >= count || in >= s.in_channels) continue;
-            const float w = p.weight[(int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap] * row_scale[c];
+            const int64_t at = (int64_t(first + c) * s.in_channels + in) * (KS * KS) + tap;
+            const float w = value_at(p.weight, at, p.parameter_type) * row_scale[c];
             if (kSplit<T>) pieces[j] = r % 2 ? w - __half2float(__float2half_rn(w)) : w;
-            else pieces[j] = r % 2 || (odd_one && r < 2) ? 0.0f : w;
+            else pieces[j] = KS == 3 && odd_one && r < 2 ? 0.0f : w;
         }
-        using Half = std::conditional_t<sizeof(T) == 2, T, __half>;
-        Half a, b;
-        from_acc(pieces[0], a), from_acc(pieces[1], b);
-        p.fragments[int64_t(q) * words + i] = pair_of(a, b);
+        p.fragments[int64_t(q) * words + i] = bits_of(__floats2half2_rn(pieces[0], pieces[1]));
     }
 }
 
@@ -1248,9 +1296,17 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
-__device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, float4& v) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(from), "r"(int(condition)) : "memory");
+template <typename P> __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, P& pack) {
+    static_assert(sizeof(P) == 16, "a whole pack");
+    uint4& w = *reinterpret_cast<uint4*>(&pack);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from), "r"(int(condition)) : "memory");
+}
+// Two values as they are held, or as a 16-bit type is written.
+__device__ __forceinline__ void round_pair(float a, float b, float* to, bool) { to[0] = a, to[1] = b; }
+__device__ __forceinline__ void round_pair(float a, float b, __half* to, bool bf16) {
+    if (bf16) *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+    else *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
 }
 // Of B: eight pixels of 16 bytes are a block of 128, the next eight the next block. The low word, in units of 16 bytes: where the first
 // tap's pixels begin, and how much further on K's second half is, the other tap's.
@@ -1258,17 +1314,17 @@ __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { r
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
-template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
+__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define WGMMA(type)                                                                                                                      \
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type             \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"      \
-        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"                                                                                     \
-        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)))
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
-    else WGMMA("f16");
-#undef WGMMA
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
+        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 #undef D4
+}
+
+__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint2& a, uint64_t b, bool keep) {
+    wgmma(d, make_uint4(a.x, 0, a.y, 0), b, keep);
 }
 
 // All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
@@ -1278,37 +1334,47 @@ template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[k
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
-// A pixel's channels in two halves, done here and not where they are stored.
-template <typename T> __device__ __forceinline__ void split(const T (&x)[8], float scale, uint4& hi, uint4& lo) {
-    uint32_t h[4], l[4] = {};
+// A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
+__device__ __forceinline__ void split(const float (&x)[8], float scale, bool, uint4& hi, uint4& lo) {
+    uint32_t h[4], l[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        if constexpr (sizeof(T) == 2) {
-            h[k] = pair_of(x[2 * k], x[2 * k + 1]);
-        } else {
-            const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
-            h[k] = bits_of(__floats2half2_rn(v0, v1));
-            const float2 f = floats_of(h[k]);
-            l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-        }
+        const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
+        h[k] = bits_of(__floats2half2_rn(v0, v1));
+        const float2 f = floats_of(h[k]);
+        l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
         asm volatile("" : "+r"(h[k]), "+r"(l[k]));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
+__device__ __forceinline__ uint32_t to_fp16(uint32_t pair, float scale, bool bf16) {
+    if (!bf16) return pair;
+    const __half2 v = __floats2half2_rn(__uint_as_float(pair << 16) * scale, __uint_as_float(pair & 0xffff0000u) * scale);
+    return bits_of(__hfma2(v, __half2half2(__ushort_as_half(0)), v));  // infinities become NaN
+}
+__device__ __forceinline__ void split(const __half (&x)[8], float scale, bool bf16, uint4& hi, uint4&) {
+    uint32_t h[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        h[k] = to_fp16(pair_of(x[2 * k], x[2 * k + 1]), scale, bf16);
+        asm volatile("" : "+r"(h[k]));
+    }
+    hi = make_uint4(h[0], h[1], h[2], h[3]);
+}
 
 // One value in plain float32.
-template <typename T, int KS>
+template <int KS>
 __device__ __forceinline__ float convolve_value(
     const ConvOperands& p, const ConvShape& s, int64_t sample, int channel, int row, int column) {
-    const float* const weight = p.weight + int64_t(channel) * s.in_channels * (KS * KS);
-    const T* const x = static_cast<const T*>(p.x) + (sample * s.in_channels * s.height + row) * s.width + column;
+    const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
+    const int64_t weight = int64_t(channel) * s.in_channels * (KS * KS), x = (sample * s.in_channels * s.height + row) * s.width + column;
     float h = 0;
 #pragma unroll 1
     for (int k = 0; k < s.in_channels * (KS * KS); ++k) {
         const int c = k / (KS * KS), tap = k - c * (KS * KS);
-        h = fmaf(to_acc(x[(int64_t(c) * s.height + tap / KS) * s.width + tap % KS]), weight[k], h);
+        h = fmaf(value_at(p.x, x + (int64_t(c) * s.height + tap / KS) * s.width + tap % KS, p.type), parameter(p.weight, weight + k), h);
     }
-    return sigmoid(((h + p.conv_bias[channel]) + p.bias[channel]) * p.scale[channel]);
+    return sigmoid(((h + parameter(p.conv_bias, channel)) + parameter(p.bias, channel)) * parameter(p.scale, channel));
 }
 
 // What each role goes through, unit by unit.
@@ -1328,13 +1394,14 @@ struct Walk {
     }
 };
 
-// PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
-template <typename T, int KS, bool PAIRS>
+// PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together. PHASES: the two launches.
+template <typename T, int KS, bool PAIRS, bool PHASES>
 __global__ void __launch_bounds__(kWideBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
+    const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
     __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
@@ -1357,7 +1424,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
+    T* const held = reinterpret_cast<T*>(stages + s.stages * stage_bytes);
+    const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
@@ -1374,8 +1442,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     // from the one before, whose posts they have read.
     const auto posts_of = [&](const Walk& unit, int group) {
         const int place = unit.slot + unit.slot_phase * s.slots;
-        return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
+        const int64_t at = PHASES ? unit.unit : int64_t(place) * s.teams + blockIdx.z;
+        return reinterpret_cast<Sums*>(p.mailbox) + (at * s.groups + group) * members;
     };
+    const auto tag_of = [](const Walk& unit) { return PHASES ? 1 : unit.tag; };
     const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
     const auto outputs_before = [&](int pixel) {  // of the band's
         const int n = min(pixel, rows * s.width), row = row_of(n);
@@ -1385,27 +1455,31 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
-        uint4 a[kSteps<KS>];
+        constexpr bool kAhead = !SPLIT && KS == 3 && !PHASES;
+        Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            const uint4* const fragments =
-                reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
-            const auto load_fragments = [&](int slab) {
+            const Fragment<T>* const fragments =
+                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.passes * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const auto load_fragments = [&](int pass, Fragment<T> (&to)[kSteps<KS>]) {
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) a[i] = __ldg(fragments + (slab * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (pass * kSteps<KS> + i) * 128);
             };
             if (known != q) {
                 known = q;
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
-                load_fragments(0);
+                load_fragments(0, a);
             }
             const int channel = first_channel(at_unit.part) + c;
             const bool present = c < channel_count(at_unit.part);
             const int own_rows = present ? rows : 0;
-            float* const v = held_begin(slot, c, out_begin(sample, channel));
+            T* const v = held_begin(slot, c, out_begin(sample, channel));
+            const auto await_slot = [&] {
+                mbarrier_wait((writes ? norm_full : v_empty) + 8 * slot, at_unit.slot_phase ^ int(!writes));
+            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
             if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
@@ -1414,7 +1488,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             for (; task < tasks; task += kConsumers) {
                 float anchor, sum, square;
                 int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
-                float* at;
+                T* at;
                 const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
                 const auto begin = [&] {
                     const int pixel = task * kTaskPixels + 2 * t;
@@ -1423,25 +1497,38 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     anchor = sum = square = 0;
                     begin_row();
                 };
+                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
+                const auto pack = [](float v0, float v1) {
+                    Pack<T, 2> pair;
+                    round_pair(v0, v1, pair.value, false);
+                    return pair;
+                };
                 // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
                 const auto set_anchor = [&](float first) {
+                    first = to_acc(pack(first, first).value[0]);
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
                     anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
                 // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
+                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                    const float d0 = valid ? to_acc(pair.value[0]) - anchor : 0.0f, d1 = next_valid ? to_acc(pair.value[1]) - anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
-                // Into shared memory; next: where the second one goes.
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
+                // Into memory; next: where the second one goes.
+                const auto store = [&](T* to, int next, bool valid, bool next_valid, const Pack<T, 2>& pair) {
                     if (PAIRS) {
-                        if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
+                        if (valid) *reinterpret_cast<Pack<T, 2>*>(to) = pair;
                     } else {
-                        if (valid) to[0] = v0;
-                        if (next_valid) to[next] = v1;
+                        if (valid) to[0] = pair.value[0];
+                        if (next_valid) to[next] = pair.value[1];
                     }
+                };
+                const auto write = [&](T* from, int next, bool valid, bool next_valid, Pack<T, 2> pair) {  // where it would be held
+                    const float4 norm = *norm_of(slot, c);
+                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.x, norm.y, norm.z); };
+                    round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
+                    store(static_cast<T*>(p.out) + out_begin(sample, channel) + (from - v), next, valid, next_valid, pair);
                 };
                 const auto advance = [&](int pixels) {
                     column += pixels, at += pixels;
@@ -1452,70 +1539,99 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const auto take = [&](float v0, float v1) {
                     const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
                     const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
-                    add(valid, next_valid, v0, v1);
+                    const Pack<T, 2> pair = pack(v0, v1);
+                    const int next = wraps ? s.columns - column : 1;
+                    if (!PHASES) store(at, next, valid, next_valid, pair);
+                    if (writes) write(at, next, valid, next_valid, pair);
+                    add(valid, next_valid, pair);
                     advance(8);
                 };
                 begin();
-                const auto multiply = [&](int slab, int part, float (&d)[kTileN / 2]) {
-                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16;
+                const auto multiply = [&](int pass, int part, float (&d)[kTileN / 2]) {
+                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + pass * kPassSlabs<T, KS> * slab_bytes) / 16;
                     const uint32_t x = begin + task * kTaskPixels + part * kTileN;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
-                        wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
+                        const int tap = kPassSlabs<T, KS> == 2 && pass == s.passes - 1 ? 1 : k;
+                        wgmma(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[tap] + x), pass > 0 || k > 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
                 const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
                     const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
                         const int k = 4 * j + i;
-                        return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                        return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                     };
                     if (part == 0) set_anchor(value(0, 0));
                     // No row ends here, and no output is missing but the last two: nothing to ask.
                     if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
                         const int last = column + kTileN - 8;
                         const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                        float v[kTileN / 4];
+                        Pack<T, 2> v[kTileN / 8];
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) {
                             const bool inner = j < kTileN / 8 - 1;
-                            v[2 * j] = value(j, 0), v[2 * j + 1] = value(j, 1);
-                            add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
+                            v[j] = pack(value(j, 0), value(j, 1));
+                            add(inner || valid, inner || next_valid, v[j]);
                         }
                         // All stores behind all sums: a register that a store has not read yet is not to be written.
+                        const auto all = [&](const auto& to_memory) {
 #pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool inner = j < kTileN / 8 - 1;
-                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
-                        }
+                            for (int j = 0; j < kTileN / 8; ++j) {
+                                const bool inner = j < kTileN / 8 - 1;
+                                to_memory(at + 8 * j, 1, inner || valid, inner || next_valid, v[j]);
+                            }
+                        };
+                        if (!PHASES) all(store);
+                        if (writes) all(write);
                         advance(kTileN);
                     } else {
 #pragma unroll
                         for (int j = 0; j < kTileN / 8; ++j) take(value(j, 0), value(j, 1));
                     }
                 };
-                // Two tiles at a time: the second one's products go with the first one's sigmoids.
+                // Two tiles at a time: the second one's products go with the first one's sigmoids. One in phases, which take registers.
+                constexpr int kAtOnce = PHASES ? 1 : 2;
+                const int parts = (min(kTaskPixels, rows * s.width - task * kTaskPixels) + kTileN - 1) / kTileN;
 #pragma unroll 1
-                for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
+                for (int part = 0; part < parts; part += kAtOnce) {
                     float even[kTileN / 2], odd[kTileN / 2];
-                    const int last = s.slabs - 1;
+                    const int last = s.passes - 1;
+                    const auto multiply_all = [&](int pass) {
+                        multiply(pass, part, even);
+                        if (kAtOnce > 1) multiply(pass, part + 1, odd);
+                    };
 #pragma unroll 1
-                    for (int slab = 0; slab < last; ++slab) {
-                        load_fragments(slab);
-                        multiply(slab, part, even), multiply(slab, part + 1, odd);
-                        wgmma_wait<0>(even), wgmma_wait<0>(odd);
+                    for (int pass = 0; pass < last; ++pass) {
+                        multiply_all(pass);
+                        Fragment<T> ahead[kSteps<KS>];
+                        if (kAhead) load_fragments(pass + 1, ahead);  // beside these products
+                        wgmma_wait<0>(even);
+                        if (kAtOnce > 1) wgmma_wait<0>(odd);
+                        if (!kAhead) load_fragments(pass + 1, ahead);
+#pragma unroll
+                        for (int i = 0; i < kSteps<KS>; ++i) {
+                            a[i] = ahead[i];
+                            if (kAhead) a[i].x ^= s.phase, a[i].y ^= s.phase;  // 0, or ptxas loads into a itself, and lines all products up
+                        }
                     }
-                    if (last > 0) load_fragments(last);
-                    multiply(last, part, even), multiply(last, part + 1, odd);
-                    wgmma_wait<1>(even);
+                    multiply_all(last);
+                    wgmma_wait<kAtOnce - 1>(even);
+                    if (kAtOnce == 1 && last > 0) load_fragments(0, a);
                     if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+                    if (part == 0 && task == turn) await_slot();
+                    const auto release_x = [&] {
+                        if (part + kAtOnce >= parts && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                    };
+                    if (kAtOnce == 1) release_x();
                     finish(part, even);
-                    wgmma_wait<0>(odd);
-                    if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    finish(part + 1, odd);
+                    if (kAtOnce > 1) {
+                        wgmma_wait<0>(odd);
+                        if (last > 0) load_fragments(0, a);
+                        release_x();
+                        finish(part + 1, odd);
+                    }
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
@@ -1529,7 +1645,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<T, KS>(p, s, sample, channel, first_row + r, there);
+                            v1 = convolve_value<KS>(p, s, sample, channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
                         if (j == 0) set_anchor(v0);
                         take(v0, v1);
@@ -1539,7 +1655,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     sum += __shfl_xor_sync(~0u, sum, mask);
                     square += __shfl_xor_sync(~0u, square, mask);
                 }
-                if (t == 0) {
+                if (t == 0 && !writes) {  // then the norm is there
                     Sums some;
                     const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
                     const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
@@ -1551,8 +1667,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             if (task == turn) {  // all of a small band were the other's
                 if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
                 warp_arrives(x_empty + 8 * stage);
-                mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                if (t == 0) made = Sums();
+                await_slot();
+                if (t == 0 && !writes) made = Sums();
             }
             turn = task - tasks;
             warp_arrives(v_full + 8 * slot);
@@ -1572,40 +1688,75 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
-            const float input_scale =
-                sizeof(T) == 4 ? static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale : 1.0f;
-            for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
-                const int last = s.in_channels - slab * 8 - 1;
-                uint4 hi[kItems], lo[kItems];
-#pragma unroll
-                for (int half = 0; half < kItems; half += kItems / 2) {
-                    T raw[kItems / 2][8];
-                    const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+            const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
+            if constexpr (!SPLIT && PAIRS) {  // two pixels at a time
+                constexpr int kPairs = kItems / 2;
+                for (int slab = 0, begin = 2 * tid; slab < s.slabs;) {
+                    const int last = s.in_channels - slab * 8 - 1;
+                    uint32_t raw[kPairs][8];
+                    const T* from = band_of_x(sample, slab * 8) + begin;
 #pragma unroll
                     for (int c = 0; c < 8; ++c) {
 #pragma unroll
-                        for (int i = 0; i < kItems / 2; ++i) {
-                            from_acc(0.0f, raw[i][c]);
-                            if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                        for (int i = 0; i < kPairs; ++i) {
+                            raw[i][c] = 0;
+                            const auto* const at = reinterpret_cast<const uint32_t*>(from + 2 * i * kThreads);
+                            if (begin + 2 * i * kThreads < pixels) raw[i][c] = __ldg(at);
                         }
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
+                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
-                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, hi[half + i], lo[half + i]);
-                    asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
-                }
-                if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
-                unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
+                    for (int i = 0; i < kPairs; ++i) {
+                        uint32_t h[2][4];
 #pragma unroll
-                for (int i = 0; i < kItems; ++i) {
-                    if (begin + i * kThreads < pixels) {
-                        uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
-                        *at = hi[i];
-                        if (SPLIT) at[plane_bytes / 16] = lo[i];
+                        for (int k = 0; k < 4; ++k) {
+                            h[0][k] = to_fp16(__byte_perm(raw[i][2 * k], raw[i][2 * k + 1], 0x5410), input_scale, bf16);
+                            h[1][k] = to_fp16(__byte_perm(raw[i][2 * k], raw[i][2 * k + 1], 0x7632), input_scale, bf16);
+                        }
+                        if (begin + 2 * i * kThreads < pixels) {
+                            uint4* const at = reinterpret_cast<uint4*>(to + 2 * i * kThreads * 16);
+                            at[0] = make_uint4(h[0][0], h[0][1], h[0][2], h[0][3]), at[1] = make_uint4(h[1][0], h[1][1], h[1][2], h[1][3]);
+                        }
                     }
+                    begin += kItems * kThreads;
+                    if (begin - 2 * tid >= pixels) begin = 2 * tid, ++slab;
                 }
-                begin += kItems * kThreads;
-                if (begin - tid >= pixels) begin = tid, ++slab;
+            } else {
+                for (int slab = 0, begin = tid; slab < s.slabs;) {  // pixels begin, and every kThreads-th after it
+                    const int last = s.in_channels - slab * 8 - 1;
+                    uint4 hi[kItems], lo[kItems];
+#pragma unroll
+                    for (int half = 0; half < kItems; half += kItems / 2) {
+                        T raw[kItems / 2][8];
+                        const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+#pragma unroll
+                        for (int c = 0; c < 8; ++c) {
+#pragma unroll
+                            for (int i = 0; i < kItems / 2; ++i) {
+                                from_acc(0.0f, raw[i][c]);
+                                if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                            }
+                            from += c < last ? image : 0;  // a channel that does not exist has weights of 0
+                        }
+#pragma unroll
+                        for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
+                        asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
+                    }
+                    if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
+#pragma unroll
+                    for (int i = 0; i < kItems; ++i) {
+                        if (begin + i * kThreads < pixels) {
+                            uint4* const at = reinterpret_cast<uint4*>(to + i * kThreads * 16);
+                            *at = hi[i];
+                            if (SPLIT) at[plane_bytes / 16] = lo[i];
+                        }
+                    }
+                    begin += kItems * kThreads;
+                    if (begin - tid >= pixels) begin = tid, ++slab;
+                }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
             warp_arrives(x_full + 8 * at_unit.stage);
@@ -1615,6 +1766,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
     if (role < kExchangers) {
+        if (PHASES && !writes) return;
         constexpr int kBatch = 4;  // posts of a lane that are asked for together
         const int share = s.share, sub = lane & (share - 1), group = (32 * role + lane) / share;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
@@ -1622,9 +1774,11 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             // A lane's group, and one of its channels.
             const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
             const bool exists = group * d < channels, own = exists && sub < d;
-            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
+            const float gamma = own ? value_at(p.gamma, first + c, p.parameter_type) : 0.0f;
+            const float beta = own ? value_at(p.beta, first + c, p.parameter_type) : 0.0f;
             const Sums* const posts = posts_of(at_unit, group);
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            if (writes) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
+            else mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
             Sums all;  // every block adds all posts, in one order
             for (int base = sub; exists && base < members; base += share * kBatch) {
                 Sums some[kBatch];
@@ -1641,7 +1795,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
 #pragma unroll
                     for (int i = 0; i < kBatch; ++i) {
-                        if ((__double2loint(some[i].square) & 3) == at_unit.tag) missing &= ~(1u << i);
+                        if ((__double2loint(some[i].square) & 3) == tag_of(at_unit)) missing &= ~(1u << i);
                     }
                 }
 #pragma unroll
@@ -1651,11 +1805,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             all.add_across_lanes(share);
             const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
             const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
-            const float a = gamma * reciprocal_sqrt(rounded + s.eps);
+            constexpr float kUnit = 1.0f / (1 << kHeldExponent<T>);
+            const float a = gamma * reciprocal_sqrt(rounded * (kUnit * kUnit) + s.eps) * kUnit;
             if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
             warp_arrives(norm_full + 8 * slot);
         }
     } else if (role == kExchangers) {
+        if (writes) return;
         const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
@@ -1667,8 +1823,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
                 }
                 all.add_across_lanes(s.channel_share);
-                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, tag_of(at_unit));
             }
+            for (int i = 0; PHASES && i < kExchangers; ++i) warp_arrives(norm_full + 8 * slot);  // in their place
         }
     } else {
         T* const gout = static_cast<T*>(p.out);
@@ -1676,42 +1833,39 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int slot = at_unit.slot, channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
-            mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            for (int c = role - kExchangers - 1; c < channels; c += kWriters) {
+            mbarrier_wait((writes ? v_full : norm_full) + 8 * slot, at_unit.slot_phase);
+            for (int c = role - kExchangers - 1; !PHASES && c < channels; c += kWriters) {
                 const int64_t at = begin + c * out_image;
                 const float4 norm = *norm_of(slot, c);
                 const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
-                const float* const v = held_begin(slot, c, at);
+                const T* const v = held_begin(slot, c, at);
                 const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
-                constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
+                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
                 T* to = gout + at + head + lane * V;
                 uint32_t from = shared_address(v + head + lane * V);
                 int left = packs - lane;
 #pragma unroll 1
                 for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
-                    float4 four[kBatch][V / 4];
+                    Pack<T, V> batch[kBatch];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) load_shared_if(left > 32 * b, from + 32 * 16 * b, batch[b]);
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                        for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
-                    }
-                    Pack<T, V> packs_out[kBatch];
-#pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-                        for (int j = 0; j < V / 4; ++j) {
-                            T* const four_out = packs_out[b].value + 4 * j;
-                            from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
-                            from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                        for (int j = 0; j < V; j += 2) {
+                            T* const two = batch[b].value + j;
+                            round_pair(normalized(to_acc(two[0])), normalized(to_acc(two[1])), two, bf16);
                         }
                     }
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
-                    to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
+                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, batch[b]);
+                    to += 32 * kBatch * V, from += 32 * kBatch * 16;
                 }
                 if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
                     const int loose = lane < head ? lane : packs * V + lane;
-                    from_acc(normalized(v[loose]), gout[at + loose]);
+                    Pack<T, 2> pair;
+                    round_pair(normalized(to_acc(v[loose])), 0, pair.value, bf16);
+                    gout[at + loose] = pair.value[0];
                 }
             }
             warp_arrives(v_empty + 8 * slot);
@@ -1892,7 +2046,7 @@ static cudaError_t launch_convolution(
     int resident = 0, shared_of_sm = 0, id = 0;
     cudaError_t error = current_device(&device);
     *workspace_bytes = -1;
-    if (error == cudaSuccess && device.major < 8) return error;
+    if (error == cudaSuccess && (device.major < 8 || (device.major == 9 && kHopperHasOwn))) return error;
     if (error == cudaSuccess) error = cudaGetDevice(&id);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
@@ -1923,10 +2077,10 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, int sms, int shared_most) {
+static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, bool phases, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
-    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, pass_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
@@ -1934,17 +2088,20 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
-        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
-        if (slot_floats * 4 + stage_bytes > shared_most) break;
-        if (members > sms) continue;
-        const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
-        const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
+        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
+        const int64_t slot_bytes = phases ? 0 : plane * s.slice_channels * value_bytes;
+        if (slot_bytes + stage_bytes > shared_most) break;
+        if (!phases && members > sms) continue;
+        const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
+        const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms));
+        const int tiles = int(divide_up(int64_t(most) * s.width, kTileN));
         for (int slots = 2; slots <= kMostSlots; ++slots) {
             for (int stages = 1; stages <= kMostStages; ++stages) {
-                if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
-                // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
-                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+                if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
+                // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
+                // its slot's use.
+                const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tiles * (450 + 50.0 * ks * s.slabs) / kConsumers;
+                const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
                 const double cost = rounds * period + life;
@@ -1952,7 +2109,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                     best = cost;
                     s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
                     s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                    plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
+                    plan->shared_bytes = int(slots * slot_bytes + stages * stage_bytes);
                 }
             }
         }
@@ -1970,22 +2127,24 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     };
     for (int k = 0; k < 4; ++k) s.taps[k] = pair(k, pieces - 1), s.taps[5 + k] = pair(k, 0);
     s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
-    if (ks == 1) s.taps[0] = tap_pair(0, plane);
+    s.passes = int(divide_up(s.slabs, pass_slabs));
+    if (ks == 1) s.taps[0] = tap_pair(0, pass_slabs == 2 ? s.pixels : plane), s.taps[1] = s.slabs % 2 ? 0 : s.taps[0];
     plan->slices = s.units_per_sample * s.slices;
-    plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
+    plan->fragment_words = int64_t(plan->slices) * s.passes * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 2 * pieces;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
     s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
-    plan->mail_words = int64_t(2) * s.slots * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
+    const int64_t places = phases ? s.units : int64_t(2) * s.slots * s.teams;
+    plan->mail_words = places * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
     return true;
 }
 
-template <typename T, int KS, bool PAIRS>
+template <typename T, int KS, bool PAIRS, bool PHASES = false>
 static cudaError_t launch_wide_convolution(
     const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
-    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS>;
+    auto kernel = convolve_and_normalize_wide<T, KS, PAIRS, PHASES>;
     Device device;
     cudaFuncAttributes attributes;
     cudaError_t error = current_device(&device);
@@ -1999,7 +2158,7 @@ static cudaError_t launch_wide_convolution(
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), PHASES, device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -2010,7 +2169,14 @@ static cudaError_t launch_wide_convolution(
     const int blocks = plan.slices > device.sms ? plan.slices : device.sms;
     prepare_wide_weights<T, KS><<<blocks, kConvBlock, 0, stream>>>(operands, plan.shape, plan.mail_words);
     const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
-    return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    if constexpr (PHASES) {
+        for (plan.shape.phase = 1; plan.shape.phase <= 2; ++plan.shape.phase) {
+            kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+        }
+        return cudaGetLastError();
+    } else {
+        return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+    }
 }
 #endif  // CUDART_VERSION >= 12040
 
@@ -2036,17 +2202,22 @@ extern "C" int group_norm_forward(
 }
 // --- end shared: group norm entry points ---
 
-// The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups. x, out: contiguous,
-// 16-byte aligned. vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all in float32. x null: see above.
+// The convolution and all that follows it. sizes: samples, in_channels, height, width, out_channels, kernel size, groups, and the dtype of
+// vectors: the convolution's weight and bias, then bias, scale, gamma and beta, all float32 or all x's. x, out: contiguous, 16-byte aligned.
+// x null: see above.
 extern "C" int convolution_forward(
-    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* sizes, double eps, void* workspace,
+    int dtype, const void* x, void* out, const void* const* vectors, const int64_t* given_sizes, double eps, void* workspace,
     int64_t* workspace_bytes, cudaStream_t stream) {
     ConvOperands operands = {};
     operands.x = x, operands.out = out;
+    operands.type = dtype, operands.parameter_type = int(given_sizes[7]);
     if (x != nullptr) {
-        const float** fields[] = {&operands.weight, &operands.conv_bias, &operands.bias, &operands.scale, &operands.gamma, &operands.beta};
-        for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(vectors[i]);
+        const void** fields[] = {&operands.weight, &operands.conv_bias, &operands.bias, &operands.scale, &operands.gamma, &operands.beta};
+        for (int i = 0; i < 6; ++i) *fields[i] = vectors[i];
     }
+    const bool turned = given_sizes[5] == 1 && given_sizes[3] % 2 != 0;  // to 1x1 kernels height and width are the same
+    const int64_t sizes[] = {given_sizes[0], given_sizes[1], given_sizes[turned ? 3 : 2], given_sizes[turned ? 2 : 3], given_sizes[4],
+        given_sizes[5], given_sizes[6]};
     const auto run = [&](auto launcher) { return launcher(sizes, eps, operands, workspace, workspace_bytes, stream); };
     // Tensor cores round their sums towards zero: those of 24 channels are still as accurate as float32.
     const bool three = sizes[5] == 3, pairs = sizes[3] % 2 == 0, few = sizes[1] <= 24;
@@ -2057,6 +2228,15 @@ extern "C" int convolution_forward(
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);
+    else if (dtype > 1 && three && pairs) error = run(launch_wide_convolution<__half, 3, true>);
+    else if (dtype > 1 && three) error = run(launch_wide_convolution<__half, 3, false>);
+    else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 1, true>);
+    if (error == cudaSuccess && *workspace_bytes < 0 && three) {
+        if (dtype == 0 && few && pairs) error = run(launch_wide_convolution<float, 3, true, true>);
+        else if (dtype == 0 && few) error = run(launch_wide_convolution<float, 3, false, true>);
+        else if (dtype > 1 && pairs) error = run(launch_wide_convolution<__half, 3, true, true>);
+        else if (dtype > 1) error = run(launch_wide_convolution<__half, 3, false, true>);
+    }
     if (error != cudaSuccess || *workspace_bytes >= 0) return error;
 #endif
     const bool one_slab = sizes[1] <= 8, quads = sizes[3] % 4 == 0;  // quads: rows of whole 16 (or 8) bytes
@@ -4297,8 +4477,11 @@ at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, 
     const int64_t size = conv_weight.size(2);
     const bool covered = (type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && size == conv_weight.size(3) &&
         (size == 1 || size == 3) && bias.dim() == 1 && scale.dim() == 1 && x.size(0) > 0;
+    at::Tensor ready[] = {conv_weight, conv_bias, bias, scale, weight, group_bias};
+    const bool same = std::all_of(std::begin(ready), std::end(ready), [&](const at::Tensor& t) { return t.scalar_type() == type; });
     const auto run = [&](const void* input, void* out, const void* const* vectors, void* workspace, int64_t* workspace_bytes) {
-        const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups};
+        const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), conv_weight.size(0), size, groups,
+            same ? dtype_number(x, "convolve") : 0};
         check_launch(convolution_forward(dtype_number(x, "convolve"), input, out, vectors, sizes, eps, workspace, workspace_bytes,
             current_stream()), "convolve");
     };
@@ -4307,9 +4490,8 @@ at::Tensor convolution_cuda(const at::Tensor& x, const at::Tensor& conv_weight, 
     if (workspace_bytes < 0) return forward_on_cuda(at::conv2d(x, conv_weight, conv_bias), {bias, scale}, weight, group_bias, groups, eps);
     at::Tensor out = convolution_meta(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps);
     const at::Tensor input = aligned(x), workspace = workspace_of(workspace_bytes, x);
-    at::Tensor ready[] = {conv_weight, conv_bias, bias, scale, weight, group_bias};
     const void* vectors[6];
-    for (int i = 0; i < 6; ++i) vectors[i] = (ready[i] = aligned(prepared(ready[i], x))).data_ptr();
+    for (int i = 0; i < 6; ++i) vectors[i] = (ready[i] = aligned(same ? ready[i] : prepared(ready[i], x))).data_ptr();
     run(input.data_ptr(), out.data_ptr(), vectors, workspace.data_ptr(), &workspace_bytes);
     return out;
 }
