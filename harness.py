@@ -105,7 +105,7 @@ def chosen_settings(options: argparse.Namespace) -> trial.Settings:
         raise UsageError("--device cuda: PyTorch sees no GPU here")
     dtypes = [machine.DTYPES[name] for name in list_of(options.dtype, machine.DTYPES, "dtype")]
     load = Load(device, dtypes, list_of(options.precision, machine.PRECISIONS, "precision"), options.backward)
-    seconds_each = timing.SECONDS_EACH[device] / (4 if options.sweep else 1)
+    seconds_each = timing.SECONDS_EACH[device] / (8 if options.sweep else 1)
     return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each, options.frozen)
 
 

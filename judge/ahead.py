@@ -20,7 +20,7 @@ from judge.pairs import Problem
 
 
 def compile_ahead(entries: list[trial.Entry], settings: trial.Settings) -> None:
-    """In as many processes as there are cores. What fails here is compiled, and told, by the judge."""
+    """In as many processes as there are cores, or fewer: each imports the compiler first. What fails here the judge compiles, and tells."""
     load = settings.load
     tasks = [
         (entry.pair.model_path, entry.problem.constants, entry.batch, load.device, dtype, level, backward, settings.seed)
@@ -31,7 +31,7 @@ def compile_ahead(entries: list[trial.Entry], settings: trial.Settings) -> None:
         if "compile" in settings.baselines and not entry.failure
     ]
     if tasks:
-        with multiprocessing.get_context("spawn").Pool(min(len(tasks), len(os.sched_getaffinity(0))), _be_alone) as pool:
+        with multiprocessing.get_context("spawn").Pool(min(-(-len(tasks) // 3), len(os.sched_getaffinity(0))), _be_alone) as pool:
             pool.starmap(_compile, tasks, chunksize=1)
 
 

@@ -40,8 +40,8 @@ def compare(name: str) -> float:
             return module(*inputs)
 
         replay, _ = timing.in_cuda_graph(call)
-        once = timing.Stopwatch("cuda")(call)
-        turns = []
+        stopwatch, turns = timing.Stopwatch("cuda"), []
+        once = min(stopwatch(call) for _ in range(5))
         for turn in range(TURNS):
             samples = timing.measure({"call": call, "graph": replay}, lambda factor: None, "cuda", 0.0, turn)
             bench = do_bench(call, warmup=once, rep=CALLS * once, return_mode="median")
