@@ -8,8 +8,9 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
 one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
-and sm_100 a plainer loop makes the three products. Everything else (other dtypes and chips, small products, hooks on the linear layer,
-autocast) takes PyTorch's. All that follows the product is one kernel:
+and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and
+newer. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast) takes PyTorch's. All that follows the
+product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU

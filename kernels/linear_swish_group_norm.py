@@ -10,8 +10,9 @@ float32, and where a group is 64 features its norm is in the product's epilogue,
 tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does; float16 and bfloat16 are multiplied as they
 are, and rounded once. `freeze_weight()` splits W once instead of in each call. The product's gradients are two products of the same kind;
 none of their operands is transposed in memory, and h's gradient is split once for both (where a group is 64 features as soon as it is made,
-and not written itself). On sm_80 and sm_100 a plainer loop makes the three products. Everything else (other chips, small products, hooks on
-the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows it.
+and not written itself). On sm_80 and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a
+kernel of their own on sm_80 and newer, which adds in float32 and has the same epilogue. Everything else (other chips, small products, hooks
+on the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows it.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
