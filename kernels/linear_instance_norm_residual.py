@@ -8,8 +8,9 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
 one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
-and sm_100 a plainer loop makes the three products. Everything else (other dtypes and chips, small products, hooks on the linear layer,
-autocast) takes PyTorch's. All that follows the product is one kernel:
+and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and
+newer. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast) takes PyTorch's. All that follows the
+product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -759,6 +760,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
+                if (Kind::kFinishers > 1) mbarrier_wait(ready + 8 * slot.place, slot.phase ^ 1);  // the other finisher's slab of this slot
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
@@ -1187,53 +1189,56 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
     const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     extern __shared__ __align__(1024) unsigned char shared[];
-    constexpr int V = kPack<T>;
+    constexpr int kStep = 32 * kPack<T>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
-    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide;
-    const int rows = min(kFewRows, epilogue.product.m - row0), columns = min(kBlockSide, epilogue.product.n - column0);
-    int filled = 0, next = 0;  // stages
-    const auto bring = [&](int step) {
-        const int at = (step * 32 + lane) * V;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide, rows = min(kFewRows, epilogue.product.m - row0);
+    wait_for_predecessor();
+
+    const int64_t stride = int64_t(kFewWarps) * k;  // of what a warp brings
+    const T *own_w = w + int64_t(column0 + warp) * k, *own_x = x + int64_t(row0 + warp) * k;
+    const auto bring = [&](int step, int stage) {
+        const int at = step * kStep + lane * kPack<T>, from = at < k ? at : 0;
+        const uint32_t to = shared_address(shared) + stage * kFewStageBytes + warp * 512 + lane * 16;
 #pragma unroll
-        for (int place = warp; place < kBlockSide + kFewRows; place += kFewWarps) {
-            const int row = place - kBlockSide;
-            const T* from = row < 0 ? w + int64_t(column0 + min(place, columns - 1)) * k : x + int64_t(row0 + row) * k;
-            if (row < rows) copy_async(shared_address(shared) + filled * kFewStageBytes + place * 512 + lane * 16, from + (at < k ? at : 0), at < k);
+        for (int i = 0; i < kBlockSide / kFewWarps; ++i) copy_async(to + i * kFewWarps * 512, own_w + i * stride + from, at < k);
+#pragma unroll
+        for (int i = 0; i < kFewRows / kFewWarps; ++i) {
+            if (warp + i * kFewWarps < rows) copy_async(to + (kBlockSide + i * kFewWarps) * 512, own_x + i * stride + from, at < k);
         }
         copies_commit();
-        filled = filled + 1 < stages ? filled + 1 : 0;
     };
     float sum[kFewRows * kFewColumns] = {};
-    for (int step = 0; step < stages - 1; ++step) bring(step);
-    for (int step = 0; step * 32 * V < k; ++step) {
+    for (int step = 0; step < stages - 1; ++step) bring(step, step);
+    for (int step = 0, stage = 0; step * kStep < k; ++step) {
         if (stages == kFewStages) copies_wait<kFewStages - 2>();
         else copies_wait<kFewestStages - 2>();
         __syncthreads();
-        bring(step + stages - 1);
-        const auto four_of = [&](int place, int quad, float (&to)[4]) {
-            const auto* own = reinterpret_cast<const Pack<T, 4>*>(shared + next * kFewStageBytes + place * 512 + lane * 16) + quad;
-            const Pack<T, 4> four = *own;
+        bring(step + stages - 1, stage == 0 ? stages - 1 : stage - 1);
+        const auto* line = reinterpret_cast<const Pack<T, 4>*>(shared + stage * kFewStageBytes + lane * 16);
+        const auto quad_of = [&](int place, int quad, float (&to)[4]) {
+            const Pack<T, 4> own = line[place * 32 * (kPack<T> / 4) + quad];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) to[i] = to_acc(four.value[i]);
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(own.value[i]);
         };
 #pragma unroll
-        for (int quad = 0; quad < V / 4; ++quad) {
+        for (int quad = 0; quad < kPack<T> / 4; ++quad) {
             float weights[kFewColumns][4], values[4][4];
 #pragma unroll
-            for (int c = 0; c < kFewColumns; ++c) four_of(warp * kFewColumns + c, quad, weights[c]);
+            for (int c = 0; c < kFewColumns; ++c) quad_of(warp * kFewColumns + c, quad, weights[c]);
 #pragma unroll
             for (int first = 0; first < kFewRows; first += 4) {
                 if (first >= rows) continue;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) four_of(kBlockSide + first + r, quad, values[r]);
+                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + first + r, quad, values[r]);
 #pragma unroll
                 for (int i = 0; i < 16 * kFewColumns; ++i) {
-                    float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
-                    to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                    const int r = i / kFewColumns % 4, c = i % kFewColumns, j = i / (4 * kFewColumns);
+                    float& to = sum[(first + r) * kFewColumns + c];
+                    to = fmaf(values[r][j], weights[c][j], to);
                 }
             }
         }
-        next = next + 1 < stages ? next + 1 : 0;
+        stage = stage + 1 < stages ? stage + 1 : 0;
     }
     share_sums<16>(sum, lane);
     copies_wait<0>();
@@ -1242,12 +1247,10 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
-        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + min(c, columns - 1)]);
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + c]);
     }
     __syncthreads();
-    for (int r = warp; r < rows; r += kFewWarps) {
-        if (lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
-    }
+    for (int r = warp; r < rows; r += kFewWarps) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
 #endif
 }
 #endif  // CUDART_VERSION >= 12000
@@ -1407,6 +1410,10 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 template <class... Parameters, class... Arguments>
 static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, const Device& device,
                                 cudaStream_t stream, const Arguments&... arguments) {
+    constexpr int kAlwaysThere = 48 * 1024;
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = shared_bytes > kAlwaysThere ? cudaFuncSetAttribute(kernel, most, shared_bytes) : cudaSuccess;
+    if (error != cudaSuccess) return error;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -1427,11 +1434,8 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
     const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
-    const auto kernel = multiply<Kind, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN), blocks = tiles < device.sms ? tiles : device.sms;
+    return launch_early(multiply<Kind, Epilogue>, blocks, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
         map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
@@ -1449,29 +1453,8 @@ static cudaError_t launch_multiply_rows(
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
-template <class Epilogue>
-static cudaError_t launch_multiply_portably(
-    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, bool exact, const Device& device, cudaStream_t stream) {
-    const Product& product = epilogue.product;
-    const auto kernel = multiply_portably<Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
-    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
-        x, w, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
-}
-
-// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
-// have no fp16 accumulated in float32.
-enum class Loop { kNone, kHopper, kPortable };
-static Loop loop_of_device() {
-    Device device;
-    int id, minor;
-    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
-    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
-    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
-    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
-}
+// Whether a chip has Hopper's loop.
+static bool on_hopper(const Device& device) { return device.major == 9 && !PORTABLE_PRODUCT; }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
@@ -1489,36 +1472,38 @@ static cudaError_t launch_product(
     cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
-    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
-    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    if (on_hopper(device)) {
+        error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    } else if constexpr (Kind::kPieces == 2) {
+        const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
+        error = launch_early(multiply_portably<Epilogue>, tiles, kPortableThreads, kPortableBytes, device, stream,
+            x.pieces, w.pieces, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
+    }
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
 template <typename T, class Epilogue>
 static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
-    const auto kernel = multiply_few<T, Epilogue>;
-    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages, bytes = stages * kFewStageBytes;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages;
     const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
-    kernel<<<blocks, 32 * kFewWarps, bytes, stream>>>(x, w, bias, stages, epilogue);
-    return cudaGetLastError();
+    return launch_early(multiply_few<T, Epilogue>, blocks, 32 * kFewWarps, stages * kFewStageBytes, device, stream, x, w, bias, stages, epilogue);
 }
 
 // Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
 static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
     Device device;
     if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
-    return m <= (float32 ? 4 : 1) * kFewRows && n % 2 == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+    return m <= (float32 ? 4 : 1) * kFewRows && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
 }
 
-// Whether a product is for the tensor cores by the chip and its shape alone.
+// Whether a product is for the tensor cores by the chip and its shape alone. Those of sm_86, sm_89 and sm_120, which have little shared
+// memory, do not do three products in the time of a float32's.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
-    const Loop loop = loop_of_device();
-    if (loop == Loop::kNone || (loop == Loop::kPortable && pieces != 2)) return false;
-    return n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    Device device;
+    if (current_device(&device) != cudaSuccess) return false;
+    const bool portably = pieces == 2 && device.major >= 8 && device.shared_bytes > 128 * 1024;
+    return (on_hopper(device) || portably) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
@@ -2421,7 +2406,7 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
 #if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
-    if (current_device(&device) != cudaSuccess || loop_of_device() != Loop::kHopper) return false;
+    if (current_device(&device) != cudaSuccess || !on_hopper(device)) return false;
     if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * GivenGradient::kQuads * 4 || m > kMost || k > kMost) return false;
     if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
@@ -3372,12 +3357,9 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
     if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
-    everywhere = nn.modules.module
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-        return False
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return False
-    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+    own, everywhere = linear.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if any(own[f"_{kind}"] or everywhere[f"_global_{kind}"] for kind in kinds):
         return False
     weight, dtype, device = linear.weight, x.dtype, x.device
     vectors = (linear.bias, *vectors)
