@@ -1704,7 +1704,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
-            if constexpr (!SPLIT && PAIRS) {  // two pixels at a time
+            if (!SPLIT && PAIRS && (PHASES || s.slabs > 1)) {  // two pixels at a time: faster, but where there is little to bring
                 constexpr int kPairs = kItems / 2;
                 for (int slab = 0, begin = 2 * tid; slab < s.slabs;) {
                     const int last = s.in_channels - slab * 8 - 1;
@@ -2115,7 +2115,8 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                 if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
                 // its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tiles * (450 + 50.0 * ks * s.slabs) / kConsumers;
+                const double bring = 300 + 0.7 * pixels * s.slabs, tile = 450 + 50.0 * ks * s.slabs;
+                const double make = phases || s.slabs > 1 ? 600 + tiles * tile / kConsumers : divide_up(tiles, 4 * kConsumers) * 4 * tile;
                 const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
