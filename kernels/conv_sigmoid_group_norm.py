@@ -1199,7 +1199,7 @@ static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers
 struct WideShape : ConvShape {
     int phase;               // 1 or 2, of two
     int slots, stages;       // of v: units that wait for their statistics; of x
-    int passes;              // over K: of a slab each, of two for 1x1 kernels of 16 bits
+    int chunks;              // of K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
@@ -1226,14 +1226,14 @@ __device__ __forceinline__ int channel_of_row(int r) { return r / 8 * 8 + r % 4 
 
 template <int KS> constexpr int kSteps = KS == 3 ? 5 : 1;  // of K, two taps each, for one piece of x
 template <typename T, int KS> constexpr int kProducts = kSplit<T> && KS == 3 ? 9 : kSteps<KS>;
-template <typename T, int KS> constexpr int kPassSlabs = kSplit<T> || KS == 3 ? 1 : 2;
+template <typename T, int KS> constexpr int kChunkSlabs = kSplit<T> || KS == 3 ? 1 : 2;
 template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
 template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each pass, step, thread; and constants. All blocks empty the mailbox.
+// Block q prepares slice q's weights, as A's fragments: of each chunk, step, thread; and constants. All blocks empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    constexpr int kSlabs = kPassSlabs<T, KS>;
+    constexpr int kSlabs = kChunkSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
     const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
     constexpr int kWords = sizeof(Fragment<T>) / 4;
@@ -1245,8 +1245,8 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
     for (int i = threadIdx.x; i < words; i += kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
-        const int step = at_step / 128 % kSteps<KS>, pass = at_step / (128 * kSteps<KS>);
-        const int c = channel_of_row(thread / 4), slab = pass * kSlabs + (kSlabs == 2 ? r / 2 : 0);
+        const int step = at_step / 128 % kSteps<KS>, chunk = at_step / (128 * kSteps<KS>);
+        const int c = channel_of_row(thread / 4), slab = chunk * kSlabs + (kSlabs == 2 ? r / 2 : 0);
         // Of the last tap alone: the halves of K are x's hi and lo, or two slabs, or the second half is x.
         const bool odd_one = step == kSteps<KS> - 1;
         const int tap = odd_one ? KS * KS - 1 : 2 * step + r / 2;
@@ -1462,10 +1462,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const Fragment<T>* const fragments =
-                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.passes * (kSteps<KS> * 128) + threadIdx.x % 128;
-            const auto load_fragments = [&](int pass, Fragment<T> (&to)[kSteps<KS>]) {
+                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.chunks * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (pass * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (chunk * kSteps<KS> + i) * 128);
             };
             if (known != q) {
                 known = q;
@@ -1547,14 +1547,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     advance(8);
                 };
                 begin();
-                const auto multiply = [&](int pass, int part, float (&d)[kTileN / 2]) {
-                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + pass * kPassSlabs<T, KS> * slab_bytes) / 16;
+                const auto multiply = [&](int chunk, int part, float (&d)[kTileN / 2]) {
+                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + chunk * kChunkSlabs<T, KS> * slab_bytes) / 16;
                     const uint32_t x = begin + task * kTaskPixels + part * kTileN;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
-                        const int tap = kPassSlabs<T, KS> == 2 && pass == s.passes - 1 ? 1 : k;
-                        wgmma(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[tap] + x), pass > 0 || k > 0);
+                        const int tap = kChunkSlabs<T, KS> == 2 && chunk == s.chunks - 1 ? 1 : k;
+                        wgmma(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[tap] + x), chunk > 0 || k > 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
@@ -1597,19 +1597,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll 1
                 for (int part = 0; part < parts; part += kAtOnce) {
                     float even[kTileN / 2], odd[kTileN / 2];
-                    const int last = s.passes - 1;
-                    const auto multiply_all = [&](int pass) {
-                        multiply(pass, part, even);
-                        if (kAtOnce > 1) multiply(pass, part + 1, odd);
+                    const int last = s.chunks - 1;
+                    const auto multiply_all = [&](int chunk) {
+                        multiply(chunk, part, even);
+                        if (kAtOnce > 1) multiply(chunk, part + 1, odd);
                     };
 #pragma unroll 1
-                    for (int pass = 0; pass < last; ++pass) {
-                        multiply_all(pass);
+                    for (int chunk = 0; chunk < last; ++chunk) {
+                        multiply_all(chunk);
                         Fragment<T> ahead[kSteps<KS>];
-                        if (kAhead) load_fragments(pass + 1, ahead);  // beside these products
+                        if (kAhead) load_fragments(chunk + 1, ahead);  // beside these products
                         wgmma_wait<0>(even);
                         if (kAtOnce > 1) wgmma_wait<0>(odd);
-                        if (!kAhead) load_fragments(pass + 1, ahead);
+                        if (!kAhead) load_fragments(chunk + 1, ahead);
 #pragma unroll
                         for (int i = 0; i < kSteps<KS>; ++i) {
                             a[i] = ahead[i];
@@ -1689,7 +1689,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
-            if constexpr (!SPLIT && PAIRS) {  // two pixels at a time
+            if (!SPLIT && PAIRS && (PHASES || s.slabs > 1)) {  // two pixels at a time: faster, but where there is little to bring
                 constexpr int kPairs = kItems / 2;
                 for (int slab = 0, begin = 2 * tid; slab < s.slabs;) {
                     const int last = s.in_channels - slab * 8 - 1;
@@ -2080,7 +2080,7 @@ struct WidePlan {
 static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, bool phases, int sms, int shared_most) {
     WideShape& s = plan->shape;
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
-    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, pass_slabs = ks == 3 || pieces == 2 ? 1 : 2;
+    const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, chunk_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
@@ -2100,7 +2100,8 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
                 if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
                 // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
                 // its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tiles * (450 + 50.0 * ks * s.slabs) / kConsumers;
+                const double bring = 300 + 0.7 * pixels * s.slabs, tile = 450 + 50.0 * ks * s.slabs;
+                const double make = phases || s.slabs > 1 ? 600 + tiles * tile / kConsumers : divide_up(tiles, 4 * kConsumers) * 4 * tile;
                 const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
                 const double life = make + (members == 1 ? 2500 : 5000) + write;
                 const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
@@ -2127,10 +2128,10 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     };
     for (int k = 0; k < 4; ++k) s.taps[k] = pair(k, pieces - 1), s.taps[5 + k] = pair(k, 0);
     s.taps[4] = pieces == 2 ? tap_pair(last, plane + last) : tap_pair(last - 1, last);
-    s.passes = int(divide_up(s.slabs, pass_slabs));
-    if (ks == 1) s.taps[0] = tap_pair(0, pass_slabs == 2 ? s.pixels : plane), s.taps[1] = s.slabs % 2 ? 0 : s.taps[0];
+    s.chunks = int(divide_up(s.slabs, chunk_slabs));
+    if (ks == 1) s.taps[0] = tap_pair(0, chunk_slabs == 2 ? s.pixels : plane), s.taps[1] = s.slabs % 2 ? 0 : s.taps[0];
     plan->slices = s.units_per_sample * s.slices;
-    plan->fragment_words = int64_t(plan->slices) * s.passes * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 2 * pieces;
+    plan->fragment_words = int64_t(plan->slices) * s.chunks * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 2 * pieces;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
     for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
