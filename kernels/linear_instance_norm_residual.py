@@ -2309,8 +2309,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2931,8 +2930,8 @@ std::vector<at::Tensor> linear_gradients_on_cuda(
     const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
     int64_t sizes[4];
     if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
-        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, true);  // true: to every digit
-        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, true);
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
         if (needs[2]) results[2] = at::sum(grad, {0});
         return results;
     }
