@@ -31,7 +31,7 @@ LACKING = (
 
 # What they import is not there: fully_shard, and what counts a Model's work.
 collect_ignore = ["tests/test_distributed.py"] if torch.__version__ < "2.6" else []
-collect_ignore += ["tests/test_harness.py", "tests/test_training.py"] if torch.__version__ < "2.1" else []
+collect_ignore += ["tests/test_harness.py", "tests/test_readme.py", "tests/test_training.py"] if torch.__version__ < "2.1" else []
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from judge import distributed, machine, record, report, timing, trial
+from judge import ahead, distributed, machine, record, report, timing, trial
 from judge.pairs import Pair, Problem, discover, last_line
 from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
 from judge.watch import in_a_child
@@ -60,6 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--precision", default="highest", metavar="LIST", help="highest: strict float32 (default); high: TF32 allowed; or both"
     )
     parser.add_argument("--backward", action="store_true", help="judge and time forward + backward too")
+    parser.add_argument("--frozen", action="store_true", help="call ModelNew's freeze_weight(), where it has that: forward only")
     parser.add_argument("--batch", type=int, metavar="N", help="default: the benchmark batch on a GPU, one that takes little time on a CPU")
     parser.add_argument("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
     parser.add_argument(
@@ -74,6 +75,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.batch is not None and options.batch < 1:
         raise UsageError("--batch must be at least 1")
+    if options.frozen and options.backward:
+        raise UsageError("--frozen and --backward: a frozen weight is for inference")
     if options.sweep and options.batch:
         raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
     if options.plot and options.plot.suffix not in (".svg", ".png"):
@@ -102,8 +105,8 @@ def chosen_settings(options: argparse.Namespace) -> trial.Settings:
         raise UsageError("--device cuda: PyTorch sees no GPU here")
     dtypes = [machine.DTYPES[name] for name in list_of(options.dtype, machine.DTYPES, "dtype")]
     load = Load(device, dtypes, list_of(options.precision, machine.PRECISIONS, "precision"), options.backward)
-    seconds_each = timing.SECONDS_EACH[device] / (4 if options.sweep else 1)
-    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each)
+    seconds_each = timing.SECONDS_EACH[device] / (8 if options.sweep else 1)
+    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each, options.frozen)
 
 
 def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
@@ -151,6 +154,9 @@ def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Names
     say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
     shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
     entries = [prepare(pair, constants, options.batch, load, ceilings) for pair, constants in shapes]
+    if options.sweep and not distributed.launched():
+        say("compiling the Models ahead")
+        ahead.compile_ahead(entries, settings)
     runs: list[trial.Run] = []
     surroundings: dict = {}
     for entry in entries:

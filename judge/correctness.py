@@ -43,6 +43,7 @@ class Case:
     backward: bool
     batch: int | None
     seed: int
+    frozen: bool = False  # ModelNew's freeze_weight() is called after every change of weights
 
 
 @dataclass
@@ -171,6 +172,14 @@ class Examination:
         self.model.to(device=case.device, dtype=case.dtype)
         self.new.to(device=case.device, dtype=case.dtype)
 
+    def _give_weights(self) -> None:
+        self.new.load_state_dict(self.model.state_dict(), strict=True)
+        if self.case.frozen:
+            try:
+                self.new.freeze_weight()
+            except RAISED as error:
+                raise CandidateRaised(f"{last_line(error)} in freeze_weight") from error
+
     def _seeds(self) -> None:
         """Both gates over several seeds, with weights and inputs drawn anew and the two taking turns at going first."""
         case = self.case
@@ -180,7 +189,7 @@ class Examination:
             self.answer_seed = seed = case.seed + turn
             self.say(f"checking, seed {turn + 1} of {max(SEEDS, turn + 1)}")
             perturb(self.model, seed)
-            self.new.load_state_dict(self.model.state_dict(), strict=True)
+            self._give_weights()
             self.answer = {}
             self.inputs = self._fresh_inputs(seed)
             reference = self._reference(seed) if case.dtype != torch.float64 else None

@@ -103,6 +103,8 @@ def judge_pair(entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings,
 def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Settings) -> dict:
     new_class, _ = load_new(entry.pair.new_path)
     new = entry.problem.make(new_class, settings.seed).to(device=run.device, dtype=machine.DTYPES[run.dtype])
+    if run.frozen:
+        new.freeze_weight()
     backward = run.direction == "forward_backward"
 
     def step(module: torch.nn.Module, batch: int) -> Callable[[], object]:
@@ -122,6 +124,8 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
     together = step(_averaging(new, run.device) if backward else new, share)
     alone = [step(new, batch) for batch in (share, entry.batch)] if rank() == 0 else []
     stopwatch, flush = timing.Stopwatch(run.device), timing.CacheFlush(run.device)
+    if run.device == "cuda":
+        flush.hide(max(_gathered(max(map(timing.host_us, [together, *alone])))))  # as long on all: they wait for each other
 
     def timed(call: Callable[[], object]) -> float:
         """The median of a few calls in a row: the first find a processor, and a GPU, that had been waiting for the other ranks."""

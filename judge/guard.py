@@ -109,17 +109,20 @@ _MODES = {
 
 
 @functools.cache
-def _operators() -> dict[str, set[str]]:
-    """Where the kernels of each of ATen's operators come from. `_changed_operators` brings it up to date."""
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return {name: set(_ORIGINS.findall(torch._C._dispatch_dump(name))) for name in names}
+def _operators() -> dict[str, str]:
+    """PyTorch's description of each of ATen's operators. `_changed_operators` brings it up to date."""
+    return {name: torch._C._dispatch_dump(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
 
 
 def _changed_operators() -> list[str]:
     """Operators that somebody else than PyTorch overrode since this was last asked. What Python overrode is put back; C++ cannot be."""
-    known = _operators()
-    new = {name: set(_ORIGINS.findall(torch._C._dispatch_dump(name))) - origins for name, origins in known.items()}
-    changed = [name for name, origins in new.items() if any(not origin.startswith(_TORCH) for origin in origins)]
+    known, changed = _operators(), []
+    for name, before in known.items():
+        now = torch._C._dispatch_dump(name)
+        if now != before:
+            known[name] = now
+            if any(not origin.startswith(_TORCH) for origin in {*_ORIGINS.findall(now)} - {*_ORIGINS.findall(before)}):
+                changed.append(name)
     if changed:
         keys = {
             f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
@@ -127,7 +130,7 @@ def _changed_operators() -> list[str]:
         for held in [thing for thing in gc.get_objects() if type(thing) is library.Library]:
             if keys & {key.replace(".default", "") for key in held._op_impls}:
                 held._destroy()
-        known.update((name, set(_ORIGINS.findall(torch._C._dispatch_dump(name)))) for name in changed)
+        known.update((name, torch._C._dispatch_dump(name)) for name in changed)
     return changed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import shutil
@@ -100,28 +101,38 @@ def device_name(device: str) -> str:
 
 def query_gpu(*fields: str) -> dict[str, str] | None:
     """What nvidia-smi says of the GPU in use, or None where it cannot say."""
+    said = _nvidia_smi(f"--query-gpu={','.join(fields)}")
+    return dict(zip(fields, (value.strip() for value in said[0].split(",")))) if said else None
+
+
+def _nvidia_smi(question: str) -> list[str]:
+    """Its lines about the GPU in use; none where it cannot say."""
     if not shutil.which("nvidia-smi"):
-        return None
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        return []
+    command = ["nvidia-smi", question, "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     if uuid is not None:
         command.append(f"--id=GPU-{uuid}")
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode != 0 or not answer.stdout.strip():
-        return None
-    return dict(zip(fields, (value.strip() for value in answer.stdout.splitlines()[0].split(","))))
+    return answer.stdout.split("\n")[:-1] if answer.returncode == 0 else []
 
 
 def clocks(device: str) -> dict[str, str] | None:
     """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
     if device != "cuda":
         return None
-    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-    for field in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # the name since driver 535, and the one before
-        active = query_gpu(field)
-        if state and active:
-            return {**state, "throttle": throttle_reasons(active[field])}
+    why = _throttle_field()
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", *why)
+    if state and why:
+        state["throttle"] = throttle_reasons(state.pop(why[0]))
     return state
+
+
+@functools.cache
+def _throttle_field() -> tuple[str, ...]:
+    """What nvidia-smi calls the reasons: one name since driver 535, one before."""
+    names = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+    return next(((name,) for name in names if query_gpu(name)), ())
 
 
 def throttle_reasons(mask: str) -> str:
@@ -135,10 +146,5 @@ def throttle_reasons(mask: str) -> str:
 
 def other_gpu_processes() -> int:
     """How many processes beside this one compute on the GPU in use. A container shows others' numbers, so they are only counted."""
-    identity = query_gpu("uuid")
-    if not identity:
-        return 0
-    command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader", f"--id={identity['uuid']}"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    listed = [line for line in answer.stdout.split() if line.isdigit()] if answer.returncode == 0 else []
+    listed = [line for line in _nvidia_smi("--query-compute-apps=pid") if line.strip().isdigit()]
     return max(0, len(listed) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -18,13 +19,12 @@ from judge.trial import Run
 
 
 def environment(device: str, ceilings: Ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
-    driver = machine.query_gpu("driver_version") if device == "cuda" else None
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": _relative(command),
         "git": _git(root),
         "device": machine.device_name(device),
-        "driver": driver and driver["driver_version"],
+        "driver": _driver() if device == "cuda" else None,
         "clocks": {"before": clocks_before, "after": machine.clocks(device)},
         "copy_bandwidth": float(f"{ceilings.copy_bandwidth:.6g}"),
         "matrix_rate": {name: float(f"{rate:.6g}") for name, rate in ceilings.matrix_rate.items()},
@@ -40,6 +40,13 @@ def _relative(command: list[str]) -> list[str]:
     return [Path(part).name if os.path.isabs(part) else part for part in command]
 
 
+@functools.cache
+def _driver() -> str | None:
+    said = machine.query_gpu("driver_version")
+    return said and said["driver_version"]
+
+
+@functools.cache
 def _git(root: Path) -> dict | None:
     """The revision, and whether the files differ from it; None outside a git checkout."""
 

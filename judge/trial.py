@@ -31,6 +31,7 @@ class Settings:
     baselines: list[str]
     seed: int
     seconds_each: float
+    frozen: bool = False
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Run:
     direction: str
     seed: int
     batch: int | None
+    frozen: bool = False  # with ModelNew's freeze_weight() called
     constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
     status: str = OK
     ok: bool = True
@@ -66,6 +68,7 @@ class Run:
     gradient_error: dict = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)  # until a call has launched its work on a GPU; no part of `ms`
     rounds: int = 0
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
@@ -130,7 +133,8 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
     for run, (dtype, level, backward) in zip(runs, ways):
         run.import_seconds = round(import_seconds, 3)
-        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed)
+        run.frozen = settings.frozen and hasattr(new_class, "freeze_weight")
+        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen)
         prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
         with machine.precision(level):
             _judge_way(run, case, settings, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
@@ -186,7 +190,7 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                     x.mul_(factor)
 
     def inspect(result) -> None:
-        examination.while_timed(result, lambda: _step(examination.model, inputs, case)(examination.model, examination.model))
+        examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
@@ -201,9 +205,13 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
     examination.after_timing(inputs)
 
     run.rounds = len(samples.ms["new"])
+    run.host_us = {name: _tidy(us) for name, us in samples.host_us.items()}
     for name in contenders:
         run.ms[name] = _tidy(samples.median(name))
         run.spread[name] = [_tidy(q) for q in samples.spread(name)]
+    if run.host_us and run.host_us["new"] > 1e3 * run.ms["new"]:
+        times = ", ".join(f"{name} {us:.0f}" for name, us in run.host_us.items())
+        run.notes.append(f"the host takes longer to launch a call than the GPU for its work; the host's microseconds: {times}")
     for name in contenders:
         if not name.startswith("new"):
             run.speedup[name] = _tidy(samples.speedup("new", over=name))
@@ -226,7 +234,7 @@ def _contenders(
 ) -> dict[str, Callable[[], object]]:
     """A call for each contender that works here; why another does not is noted."""
     model, new = examination.model, examination.new
-    step = _step(model, inputs, case)
+    step = step_of(model, inputs, case)
 
     def new_call():
         try:
@@ -261,7 +269,7 @@ def _contenders(
     return contenders
 
 
-def _step(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
+def step_of(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
     """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
     if not case.backward:
         return lambda module, owner: module(*inputs)

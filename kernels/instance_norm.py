@@ -11,19 +11,20 @@ value is used twice; the floor of one read of x (backward: and of g) and one wri
 between. Where it waits depends on its size alone, and so does the kernel; each is written once for both directions:
 
     slice                              waits in                                   DRAM traffic      on
-    a pack of 16 bytes or part of one  a thread's registers                       one read, write   any GPU
+    512 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
     up to 9 KiB, not whole lines       shared memory, with its neighbours         one read, write   any GPU
-    up to 64 KiB (backward 16 KiB)     registers of 1 to 512 threads              one read, write   any GPU
+    up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
     any                                nowhere (L2, if it happens to)             two reads, write  any GPU
 
 Accesses are of 16 bytes, and a warp's of whole lines of 128; where a slice is not whole lines, its loose values at both ends go apart, or
 a tile of many slices is moved as one. A tensor that does not begin on 16 bytes is copied first.
 
-Statistics are accumulated in float32 (float64 for float64) as (count, mean, M2) and merged pairwise after Chan, Golub and LeVeque
-(1979), never as E[x^2] - E[x]^2. The mean is carried as an unevaluated sum hi + lo, and the output is ((x - hi) - lo) * rstd, so that a
-mean far from zero (x = 1e4 + noise) costs no accuracy. Types of two bytes take one sweep of sums around one of the slice's own values,
-which loses none of their bits. Sums have a fixed order: the same input gives the same bits.
+Statistics are accumulated in float32 (float64 for float64) as (count, mean, M2) and merged after Chan, Golub and LeVeque (1979), never as
+E[x^2] - E[x]^2; long sums keep what their roundings took, since equal terms round the same way. The mean is carried as an unevaluated sum
+hi + lo, and the output is ((x - hi) - lo) * rstd, so that a mean far from zero (x = 1e4 + noise) costs no accuracy. Types of two bytes take
+one sweep of sums around one of the slice's own values, which loses none of their bits. Sums have a fixed order: the same input gives the
+same bits.
 
 On the CPU one core takes a slice at a time, in blocks that stay in its first cache; on a machine without a GPU only that is compiled.
 Gradients: first order in kernels, which need x alone again; of the second order that by g too, the rest in ATen operators.
@@ -83,28 +84,20 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy runs at 91% of cudaMemcpy's speed.
 // With the default it reaches 96%, with loads that are to be evicted last 100%; such lines still make room for the next kernels' soon.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p) {
-    Pack<T, V> pack;
-    if constexpr (V * sizeof(T) == 16) {
-        *reinterpret_cast<int4*>(&pack) = *reinterpret_cast<const int4*>(p);
-    } else {
-        pack = *reinterpret_cast<const Pack<T, V>*>(p);
-    }
-    return pack;
-}
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load_evict_last(const T* p) {
+// volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
+    Pack<T, V> pack = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if constexpr (V * sizeof(T) == 16) {
-        Pack<T, V> pack;
         int4& words = *reinterpret_cast<int4*>(&pack);
-        // volatile: or the compiler puts loads off until they are used
-        asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            "ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
-            : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(p));
+        asm volatile("{\n.reg .b64 policy;\n.reg .pred exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
+            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)) : "memory");
         return pack;
     }
 #endif
-    return load<T, V>(p);
+    if (exists) pack = *reinterpret_cast<const Pack<T, V>*>(p);
+    return pack;
 }
 template <typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
     if constexpr (V * sizeof(T) == 16) {
@@ -159,27 +152,6 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
-
-template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Moments<A> other;
-        other.count = __shfl_down_sync(~0u, m.count, offset);
-        other.hi = __shfl_down_sync(~0u, m.hi, offset);
-        other.lo = __shfl_down_sync(~0u, m.lo, offset);
-        other.m2 = __shfl_down_sync(~0u, m.m2, offset);
-        m = merge(m, other);
-    }
-    return m;  // complete in lane 0
-}
-
-template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments<A> m) {  // what lane 0 has
-    m.count = __shfl_sync(~0u, m.count, 0);
-    m.hi = __shfl_sync(~0u, m.hi, 0);
-    m.lo = __shfl_sync(~0u, m.lo, 0);
-    m.m2 = __shfl_sync(~0u, m.m2, 0);
-    return m;
-}
 // --- end shared: moments ---
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -203,10 +175,11 @@ __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERA
     for (int o = 0; o < OPERANDS; ++o) values.of[o] = to_acc(place.of[o].value[i]);
     return values;
 }
-template <int V, int OPERANDS, typename T> __device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i) {
+template <int V, int OPERANDS, typename T>
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i);
+    place.of[0] = load<T, V>(x + i, exists);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
     return place;
 }
 
@@ -226,27 +199,50 @@ template <typename A> __device__ __forceinline__ Joint<A> merge(const Joint<A>& 
     r.co = a.co + b.co + delta * delta_g * (a.x.count * weight);
     return r;
 }
-template <typename A> __device__ __forceinline__ Joint<A> merge_across_warp(Joint<A> m) {
+template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Moments<A>& m) { return m; }
+template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Joint<A>& m) { return m.x; }
+
+// Several sums at once, over `group` lanes.
+template <typename A, int K> __device__ __forceinline__ void add_across_lanes(A (&v)[K], int group) {
+    for (int offset = group / 2; offset > 0; offset /= 2) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        Joint<A> other;
-        other.x.count = __shfl_down_sync(~0u, m.x.count, offset);
-        other.x.hi = __shfl_down_sync(~0u, m.x.hi, offset);
-        other.x.lo = __shfl_down_sync(~0u, m.x.lo, offset);
-        other.x.m2 = __shfl_down_sync(~0u, m.x.m2, offset);
-        other.g = __shfl_down_sync(~0u, m.g, offset);
-        other.co = __shfl_down_sync(~0u, m.co, offset);
-        m = merge(m, other);
+        for (int k = 0; k < K; ++k) v[k] += __shfl_xor_sync(~0u, v[k], offset);
     }
-    return m;  // complete in lane 0
 }
 
-template <typename A> __device__ __forceinline__ Joint<A> in_all_lanes(Joint<A> m) {
-    m.x = in_all_lanes(m.x);
-    m.g = __shfl_sync(~0u, m.g, 0);
-    m.co = __shfl_sync(~0u, m.co, 0);
-    return m;
+// What `lanes` lanes hold, in all of them; the first has values. A sum of deviations rounds less than merging two and two does.
+template <int OPERANDS, typename S> __device__ __forceinline__ S merge_across_lanes(S own, int lanes = 32) {
+    Moments<decltype(moments_in(own).count)>& m = moments_in(own);
+    using A = decltype(m.count);
+    A count[1] = {m.count};
+    add_across_lanes(count, lanes);
+    const A share = m.count > A(0) ? m.count * reciprocal(count[0]) : A(0), pivot = __shfl_sync(~0u, m.hi, threadIdx.x & -lanes);
+    const A from_pivot = m.count > A(0) ? (m.hi - pivot) + m.lo : A(0);
+    A means[OPERANDS] = {from_pivot * share};
+    if constexpr (OPERANDS == 2) means[1] = own.g * share;
+    add_across_lanes(means, lanes);
+    const A delta = from_pivot - means[0];
+    A sums[OPERANDS] = {m.m2 + m.count * delta * delta};
+    if constexpr (OPERANDS == 2) sums[1] = own.co + m.count * delta * (own.g - means[1]);
+    add_across_lanes(sums, lanes);
+    m.count = count[0];
+    m.hi = pivot + means[0];
+    m.lo = means[0] - (m.hi - pivot);
+    m.m2 = sums[0];
+    if constexpr (OPERANDS == 2) own.g = means[1], own.co = sums[1];
+    return own;
 }
+
+// A sum, and what its roundings took from it (Kahan 1965).
+template <typename A> struct Sum {
+    A value = 0, rest = 0;
+    __device__ __forceinline__ void add(A v) {
+        const A sum = value + v;
+        rest += v - (sum - value);
+        value = sum;
+    }
+    __device__ __forceinline__ A total() const { return isinf(value) ? value : value + rest; }
+};
 
 // What a slice is reduced to, and how a thread gathers its share of it: around its own first x, a batch of places at a time.
 template <typename T, int OPERANDS> struct Gathered;
@@ -254,14 +250,12 @@ template <typename T> struct Gathered<T, 1> { using Type = Moments<Acc<T>>; };
 template <typename T> struct Gathered<T, 2> { using Type = Joint<Acc<T>>; };
 template <typename T, int OPERANDS> using Statistics = typename Gathered<T, OPERANDS>::Type;
 
-template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Moments<A>& m) { return m; }
-template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Joint<A>& m) { return m.x; }
-
 // PLAIN, for types of two bytes: one sweep. With an outlier as anchor M2 loses as many of float's 24 bits as the count of this thread's
 // values has; up to some hundred of them, values of at most 11 bits do not show it.
 template <typename T, int V, int OPERANDS, bool PLAIN> struct Gatherer {
     using A = Acc<T>;
-    A anchor = 0, places = 0, mean = 0, m2 = 0, g_mean = 0, co = 0;
+    A anchor = 0, places = 0, mean = 0, g_mean = 0;
+    Sum<A> m2, co;
 
     template <int N> __device__ __forceinline__ void add(const Place<T, V, OPERANDS> (&batch)[N]) {
         if (places == A(0)) anchor = to_acc(batch[0].of[0].value[0]);
@@ -296,15 +290,13 @@ template <typename T, int V, int OPERANDS, bool PLAIN> struct Gatherer {
         if constexpr (PLAIN) {
             mean += batch_mean * A(N);  // sums of places until `total` divides them
             g_mean += batch_g * A(N);
-            m2 += square;
-            co += product;
+            m2.value += square, co.value += product;
         } else {
             const A delta = batch_mean - mean, delta_g = batch_g - g_mean, weight = A(N) * reciprocal(places + A(N));
             const A both = places * weight * V;
             mean += delta * weight;
             g_mean += delta_g * weight;
-            m2 += square + delta * delta * both;
-            co += product + delta * delta_g * both;
+            m2.add(square + delta * delta * both), co.add(product + delta * delta_g * both);
         }
         places += A(N);
     }
@@ -315,10 +307,11 @@ template <typename T, int V, int OPERANDS, bool PLAIN> struct Gatherer {
         m.count = places * V;
         m.hi = anchor + x_mean;
         m.lo = x_mean - (m.hi - anchor);
-        m.m2 = PLAIN && !isinf(m2) ? m2 - x_mean * x_mean * m.count : m2;
+        m.m2 = m2.total();
+        if (PLAIN && !isinf(m.m2)) m.m2 -= x_mean * x_mean * m.count;
         if constexpr (OPERANDS == 2) {
             r.g = g_mean * share;
-            r.co = PLAIN ? co - x_mean * r.g * m.count : co;
+            r.co = co.total() - (PLAIN ? x_mean * r.g * m.count : A(0));
         }
         return r;
     }
@@ -336,15 +329,15 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
 // What is written: y or dx. In two bytes nobody sees what the mean's rounding left over.
 template <typename T, int OPERANDS> struct Result {
     using A = Acc<T>;
-    A hi, lo, rstd, g, slope;
+    A hi, lo, rstd, g, slope;  // dx = (g - mean(g)) * rstd - (x - mean) * slope; `g` here is mean(g), of two bytes mean(g) * rstd
     __device__ __forceinline__ Result(const Moments<A>& m, A n, A eps)
         : hi(m.hi), lo(sizeof(T) == 2 ? A(0) : m.lo), g(0), slope(0) {
         const A variance = m.m2 * reciprocal(n) + eps;
         if constexpr (sizeof(T) == 2) rstd = rsqrtf(variance); else rstd = reciprocal_sqrt(variance);
     }
     __device__ __forceinline__ Result(const Joint<A>& m, A n, A eps) : Result(m.x, n, eps) {
-        g = m.g;
-        slope = rstd * rstd * (m.co * reciprocal(n));
+        g = sizeof(T) == 2 ? m.g * rstd : m.g;
+        slope = rstd * rstd * rstd * (m.co * reciprocal(n));
     }
     __device__ __forceinline__ A deviation(A value) const { return sizeof(T) == 2 ? value - hi : (value - hi) - lo; }
     template <int V> __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
@@ -355,7 +348,9 @@ template <typename T, int OPERANDS> struct Result {
             if constexpr (OPERANDS == 1) {
                 from_acc(deviation(values.of[0]) * rstd, out.value[i]);
             } else {
-                from_acc(((values.of[1] - g) - deviation(values.of[0]) * slope) * rstd, out.value[i]);
+                const A projected = deviation(values.of[0]) * slope, own = values.of[1];
+                if constexpr (sizeof(T) == 2) from_acc(fma(own, rstd, -g) - projected, out.value[i]);
+                else from_acc(fma(own - g, rstd, -projected), out.value[i]);
             }
         }
         return out;
@@ -386,18 +381,10 @@ template <typename T> struct Span {
     }
 };
 
-// Several sums at once, over the `group` lanes of a slice.
-template <typename A, int K> __device__ __forceinline__ void add_across_lanes(A (&v)[K], int group) {
-    for (int offset = group / 2; offset > 0; offset /= 2) {
-#pragma unroll
-        for (int k = 0; k < K; ++k) v[k] += __shfl_xor_sync(~0u, v[k], offset);
-    }
-}
-
 // A slice's statistics, in all of its threads. `each(take)` hands `take` every place that this thread holds, `add_up` adds an array up over
-// the slice's threads. Types of two bytes take one sweep around an anchor that all threads know, one of the slice's values or the mean of a
-// few; what Gatherer says of precision holds here too. The others take two: deviations from the rounded mean give M2 and what the rounding
-// left over.
+// the slice's threads. `anchor`, which all threads know, is one of the slice's values or the mean of a few: where all are equal nothing is
+// left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. The others take a second:
+// deviations from the rounded mean give M2 and what the rounding left over.
 template <typename T, int OPERANDS, typename Each, typename AddUp>
 __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> anchor, int n, const Each& each, const AddUp& add_up) {
     using A = Acc<T>;
@@ -422,46 +409,51 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> an
         m.m2 = isinf(sums[1]) ? sums[1] : sums[1] - sums[0] * sums[0] * n;
         if constexpr (OPERANDS == 2) r.g = sums[2], r.co = sums[3] - sums[0] * sums[2] * n;
     } else {
-        A means[OPERANDS] = {}, sums[OPERANDS + 1] = {};  // of x and g; of deviations, their squares, products
+        A means[OPERANDS] = {};
         each([&](const auto& place) {
-#pragma unroll
-            for (int i = 0; i < values_of(place); ++i) {
-#pragma unroll
-                for (int o = 0; o < OPERANDS; ++o) means[o] += values_at(place, i).of[o] * share;
-            }
-        });
-        add_up(means);
-        each([&](const auto& place) {
-            A own[OPERANDS + 1] = {};  // sums of sums: one outlier must not drown the others
 #pragma unroll
             for (int i = 0; i < values_of(place); ++i) {
                 const Values<T, OPERANDS> values = values_at(place, i);
-                const A deviation = values.of[0] - means[0];
-                own[0] += deviation;
-                own[1] += deviation * deviation;
-                if constexpr (OPERANDS == 2) own[2] += deviation * values.of[1];
+                means[0] += (values.of[0] - anchor) * share;
+                if constexpr (OPERANDS == 2) means[1] += values.of[1] * share;
+            }
+        });
+        add_up(means);
+        m.hi = anchor + means[0];
+        A left = 0;
+        Sum<A> sums[OPERANDS];  // of squares, products
+        each([&](const auto& place) {
+            A own[OPERANDS] = {};
+#pragma unroll
+            for (int i = 0; i < values_of(place); ++i) {
+                const Values<T, OPERANDS> values = values_at(place, i);
+                const A deviation = values.of[0] - m.hi;
+                left += deviation;
+                own[0] += deviation * deviation;
+                if constexpr (OPERANDS == 2) own[1] += deviation * values.of[1];
             }
 #pragma unroll
-            for (int k = 0; k <= OPERANDS; ++k) sums[k] += own[k];
+            for (int o = 0; o < OPERANDS; ++o) sums[o].add(own[o]);
         });
-        add_up(sums);
-        m.hi = means[0];
-        m.m2 = sums[1];
-        m.lo = isinf(m.m2) ? A(0) : sums[0] * share;  // rstd is 0 then; inf * 0 must not make a NaN of it
-        if constexpr (OPERANDS == 2) r.g = means[1], r.co = sums[2] - m.lo * means[1] * n;
+        A totals[OPERANDS + 1] = {left, sums[0].total()};
+        if constexpr (OPERANDS == 2) totals[2] = sums[1].total();
+        add_up(totals);
+        const bool overflows = isinf(totals[1]);  // rstd is 0 then; inf * 0 must not make a NaN of it
+        m.lo = overflows ? A(0) : totals[0] * share;
+        m.m2 = overflows ? totals[1] : totals[1] - totals[0] * m.lo;
+        if constexpr (OPERANDS == 2) r.g = means[1], r.co = totals[2] - totals[0] * means[1];
     }
     return r;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
-// `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or the whole block.
+// `group` threads (a power of two) own a slice, each kRegisterItems packs of it; a group is part of a warp, or the whole block.
 
-constexpr int kFewItems = 2;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? 4 : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
-constexpr int kRegisterBlock = 256;  // threads of a block at least, whole groups of it
+constexpr int kRegisterBlock = 128;  // threads of a block at least, whole groups of it
 constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
@@ -470,57 +462,47 @@ template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) ==
 template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
     add_across_lanes(v, min(group, 32));
     if (group <= 32) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = group / 32;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-        if (threadIdx.x % 32 == 0) warp_sums[k][threadIdx.x / 32] = v[k];
-        v[k] = 0;
+        if (lane == 0) warp_sums[k][warp] = v[k];
     }
     __syncthreads();
-    for (int w = threadIdx.x / group * (group / 32), end = w + group / 32; w < end; ++w) {
 #pragma unroll
-        for (int k = 0; k < K; ++k) v[k] += warp_sums[k][w];
-    }
+    for (int k = 0; k < K; ++k) v[k] = warp_sums[k][(warp & -warps) + (lane & (warps - 1))];
+    add_across_lanes(v, warps);
 }
 
-template <typename T, int ITEMS, int OPERANDS>
+template <typename T, int OPERANDS>
 __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int group) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int log_group) {
     using A = Acc<T>;
-    constexpr int V = kPack<T>;
-    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group;
+    constexpr int V = kPack<T>, ITEMS = kRegisterItems<T, OPERANDS>;
+    const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
+    const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log_group;
     const Span<T> span(slice * n, slice < slices ? n : 0);
     const int packs = int(span.packs) - lane, loose = int(span.loose(lane));
     const int64_t begin = slice * n, first = begin + span.head + lane * V;
     const auto mine = [&](int i) { return i * group < packs; };
 
     Place<T, V, OPERANDS> r[ITEMS];
-    Place<T, 1, OPERANDS> loose_place;
-    if (loose >= 0) loose_place = load_place<1, OPERANDS>(x, g, begin + loose);
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (mine(i)) {
-            r[i].of[0] = load_evict_last<T, V>(x + first + i * group * V);
-            if constexpr (OPERANDS == 2) r[i].of[1] = load_evict_last<T, V>(g + first + i * group * V);
-        }
-    }
-    A anchor = 0;
-    if (sizeof(T) == 2 && slice < slices) {
-        anchor = to_acc(x[begin]);
-        if (group > 32) {  // many values: an outlier among them as anchor would cost more
-            const Pack<T, V> few = load<T, V>(x + begin + span.head);
-            anchor = 0;
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, first + i * group * V, mine(i));
+    const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
+    A anchor = slice < slices ? to_acc(x[begin]) : A(0);
+    if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
+        const Pack<T, V> few = load<T, V>(x + begin + span.head, slice < slices);
+        anchor = 0;
 #pragma unroll
-            for (int j = 0; j < V; ++j) anchor += to_acc(few.value[j]) * (1.0f / V);
-        }
+        for (int j = 0; j < V; ++j) anchor += to_acc(few.value[j]) * (1.0f / V);
     }
     const auto each = [&](auto take) {
-        if (loose >= 0) take(loose_place);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             keep_packed(r[i]);
             if (mine(i)) take(r[i]);
         }
+        if (loose >= 0) take(loose_place);
     };
     __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
     int row = 0;
@@ -531,30 +513,31 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
     const Result<T, OPERANDS> result(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if constexpr (ITEMS > 2) keep_packed(r[i]);
+        keep_packed(r[i]);
         if (mine(i)) store(y + first + i * group * V, result(r[i]));
     }
     if (loose >= 0) store(y + begin + loose, result(loose_place));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Slices that divide a pack: a thread has all of those in its packs.
+// Slices that divide a pack, or the 512 bytes of a warp's packs: the threads of a block have what is side by side, twice.
+// N is how many of a pack's values are a slice's, `lanes` how many packs.
 
 constexpr int kPackBlock = 256, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> eps) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> eps, int lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
-    Place<T, V, OPERANDS> places[kPackItems] = {};
+    const int n = N < V ? N : N * lanes;
+    Place<T, V, OPERANDS> places[kPackItems];
 #pragma unroll
     for (int p = 0; p < kPackItems; ++p) {
         const int64_t begin = first + p * kPackBlock * V;
-        if (begin + V <= values) {
-            places[p] = load_place<V, OPERANDS>(x, g, begin);
-        } else {
+        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values);
+        if (N < V && begin + V > values) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (begin + i < values) {
@@ -576,15 +559,18 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 #pragma unroll
                 for (int o = 0; o < OPERANDS; ++o) slice.of[o].value[i] = places[p].of[o].value[s + i];
             }
-            const auto m = statistics_of_slice<T, OPERANDS>(
-                to_acc(slice.of[0].value[0]), N, [&](auto take) { take(slice); }, [](auto&) {});
-            const Pack<T, N> normed = Result<T, OPERANDS>(m, A(N), eps)(slice);
+            A anchor = to_acc(slice.of[0].value[0]);
+            if (N == V) anchor = __shfl_sync(~0u, anchor, threadIdx.x & -lanes);
+            const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, [&](auto take) { take(slice); }, [&](auto& v) {
+                if (N == V) add_across_lanes(v, lanes);
+            });
+            const Pack<T, N> normed = Result<T, OPERANDS>(m, A(n), eps)(slice);
 #pragma unroll
             for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
         if (begin + V <= values) {
             store(y + begin, out);
-        } else {
+        } else if (N < V) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 if (begin + i < values) y[begin + i] = out.value[i];
@@ -605,7 +591,10 @@ template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 // 16 bytes into shared memory, under way until wait_for_copies.
 __device__ __forceinline__ void begin_copy(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n}"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
 #else
     *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
@@ -658,7 +647,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
             for (int i = words_begin + lane * W; i < words_end; i += step) take(load_place<W, OPERANDS>(tile, g_tile, i));
             if (loose >= 0) take(load_place<1, OPERANDS>(tile, g_tile, loose));
         };
-        const A anchor = sizeof(T) == 2 && exists ? to_acc(tile[begin]) : A(0);
+        const A anchor = exists ? to_acc(tile[begin]) : A(0);
         const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) { add_across_lanes(v, group); });
         const Result<T, OPERANDS> result(m, A(n), eps);
         if (exists) {
@@ -702,7 +691,7 @@ static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, st
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
 static_assert(kTeam >= 128, "a thread for each loose value of two bytes");
 static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
-static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments");
+static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments, another what follows them backward");
 // The producer is at most kRingStages chunks ahead of the team that gathers, which is at most two slices ahead of the last one that every
 // block has gathered, and so has heard of.
 static_assert(kMostInRegisters<float, 2> > kChunkBytes && kRingStages / 2 + 3 < kQueue, "two chunks a part, at least");
@@ -735,17 +724,23 @@ __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-__device__ __forceinline__ void send_moments(const Moments<float>& m, Moments<float>* inbox, uint64_t* bar, int rank) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-        ::"r"(peer_address(inbox, rank)), "f"(m.count), "f"(m.hi), "f"(m.lo), "f"(m.m2), "r"(peer_address(bar, rank)) : "memory");
-}
-// By one warp: this block's moments to every block of its cluster. A block without peers keeps them itself: st.async is for clusters.
-__device__ __forceinline__ void post_moments(const Moments<float>& m, Moments<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
+// By one warp: this block's statistics to every block of its cluster. A block without peers keeps them itself: st.async is for clusters.
+template <typename S> __device__ __forceinline__ void post(S own, S* inbox, uint64_t* bar, int rank, int blocks, int lane) {
+    constexpr bool kJoint = sizeof(S) > sizeof(Moments<float>);
+    const Moments<float>& m = moments_in(own);
     if (blocks == 1) {
-        if (lane == 0) inbox[0] = m, mbarrier_arrive(bar);
-    } else {
-        if (lane == 0) mbarrier_expect_bytes(bar, blocks * int(sizeof(m)));
-        if (lane < blocks) send_moments(m, inbox + rank, bar, lane);
+        if (lane == 0) inbox[0] = own, mbarrier_arrive(bar);
+        return;
+    }
+    if (lane == 0) mbarrier_expect_bytes(bar, blocks * (kJoint ? 24 : 16));
+    if (lane < blocks) {
+        const uint32_t to = peer_address(inbox + rank, lane), arrival = peer_address(bar, lane);
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+            ::"r"(to), "f"(m.count), "f"(m.hi), "f"(m.lo), "f"(m.m2), "r"(arrival) : "memory");
+        if constexpr (kJoint) {
+            asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0 + 16], {%1, %2}, [%3];"
+                ::"r"(to), "f"(own.g), "f"(own.co), "r"(arrival) : "memory");
+        }
     }
 }
 __device__ __forceinline__ int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
@@ -757,19 +752,6 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void send_slice(int slice, int* queue, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
         ::"r"(peer_address(queue, rank)), "r"(slice), "r"(peer_address(bar, rank)) : "memory");
-}
-// Backward's message: x's moments as forward, and 8 bytes more.
-__device__ __forceinline__ void post_moments(const Joint<float>& m, Joint<float>* inbox, uint64_t* bar, int rank, int blocks, int lane) {
-    if (blocks == 1) {
-        if (lane == 0) inbox[0] = m, mbarrier_arrive(bar);
-        return;
-    }
-    if (lane == 0) mbarrier_expect_bytes(bar, blocks * int(sizeof(m.x) + sizeof(m.g) + sizeof(m.co)));
-    if (lane < blocks) {
-        send_moments(m.x, &inbox[rank].x, bar, lane);
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-            ::"r"(peer_address(&inbox[rank].g, lane)), "f"(m.g), "f"(m.co), "r"(peer_address(bar, lane)) : "memory");
-    }
 }
 #endif
 
@@ -924,7 +906,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
             S m = gatherer.total();
             if (loose >= 0) m = merge(m, statistics_of(loose_place));
-            m = merge_across_warp(m);
+            m = merge_across_lanes<OPERANDS>(m);
             if (tid % 32 == 0) warp_statistics[team][tid / 32] = m;
             asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory");  // the team alone
 
@@ -932,12 +914,12 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             // ahead, since it needs this block's message for that slice, which is sent after this slice's inbox was read.
             const int turn = (round >> 1) & 1;
             if (tid < 32) {
-                m = in_all_lanes(merge_across_warp(tid < kTeam / 32 ? warp_statistics[team][tid] : S()));
-                post_moments(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
+                m = merge_across_lanes<OPERANDS>(tid % 8 < kTeam / 32 ? warp_statistics[team][tid % 8] : S(), 8);
+                post(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
             }
             mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
-            m = inbox[team][turn][0];
-            for (int r = 1; r < blocks; ++r) m = merge(m, inbox[team][turn][r]);
+            m = inbox[team][turn][tid & (blocks - 1)];
+            if (blocks > 1) m = merge_across_lanes<OPERANDS>(m, blocks);
             const Result<T, OPERANDS> result(m, float(n), eps);
 
             if (loose >= 0) store(y + int64_t(slice) * n + loose, result(loose_place));
@@ -991,26 +973,19 @@ template <typename T, int OPERANDS> struct StreamPart {
     }
 };
 
-template <typename S> __device__ __forceinline__ S merge_across_block(S m) {
+template <int OPERANDS, typename S> __device__ __forceinline__ S merge_across_block(S m) {
     __shared__ S warp_statistics[kStreamBlock / 32];
-    m = merge_across_warp(m);
+    m = merge_across_lanes<OPERANDS>(m);
     if (threadIdx.x % 32 == 0) warp_statistics[threadIdx.x / 32] = m;
     __syncthreads();
-    m = warp_statistics[0];
-    for (int w = 1; w < kStreamBlock / 32; ++w) m = merge(m, warp_statistics[w]);
-    return m;
+    return merge_across_lanes<OPERANDS>(warp_statistics[threadIdx.x % (kStreamBlock / 32)], kStreamBlock / 32);
 }
 
 template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_block(
     const T* __restrict__ x, const T* __restrict__ g, const StreamPart<T, OPERANDS>& part) {
     constexpr int V = kPack<T>, kBatch = 16 / (V * 2);  // places of 8 values
     Gatherer<T, V, OPERANDS, false> gatherer;
-    const auto place_at = [&](int64_t j) {
-        Place<T, V, OPERANDS> place;
-        place.of[0] = reinterpret_cast<const Pack<T, V>*>(x + part.begin)[j];
-        if constexpr (OPERANDS == 2) place.of[1] = reinterpret_cast<const Pack<T, V>*>(g + part.begin)[j];
-        return place;
-    };
+    const auto place_at = [&](int64_t j) { return load_place<V, OPERANDS>(x, g, part.begin + j * V); };
     int64_t j = part.first + threadIdx.x;
 #pragma unroll 2
     for (; j + (kBatch - 1) * kStreamBlock < part.end; j += kBatch * kStreamBlock) {
@@ -1025,7 +1000,7 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
     }
     Statistics<T, OPERANDS> m = gatherer.total();
     if (part.loose >= 0) m = merge(m, statistics_of(load_place<1, OPERANDS>(x, g, part.loose)));
-    return merge_across_block(m);
+    return merge_across_block<OPERANDS>(m);
 }
 
 template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlock, 1) statistics_of_parts(
@@ -1047,7 +1022,7 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
         m = statistics_of_block<T, OPERANDS>(x, g, part);
     } else {
         for (int p = threadIdx.x; p < parts; p += kStreamBlock) m = merge(m, part.statistics(y)[p]);
-        m = merge_across_block(m);
+        m = merge_across_block<OPERANDS>(m);
         if (threadIdx.x == 0) {
             __threadfence();
             last_reader = atomicAdd(part.readers(y), 1) == parts - 1;
@@ -1063,7 +1038,7 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
                 const int64_t at = j + b * kStreamBlock;
-                if (at < end) batch[b] = load_place<V, OPERANDS>(x, g, part.begin + at * V);
+                batch[b] = load_place<V, OPERANDS>(x, g, part.begin + at * V, at < end);
             }
 #pragma unroll
             for (int b = 0; b < kBatch; ++b) {
@@ -1116,23 +1091,23 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but side by side they fill 64 bytes.
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each.
     constexpr int V = kPack<T>;
     const int n = int(task.n), packs = int(divide_up(n, V));
-    int group = task.n * sizeof(T) % 128 == 0 || task.n * sizeof(T) < 128 ? 1 : 128;  // a thread has one loose value at most
-    while (group * kRegisterItems<T, OPERANDS> < packs || (group * 2 < packs && group * 16 < 64)) group *= 2;
-    const bool few = packs <= kFewItems * group;
-    const auto kernel = few ? norm_in_registers<T, kFewItems, OPERANDS> : norm_in_registers<T, kRegisterItems<T, OPERANDS>, OPERANDS>;
+    int log_group = task.n * sizeof(T) % 128 == 0 ? 0 : 7;  // a thread has one loose value at most
+    while (kRegisterItems<T, OPERANDS> << log_group < packs) ++log_group;
+    const int group = 1 << log_group;
     const int block = group > kRegisterBlock ? group : kRegisterBlock;
-    kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), group);
+    norm_in_registers<T, OPERANDS><<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), log_group);
     return cudaGetLastError();
 }
 
 template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(const Task& task) {
-    const int64_t values = task.slices * N;
+    const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(task.eps));
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(task.eps),
+        int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1169,10 +1144,10 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Tas
     return cudaGetLastError();
 }
 
-// The smallest cluster whose blocks hold the slice; forward, but for the largest one, with room for some of the next. 0: it does not fit.
+// The smallest cluster whose blocks hold the slice; forward, but for the largest ones, with room for some of the next. 0: it does not fit.
 static int cluster_size(int64_t bytes, bool leave_room) {
     for (int blocks = 1; blocks <= kMaxCluster; blocks *= 2) {
-        const int chunks = kHeldChunks + (leave_room && blocks < kMaxCluster ? kWaitingChunks : kRingStages);
+        const int chunks = kHeldChunks + (leave_room && blocks < kMaxCluster / 2 ? kWaitingChunks : kRingStages);
         if (bytes <= int64_t(blocks) * chunks * kChunkBytes) return blocks;
     }
     return 0;
@@ -1231,12 +1206,11 @@ template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Ta
 template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
     if (!aligned_16(task.x, task.y) || !aligned_16(task.g, task.y)) return cudaErrorMisalignedAddress;
     const int64_t bytes = task.n * sizeof(T);
-    if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
-    if constexpr (kPack<T> >= 4) if (task.n == 4) return launch_in_packs<T, 4, OPERANDS>(task);
-    if constexpr (kPack<T> >= 8) if (task.n == 8) return launch_in_packs<T, 8, OPERANDS>(task);
+    if constexpr (kPack<T> > 2) if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
+    if constexpr (kPack<T> > 4) if (task.n == 4) return launch_in_packs<T, 4, OPERANDS>(task);
+    if (512 % bytes == 0) return launch_in_packs<T, kPack<T>, OPERANDS>(task);
     int slices, group;
-    const bool in_lines = bytes % 128 == 0 || 128 % bytes == 0;
-    if (!in_lines && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
+    if (bytes % 128 != 0 && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
     if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
     const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
@@ -1286,6 +1260,7 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -1306,9 +1281,11 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole
-// blocks are not inlined: each is compiled once.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. What would only cost
+// the compiler time is compiled once: functions of whole blocks are not inlined, and threads are shared out in one place.
 constexpr int64_t kBlock = 1024;
+
+void in_parallel(int64_t n, int64_t grain, c10::function_ref<void(int64_t begin, int64_t end)> work) { at::parallel_for(0, n, grain, work); }
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
@@ -1405,11 +1382,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -1429,12 +1402,12 @@ template <typename F> void in_type_for(const at::Tensor& t, const char* name, co
     if (dtype_number(t, name) == 1) compute(double());
     else compute(float());
 }
-#ifdef WITH_CUDA
-// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
-at::Tensor aligned(const at::Tensor& t) {
+// Contiguous, and 16-byte aligned as the CUDA kernels want it, which a slice of another tensor need not be.
+[[maybe_unused]] at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+#ifdef WITH_CUDA
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
@@ -1467,23 +1440,17 @@ template <typename A> void normalize(const Values<A>& x, const Values<A>& y, int
 // One sweep over a block in the first cache, around an anchor that is the slice's mean so far: how far the block's own mean is from it
 // counts in the slice's M2 as well, so nothing is lost that the slice would notice.
 template <typename A> inline Joint block_joint(const A* x, const A* g, int64_t n, A anchor) {
-    A sum = 0, square = 0, g_sum = 0, product = 0;
+    double sum = 0, square = 0, g_sum = 0, product = 0;  // in double: the roundings of equal terms all go one way
 #pragma omp simd reduction(+ : sum, square, g_sum, product)
     for (int64_t i = 0; i < n; ++i) {
-        const A deviation = x[i] - anchor;
+        const double deviation = x[i] - anchor;
         sum += deviation;
         square += deviation * deviation;
         g_sum += g[i];
         product += deviation * g[i];
     }
-    const double mean = double(sum) / n;
-    Joint m;
-    m.v.count = n;
-    m.v.mean = anchor + mean;
-    m.v.m2 = square > 0 ? std::max(0.0, square - mean * sum) : square;
-    m.sum = g_sum;
-    m.co = product - mean * g_sum;
-    return m;
+    const double mean = sum / n;
+    return {{double(n), anchor + mean, square > 0 ? std::max(0.0, square - mean * sum) : square}, g_sum, product - mean * g_sum};
 }
 
 template <typename A> Joint slice_joint(const Values<A>& x, const Values<A>& g, int64_t begin, int64_t n) {
@@ -1526,7 +1493,7 @@ template <typename S, typename Gather, typename Write> void each_slice(const at:
     if (x.numel() == 0) return;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     if (slices >= at::get_num_threads()) {
-        at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
+        in_parallel(slices, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
             for (int64_t s = begin; s < end; ++s) write(s * n, s * n + n, gather(s * n, n));
         });
         return;
@@ -1535,12 +1502,12 @@ template <typename S, typename Gather, typename Write> void each_slice(const at:
     std::vector<S> statistics(parts);
     for (int64_t s = 0; s < slices; ++s) {
         const int64_t first = s * n;
-        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+        in_parallel(parts, 1, [&](int64_t begin, int64_t end) {
             for (int64_t p = begin; p < end; ++p) statistics[p] = gather(first + p * part, std::min(part, n - p * part));
         });
         S m;
         for (const S& other : statistics) m.merge(other);
-        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) { write(first + begin * part, first + std::min(n, end * part), m); });
+        in_parallel(parts, 1, [&](int64_t begin, int64_t end) { write(first + begin * part, first + std::min(n, end * part), m); });
     }
 }
 
@@ -1653,9 +1620,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in two thirds of the compiler's time.
-    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    cpp_flags += simd.get(capability, [])
+    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
+    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
@@ -1691,9 +1658,8 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
     """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
     from unittest import mock
 
-    path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None:  # a virtual environment that is not activated has it beside its python
-        path = os.pathsep.join([path, os.path.dirname(sys.executable)])
+    # A virtual environment that is not activated has ninja beside its python.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
@@ -1703,13 +1669,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         from torch.utils import cpp_extension
 
         if cuda_flags is not None:
-            home = cpp_extension.CUDA_HOME
-            if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
+            if not os.path.exists(nvcc):
                 raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
-                    f"{torch.version.cuda}, and set CUDA_HOME to its folder"
+                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
+                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
-            nvcc = os.path.join(home, "bin", "nvcc")
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}

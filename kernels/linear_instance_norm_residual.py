@@ -8,8 +8,9 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
 one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
-and sm_100 a plainer loop makes the three products. Everything else (other dtypes and chips, small products, hooks on the linear layer,
-autocast) takes PyTorch's. All that follows the product is one kernel:
+and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and
+newer. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast) takes PyTorch's. All that follows the
+product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -139,7 +140,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -160,9 +163,7 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
@@ -705,12 +706,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -758,6 +760,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
+                if (Kind::kFinishers > 1) mbarrier_wait(ready + 8 * slot.place, slot.phase ^ 1);  // the other finisher's slab of this slot
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
@@ -877,6 +880,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -884,29 +889,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1173,6 +1168,92 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     }
 #endif
 }
+
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int kStep = 32 * kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide, rows = min(kFewRows, epilogue.product.m - row0);
+    wait_for_predecessor();
+
+    const int64_t stride = int64_t(kFewWarps) * k;  // of what a warp brings
+    const T *own_w = w + int64_t(column0 + warp) * k, *own_x = x + int64_t(row0 + warp) * k;
+    const auto bring = [&](int step, int stage) {
+        const int at = step * kStep + lane * kPack<T>, from = at < k ? at : 0;
+        const uint32_t to = shared_address(shared) + stage * kFewStageBytes + warp * 512 + lane * 16;
+#pragma unroll
+        for (int i = 0; i < kBlockSide / kFewWarps; ++i) copy_async(to + i * kFewWarps * 512, own_w + i * stride + from, at < k);
+#pragma unroll
+        for (int i = 0; i < kFewRows / kFewWarps; ++i) {
+            if (warp + i * kFewWarps < rows) copy_async(to + (kBlockSide + i * kFewWarps) * 512, own_x + i * stride + from, at < k);
+        }
+        copies_commit();
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < stages - 1; ++step) bring(step, step);
+    for (int step = 0, stage = 0; step * kStep < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1, stage == 0 ? stages - 1 : stage - 1);
+        const auto* line = reinterpret_cast<const Pack<T, 4>*>(shared + stage * kFewStageBytes + lane * 16);
+        const auto quad_of = [&](int place, int quad, float (&to)[4]) {
+            const Pack<T, 4> own = line[place * 32 * (kPack<T> / 4) + quad];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(own.value[i]);
+        };
+#pragma unroll
+        for (int quad = 0; quad < kPack<T> / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
+#pragma unroll
+            for (int c = 0; c < kFewColumns; ++c) quad_of(warp * kFewColumns + c, quad, weights[c]);
+#pragma unroll
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    const int r = i / kFewColumns % 4, c = i % kFewColumns, j = i / (4 * kFewColumns);
+                    float& to = sum[(first + r) * kFewColumns + c];
+                    to = fmaf(values[r][j], weights[c][j], to);
+                }
+            }
+        }
+        stage = stage + 1 < stages ? stage + 1 : 0;
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + c]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewWarps) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+#endif
+}
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
@@ -1330,6 +1411,10 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 template <class... Parameters, class... Arguments>
 static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, const Device& device,
                                 cudaStream_t stream, const Arguments&... arguments) {
+    constexpr int kAlwaysThere = 48 * 1024;
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = shared_bytes > kAlwaysThere ? cudaFuncSetAttribute(kernel, most, shared_bytes) : cudaSuccess;
+    if (error != cudaSuccess) return error;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -1342,7 +1427,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
 // is truncated, about 2^-24 of a line's sum; an epilogue may want every second one larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1350,16 +1435,13 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
     const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
-    const auto kernel = multiply<Kind, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN), blocks = tiles < device.sms ? tiles : device.sms;
+    return launch_early(multiply<Kind, Epilogue>, blocks, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
         map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1367,34 +1449,13 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
-template <class Epilogue>
-static cudaError_t launch_multiply_portably(
-    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, bool exact, const Device& device, cudaStream_t stream) {
-    const Product& product = epilogue.product;
-    const auto kernel = multiply_portably<Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
-    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
-        x, w, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
-}
-
-// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
-// have no fp16 accumulated in float32.
-enum class Loop { kNone, kHopper, kPortable };
-static Loop loop_of_device() {
-    Device device;
-    int id, minor;
-    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
-    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
-    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
-    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
-}
+// Whether a chip has Hopper's loop.
+static bool on_hopper(const Device& device) { return device.major == 9 && !PORTABLE_PRODUCT; }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
@@ -1412,31 +1473,52 @@ static cudaError_t launch_product(
     cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
-    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
-    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    if (on_hopper(device)) {
+        error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    } else if constexpr (Kind::kPieces == 2) {
+        const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
+        error = launch_early(multiply_portably<Epilogue>, tiles, kPortableThreads, kPortableBytes, device, stream,
+            x.pieces, w.pieces, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
+    }
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
-// Whether a product is for the tensor cores by the chip and its shape alone.
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    return launch_early(multiply_few<T, Epilogue>, blocks, 32 * kFewWarps, stages * kFewStageBytes, device, stream, x, w, bias, stages, epilogue);
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
+// Whether a product is for the tensor cores by the chip and its shape alone. Those of sm_86, sm_89 and sm_120, which have little shared
+// memory, do not do three products in the time of a float32's.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
-    const Loop loop = loop_of_device();
-    if (loop == Loop::kNone || (loop == Loop::kPortable && pieces != 2)) return false;
-    return n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    Device device;
+    if (current_device(&device) != cudaSuccess) return false;
+    const bool portably = pieces == 2 && device.major >= 8 && device.shared_bytes > 128 * 1024;
+    return (on_hopper(device) || portably) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1549,6 +1631,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2324,7 +2407,7 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
 #if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
-    if (current_device(&device) != cudaSuccess || loop_of_device() != Loop::kHopper) return false;
+    if (current_device(&device) != cudaSuccess || !on_hopper(device)) return false;
     if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * GivenGradient::kQuads * 4 || m > kMost || k > kMost) return false;
     if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
@@ -2626,6 +2709,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -2648,9 +2732,11 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole
-// blocks are not inlined: each is compiled once.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. What would only cost
+// the compiler time is compiled once: functions of whole blocks are not inlined, and threads are shared out in one place.
 constexpr int64_t kBlock = 1024;
+
+void in_parallel(int64_t n, int64_t grain, c10::function_ref<void(int64_t begin, int64_t end)> work) { at::parallel_for(0, n, grain, work); }
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
@@ -2747,11 +2833,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -2771,12 +2853,12 @@ template <typename F> void in_type_for(const at::Tensor& t, const char* name, co
     if (dtype_number(t, name) == 1) compute(double());
     else compute(float());
 }
-#ifdef WITH_CUDA
-// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
-at::Tensor aligned(const at::Tensor& t) {
+// Contiguous, and 16-byte aligned as the CUDA kernels want it, which a slice of another tensor need not be.
+[[maybe_unused]] at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+#ifdef WITH_CUDA
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
@@ -2810,24 +2892,22 @@ void check(const at::Tensor& h, const at::Tensor& y) {
 }
 
 // h, y (..., F) of one shape and dtype; out contiguous.
-at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
+at::Tensor row_norm_residual_meta(const at::Tensor& h, const at::Tensor& y, double) {
     check(h, y);
-    const at::Tensor first = h.contiguous(), second = y.contiguous();
-    at::Tensor out = at::empty_like(first);
+    return at::empty_like(h, h.options(), at::MemoryFormat::Contiguous);
+}
+at::Tensor row_norm_residual_cpu(const at::Tensor& h, const at::Tensor& y, double eps) {
+    at::Tensor out = row_norm_residual_meta(h, y, eps);
     if (h.numel() == 0) return out;
+    const at::Tensor first = h.contiguous(), second = y.contiguous();
     in_type_for(h, "row_norm_residual", [&](auto zero) {
         const Values<decltype(zero)> of_h(first), of_y(second), to(out);
         const int64_t n = h.size(-1);
-        at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+        in_parallel(h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
             for (int64_t at = begin * n; at < end * n; at += n) finish_row(of_h, of_y, to, at, n, eps);
         });
     });
     return out;
-}
-
-at::Tensor row_norm_residual_meta(const at::Tensor& h, const at::Tensor& y, double eps) {
-    check(h, y);
-    return at::empty_like(h, h.options(), at::MemoryFormat::Contiguous);
 }
 
 #ifdef WITH_CUDA
@@ -2836,11 +2916,10 @@ extern "C" int row_norm_residual_forward(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream);
 
 at::Tensor row_norm_residual_cuda(const at::Tensor& h, const at::Tensor& y, double eps) {
-    check(h, y);
+    at::Tensor out = row_norm_residual_meta(h, y, eps);
+    if (h.numel() == 0) return out;
     const c10::cuda::CUDAGuard guard(h.device());
     const at::Tensor first = h.contiguous(), second = y.contiguous();
-    at::Tensor out = at::empty_like(first);
-    if (h.numel() == 0) return out;
     const int64_t n = h.size(-1), rows = h.numel() / n;
     const at::Tensor workspace = workspace_of(row_norm_residual_workspace(rows, n * h.element_size()), h);
     check_launch(row_norm_residual_forward(dtype_number(h, "row_norm_residual"), first.data_ptr(), second.data_ptr(), out.data_ptr(), rows,
@@ -2898,7 +2977,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -3022,17 +3101,14 @@ at::Tensor freeze_cuda(const at::Tensor& weight) {
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
 template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
-    Joint joint;
-    joint.v = block_moments(values, n);
+    const Moments v = block_moments(values, n);
     double sum = 0, co = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; ++i) sum += grads[i];
-    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+    const A mean = static_cast<A>(v.mean), grad_mean = static_cast<A>(sum / n);
 #pragma omp simd reduction(+ : co)
     for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
-    joint.sum = sum;
-    joint.co = co;
-    return joint;
+    return {v, sum, co};
 }
 // --- end shared: cpu joint moments ---
 
@@ -3086,7 +3162,7 @@ std::vector<at::Tensor> row_norm_residual_backward_cpu(
     in_type_for(h, "row_norm_residual", [&](auto zero) {
         const Values<decltype(zero)> of_grad(given), of_h(first), of_y(second), to_h(results[0]), to_y(results[1]);
         const int64_t n = h.size(-1);
-        at::parallel_for(0, h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+        in_parallel(h.numel() / n, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
             for (int64_t at = begin * n; at < end * n; at += n) differentiate_row(of_grad, of_h, of_y, to_h, to_y, at, n, eps);
         });
     });
@@ -3181,9 +3257,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in two thirds of the compiler's time.
-    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    cpp_flags += simd.get(capability, [])
+    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
+    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
@@ -3219,9 +3295,8 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
     """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
     from unittest import mock
 
-    path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None:  # a virtual environment that is not activated has it beside its python
-        path = os.pathsep.join([path, os.path.dirname(sys.executable)])
+    # A virtual environment that is not activated has ninja beside its python.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
@@ -3231,13 +3306,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         from torch.utils import cpp_extension
 
         if cuda_flags is not None:
-            home = cpp_extension.CUDA_HOME
-            if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
+            if not os.path.exists(nvcc):
                 raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
-                    f"{torch.version.cuda}, and set CUDA_HOME to its folder"
+                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
+                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
-            nvcc = os.path.join(home, "bin", "nvcc")
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
@@ -3284,12 +3358,9 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
     if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
-    everywhere = nn.modules.module
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-        return False
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return False
-    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+    own, everywhere = linear.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if any(own[f"_{kind}"] or everywhere[f"_global_{kind}"] for kind in kinds):
         return False
     weight, dtype, device = linear.weight, x.dtype, x.device
     vectors = (linear.bias, *vectors)

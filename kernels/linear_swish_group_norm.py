@@ -10,8 +10,9 @@ float32, and where a group is 64 features its norm is in the product's epilogue,
 tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does; float16 and bfloat16 are multiplied as they
 are, and rounded once. `freeze_weight()` splits W once instead of in each call. The product's gradients are two products of the same kind;
 none of their operands is transposed in memory, and h's gradient is split once for both (where a group is 64 features as soon as it is made,
-and not written itself). On sm_80 and sm_100 a plainer loop makes the three products. Everything else (other chips, small products, hooks on
-the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows it.
+and not written itself). On sm_80 and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a
+kernel of their own on sm_80 and newer, which adds in float32 and has the same epilogue. Everything else (other chips, small products, hooks
+on the linear layer, autocast) takes PyTorch's matrix product, and one kernel for all that follows it.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
@@ -149,7 +150,9 @@ template <typename A> __device__ __forceinline__ Moments<A> moments_of(A value) 
     r.hi = value;
     return r;
 }
+// --- end shared: moments ---
 
+// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 template <typename A> __device__ __forceinline__ Moments<A> merge_across_warp(Moments<A> m) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -170,9 +173,7 @@ template <typename A> __device__ __forceinline__ Moments<A> in_all_lanes(Moments
     m.m2 = __shfl_sync(~0u, m.m2, 0);
     return m;
 }
-// --- end shared: moments ---
 
-// --- shared: running moments (home: kernels/linear_instance_norm_residual.py) ---
 // One thread's running moments around its own first value: an anchor close to the mean keeps the deviations small, and one that is an
 // outlier spoils this thread's share alone.
 template <typename A> struct Accumulator {
@@ -1022,12 +1023,13 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
                 for (int line = 0; line < lines; ++line, ring.advance()) {
                     const uint32_t a = stages + ring.place * kStageBytes, bar = full + 8 * ring.place;
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
-                    mbarrier_expect_bytes(bar, kStageBytes);
+                    mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
                     load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
@@ -1075,6 +1077,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
+                if (Kind::kFinishers > 1) mbarrier_wait(ready + 8 * slot.place, slot.phase ^ 1);  // the other finisher's slab of this slot
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
@@ -1194,6 +1197,8 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         }
         copies_commit();
     };
+    const uint32_t own_a = (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+    const uint32_t own_b = (kTileM + warp_column + lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
     float sum[2][32] = {}, part[2][32] = {};
     for (int line = 0; line < kPortableStages - 1; ++line) bring(line);
     for (int line = 0; line < lines; ++line) {
@@ -1201,29 +1206,19 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
         __syncthreads();
         bring(line + kPortableStages - 1);
         const uint32_t tile = stages + line % kPortableStages * kPortableStageBytes;
-        const auto at = [&](int slot, int place) { return tile + slot * 128 + (place ^ slot % 8) * 16; };
+        uint32_t a[4][2][4];  // of 16 values of K (hi, hi, lo, lo) and 16 rows
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {  // places 0 to 3 are of hi, 4 to 7 of lo; a step of 16 is two of them
-            uint32_t a_hi[2][4], a_lo[2][4];
+        for (int i = 0; i < 8; ++i) load_matrices(a[i / 2][i % 2], (tile + own_a + i % 2 * 16 * 128) ^ i / 2 * 32);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int slot = warp_row + i * 16 + lane % 16, place = step * 2 + lane / 16;
-                load_matrices(a_hi[i], at(slot, place));
-                load_matrices(a_lo[i], at(slot, place + 4));
-            }
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t b[4][4];
 #pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const int slot = kTileM + warp_column + j * 8 + lane / 16 * 8 + lane % 8, place = step * 2 + lane / 8 % 2;
-                uint32_t b_hi[4], b_lo[4];
-                load_matrices(b_hi, at(slot, place));
-                load_matrices(b_lo, at(slot, place + 4));
+            for (int i = 0; i < 4; ++i) load_matrices(b[i], (tile + own_b + j * 8 * 128) ^ i * 32);
+            const auto multiply = [&](const uint32_t (&a)[2][4], const uint32_t (&b)[4]) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_lo[i / 2], b_hi + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_lo + i % 2 * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a_hi[i / 2], b_hi + i % 2 * 2);
-            }
+                for (int i = 0; i < 4; ++i) mma(&part[i / 2][(j + i % 2) * 4], a[i / 2], b + i % 2 * 2);
+            };
+            multiply(a[2], b[0]), multiply(a[0], b[2]), multiply(a[3], b[1]), multiply(a[1], b[3]), multiply(a[0], b[0]), multiply(a[1], b[1]);
         }
         if ((line + 1) % promote == 0 || line + 1 == lines) {
 #pragma unroll
@@ -1490,6 +1485,92 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     }
 #endif
 }
+
+// Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
+constexpr int kFewStages = 5, kFewestStages = 2;
+static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
+
+// Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
+template <int kOffset> __device__ __forceinline__ void share_sums(float (&sum)[kFewRows * kFewColumns], int lane) {
+    static_assert(kFewRows * kFewColumns == 4 * 32, "four for each lane");
+#pragma unroll
+    for (int i = 0; i < 4 * kOffset; ++i) {
+        const float low = sum[i], high = sum[i + 4 * kOffset];
+        sum[i] = (lane & kOffset ? high : low) + __shfl_xor_sync(~0u, lane & kOffset ? low : high, kOffset);
+    }
+    if constexpr (kOffset > 1) share_sums<kOffset / 2>(sum, lane);
+}
+
+template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFewWarps, 1) multiply_few(
+    const T* __restrict__ x, const T* __restrict__ w, const T* __restrict__ bias, int stages, const Epilogue epilogue) {
+#if defined(ON_HOPPER) || defined(ON_OTHERS)
+    extern __shared__ __align__(1024) unsigned char shared[];
+    constexpr int kStep = 32 * kPack<T>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, k = epilogue.product.k;
+    const int row0 = blockIdx.x * kFewRows, column0 = blockIdx.y * kBlockSide, rows = min(kFewRows, epilogue.product.m - row0);
+    wait_for_predecessor();
+
+    const int64_t stride = int64_t(kFewWarps) * k;  // of what a warp brings
+    const T *own_w = w + int64_t(column0 + warp) * k, *own_x = x + int64_t(row0 + warp) * k;
+    const auto bring = [&](int step, int stage) {
+        const int at = step * kStep + lane * kPack<T>, from = at < k ? at : 0;
+        const uint32_t to = shared_address(shared) + stage * kFewStageBytes + warp * 512 + lane * 16;
+#pragma unroll
+        for (int i = 0; i < kBlockSide / kFewWarps; ++i) copy_async(to + i * kFewWarps * 512, own_w + i * stride + from, at < k);
+#pragma unroll
+        for (int i = 0; i < kFewRows / kFewWarps; ++i) {
+            if (warp + i * kFewWarps < rows) copy_async(to + (kBlockSide + i * kFewWarps) * 512, own_x + i * stride + from, at < k);
+        }
+        copies_commit();
+    };
+    float sum[kFewRows * kFewColumns] = {};
+    for (int step = 0; step < stages - 1; ++step) bring(step, step);
+    for (int step = 0, stage = 0; step * kStep < k; ++step) {
+        if (stages == kFewStages) copies_wait<kFewStages - 2>();
+        else copies_wait<kFewestStages - 2>();
+        __syncthreads();
+        bring(step + stages - 1, stage == 0 ? stages - 1 : stage - 1);
+        const auto* line = reinterpret_cast<const Pack<T, 4>*>(shared + stage * kFewStageBytes + lane * 16);
+        const auto quad_of = [&](int place, int quad, float (&to)[4]) {
+            const Pack<T, 4> own = line[place * 32 * (kPack<T> / 4) + quad];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[i] = to_acc(own.value[i]);
+        };
+#pragma unroll
+        for (int quad = 0; quad < kPack<T> / 4; ++quad) {
+            float weights[kFewColumns][4], values[4][4];
+#pragma unroll
+            for (int c = 0; c < kFewColumns; ++c) quad_of(warp * kFewColumns + c, quad, weights[c]);
+#pragma unroll
+            for (int first = 0; first < kFewRows; first += 4) {
+                if (first >= rows) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + first + r, quad, values[r]);
+#pragma unroll
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    const int r = i / kFewColumns % 4, c = i % kFewColumns, j = i / (4 * kFewColumns);
+                    float& to = sum[(first + r) * kFewColumns + c];
+                    to = fmaf(values[r][j], weights[c][j], to);
+                }
+            }
+        }
+        stage = stage + 1 < stages ? stage + 1 : 0;
+    }
+    share_sums<16>(sum, lane);
+    copies_wait<0>();
+    __syncthreads();
+    auto* const h = reinterpret_cast<float (*)[kBlockSide + 4]>(shared);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int own = lane * 4 + i, c = warp * kFewColumns + own % kFewColumns;
+        h[own / kFewColumns][c] = sum[i] + to_acc(bias[column0 + c]);
+    }
+    __syncthreads();
+    for (int r = warp; r < rows; r += kFewWarps) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+#endif
+}
 #endif  // CUDART_VERSION >= 12000
 // --- end shared: product ---
 
@@ -1599,13 +1680,14 @@ template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
     // A warp has a row's 64 values of h from `column` on, two a lane.
     __device__ __forceinline__ void finish_row(int row, int column, float2 own_h) const {
         column += threadIdx.x % 32 * 2;
-        if (h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
+        if (kScaled && h != nullptr) *reinterpret_cast<float2*>(h + int64_t(row) * product.n + column) = own_h;
         float v[2] = {own_h.x, own_h.y}, scale, shift;
-        const float own[2] = {bias[column], bias[column + 1]};
+        const float own[2] = {to_acc(bias[column]), to_acc(bias[column + 1])};
         normalize_row<32, true>(v, own, eps, scale, shift);
-        v[0] = fmaf(fmaf(v[0], scale, shift), gamma[column], beta[column]);
-        v[1] = fmaf(fmaf(v[1], scale, shift), gamma[column + 1], beta[column + 1]);
-        *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column) = make_float2(v[0], v[1]);
+        Pack<T, 2> pair;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) from_acc(fmaf(fmaf(v[i], scale, shift), to_acc(gamma[column + i]), to_acc(beta[column + i])), pair.value[i]);
+        *reinterpret_cast<Pack<T, 2>*>(out + int64_t(row) * product.n + column) = pair;
     }
 };
 #endif
@@ -1777,6 +1859,10 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
 template <class... Parameters, class... Arguments>
 static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, const Device& device,
                                 cudaStream_t stream, const Arguments&... arguments) {
+    constexpr int kAlwaysThere = 48 * 1024;
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = shared_bytes > kAlwaysThere ? cudaFuncSetAttribute(kernel, most, shared_bytes) : cudaSuccess;
+    if (error != cudaSuccess) return error;
     cudaLaunchAttribute early;
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -1789,7 +1875,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
 // is truncated, about 2^-24 of a line's sum; an epilogue may want every second one larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
-    return exact ? 1 : tiles < 2 * device.sms || product.k < 512 ? 2 : 4;
+    return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
 
 // The product of split or 16-bit operands, tile by tile, with what the epilogue makes of it.
@@ -1797,16 +1883,13 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply(
     const Epilogue& epilogue, const CUtensorMap& map_x, const CUtensorMap& map_w, bool exact, const Device& device, cudaStream_t stream) {
     const Product& product = epilogue.product;
-    const auto kernel = multiply<Kind, Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kProductBytes<Kind, Epilogue>);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN);
-    return launch_early(kernel, tiles < device.sms ? tiles : device.sms, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
+    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, Kind::kTileN), blocks = tiles < device.sms ? tiles : device.sms;
+    return launch_early(multiply<Kind, Epilogue>, blocks, Kind::kThreads, kProductBytes<Kind, Epilogue>, device, stream,
         map_x, map_w, padded_k(product.k) * Kind::kPieces / kLine, lines_to_promote(product, tiles, exact, device), epilogue);
 }
 template <class Epilogue> static cudaError_t launch_recompute(const Epilogue& epilogue, const Device& device, cudaStream_t stream) {
     const int64_t blocks = divide_up(epilogue.product.m, kBlockSide) * divide_up(epilogue.product.n, kBlockSide);
-    return launch_early(recompute<Epilogue>, blocks < 4 * device.sms ? blocks : 4 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
+    return launch_early(recompute<Epilogue>, blocks < 2 * device.sms ? blocks : 2 * device.sms, kRecomputeBlock, 0, device, stream, epilogue);
 }
 
 // The same of plain rows x (m, values) and w (n, values) of 16-bit values, 16-byte aligned.
@@ -1814,34 +1897,13 @@ template <class Kind, class Epilogue>
 static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
-    if (!make_map(&map_x, x, epilogue.product.m, values, kTileM)) return cudaErrorInvalidValue;
+    if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
     if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
-template <class Epilogue>
-static cudaError_t launch_multiply_portably(
-    const Epilogue& epilogue, const __half* x, const __half* w, int64_t halves, bool exact, const Device& device, cudaStream_t stream) {
-    const Product& product = epilogue.product;
-    const auto kernel = multiply_portably<Epilogue>;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPortableBytes);
-    if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
-    return launch_early(kernel, tiles, kPortableThreads, kPortableBytes, device, stream,
-        x, w, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
-}
-
-// The loop a chip has. Elsewhere the tensor cores do not do three products in the time of a float32's (GeForce: sm_86, sm_89, sm_120), or
-// have no fp16 accumulated in float32.
-enum class Loop { kNone, kHopper, kPortable };
-static Loop loop_of_device() {
-    Device device;
-    int id, minor;
-    if (current_device(&device) != cudaSuccess || cudaGetDevice(&id) != cudaSuccess) return Loop::kNone;
-    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id) != cudaSuccess) return Loop::kNone;
-    if (device.major == 9) return PORTABLE_PRODUCT ? Loop::kPortable : Loop::kHopper;
-    return (device.major == 8 && minor == 0) || device.major == 10 ? Loop::kPortable : Loop::kNone;
-}
+// Whether a chip has Hopper's loop.
+static bool on_hopper(const Device& device) { return device.major == 9 && !PORTABLE_PRODUCT; }
 
 // frozen: the weight's pieces and scales from an earlier split, or null.
 template <class Kind, class Epilogue>
@@ -1859,31 +1921,52 @@ static cudaError_t launch_product(
     cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
-    const bool on_hopper = device.major == 9 && !PORTABLE_PRODUCT;
-    if (on_hopper) error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
-    else if constexpr (Kind::kPieces == 2) error = launch_multiply_portably(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    if (on_hopper(device)) {
+        error = launch_multiply_rows<Kind>(epilogue, x.pieces, w.pieces, halves, exact, device, stream);
+    } else if constexpr (Kind::kPieces == 2) {
+        const int64_t tiles = divide_up(product.m, kTileM) * divide_up(product.n, kPortableTileN);
+        error = launch_early(multiply_portably<Epilogue>, tiles, kPortableThreads, kPortableBytes, device, stream,
+            x.pieces, w.pieces, int(halves / kLine), lines_to_promote(product, tiles, exact, device), epilogue);
+    }
     return error != cudaSuccess ? error : launch_recompute(epilogue, device, stream);
 }
 
-// Whether a product is for the tensor cores by the chip and its shape alone.
+template <typename T, class Epilogue>
+static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, const T* bias, const Device& device, cudaStream_t stream) {
+    const int stages = device.shared_bytes >= kFewStages * kFewStageBytes ? kFewStages : kFewestStages;
+    const dim3 blocks(unsigned(divide_up(epilogue.product.m, kFewRows)), unsigned(divide_up(epilogue.product.n, kBlockSide)));
+    return launch_early(multiply_few<T, Epilogue>, blocks, 32 * kFewWarps, stages * kFewStageBytes, device, stream, x, w, bias, stages, epilogue);
+}
+
+// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
+    return m <= (float32 ? 4 : 1) * kFewRows && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+}
+
+// Whether a product is for the tensor cores by the chip and its shape alone. Those of sm_86, sm_89 and sm_120, which have little shared
+// memory, do not do three products in the time of a float32's.
 static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     constexpr int64_t kMost = int64_t(1) << 30;
-    const Loop loop = loop_of_device();
-    if (loop == Loop::kNone || (loop == Loop::kPortable && pieces != 2)) return false;
-    return n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
+    Device device;
+    if (current_device(&device) != cudaSuccess) return false;
+    const bool portably = pieces == 2 && device.major >= 8 && device.shared_bytes > 128 * 1024;
+    return (on_hopper(device) || portably) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 #endif
 
-// How much workspace a product takes, or 0 where it is not for the tensor cores: another chip, or a shape that does not pay.
+// How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
 #if CUDART_VERSION >= 12000
-    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return 0;
+    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
-    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return 0;
+    if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
 #else
-    return 0;
+    return -1;
 #endif
 }
 
@@ -1919,6 +2002,7 @@ extern "C" int product_forward(
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const StoreEpilogue epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, int(m), int(n), int(k)}, h};
+    if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
 #else
@@ -2712,7 +2796,7 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
 #if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
-    if (current_device(&device) != cudaSuccess || loop_of_device() != Loop::kHopper) return false;
+    if (current_device(&device) != cudaSuccess || !on_hopper(device)) return false;
     if (n % 4 != 0 || k % 4 != 0 || n > kGradientBlock * GivenGradient::kQuads * 4 || m > kMost || k > kMost) return false;
     if (m < 128 || n < 128 || k < 128) return false;
     if (double(m) * n * k < 0x1p30) return false;
@@ -2770,8 +2854,11 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
 #if CUDART_VERSION >= 12000
     Device device;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    return divide_up(m, kTileM) * divide_up(n, FinishedProduct<__half>::kTileN) * 2 >= device.sms || k <= 2048;
+    if (is_of_few_rows(m, n, k, false)) return true;
+    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
+    constexpr int kTileN = FinishedProduct<__half>::kTileN;
+    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
+    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
 #else
     return false;
 #endif
@@ -2785,14 +2872,18 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
-    if (dtype == 2) {
-        return launch_multiply_rows<FinishedProduct<__half>>(
-            network_from<__half>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
-    if (dtype == 3) {
-        return launch_multiply_rows<FinishedProduct<__nv_bfloat16>>(
-            network_from<__nv_bfloat16>(from, out, nullptr, m, n, k, eps), from[0], from[1], k, false, device, stream);
-    }
+    const auto few = [&](const auto& epilogue, auto zero) {
+        const auto at = [&](int i) { return static_cast<const decltype(zero)*>(from[i]); };
+        return launch_few(epilogue, at(0), at(1), at(2), device, stream);
+    };
+    const auto halves = [&](auto zero) {
+        const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
+        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
+    };
+    if (dtype == 2) return halves(__half());
+    if (dtype == 3) return halves(__nv_bfloat16());
+    if (m < kTileM) return few(network_from<float, true>(from, out, h, m, n, k, eps), 0.0f);
     const bool recorded = h != nullptr;
     const auto launch = [&](auto kind, const auto& epilogue) {
         return launch_product<decltype(kind)>(epilogue, workspace, frozen, recorded, device, stream);
@@ -3483,6 +3574,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #include <torch/version.h>
@@ -3507,9 +3599,11 @@ namespace {
 
 // --- shared: cpu values (home: kernels/instance_norm.py) ---
 // The CPU kernels compute in float (double for double). They take 16-bit values a block at a time through buffers in the first cache, so
-// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. Functions of whole
-// blocks are not inlined: each is compiled once.
+// that there is one kernel for the three shorter dtypes, and every loop over values is one the compiler vectorises. What would only cost
+// the compiler time is compiled once: functions of whole blocks are not inlined, and threads are shared out in one place.
 constexpr int64_t kBlock = 1024;
+
+void in_parallel(int64_t n, int64_t grain, c10::function_ref<void(int64_t begin, int64_t end)> work) { at::parallel_for(0, n, grain, work); }
 
 inline void widen(const at::Half* from, float* to, int64_t n) {
     int64_t i = 0;
@@ -3606,11 +3700,7 @@ template <typename A> [[gnu::noinline]] Moments block_moments(const A* values, i
         rest += deviation;
         m2 += deviation * deviation;
     }
-    Moments m;
-    m.count = n;
-    m.mean = mean + rest / n;
-    m.m2 = m2 - rest * (rest / n);
-    return m;
+    return {double(n), mean + rest / n, m2 - rest * (rest / n)};
 }
 // --- end shared: cpu values ---
 
@@ -3630,12 +3720,12 @@ template <typename F> void in_type_for(const at::Tensor& t, const char* name, co
     if (dtype_number(t, name) == 1) compute(double());
     else compute(float());
 }
-#ifdef WITH_CUDA
-// Contiguous, and 16-byte aligned as the kernels want it, which a slice of another tensor need not be.
-at::Tensor aligned(const at::Tensor& t) {
+// Contiguous, and 16-byte aligned as the CUDA kernels want it, which a slice of another tensor need not be.
+[[maybe_unused]] at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+#ifdef WITH_CUDA
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 void check_launch(int error, const char* name) { TORCH_CHECK(error == 0, name, ": ", cudaGetErrorString(cudaError_t(error))); }
@@ -3845,7 +3935,7 @@ template <typename A>
 void forward_cpu(const Values<A>& h, const Values<A>& out, const Vectors<A>& vectors, const Sizes& sizes, double eps) {
     const int64_t n = sizes.n, buffered = Normalizer<A>::buffer_size(out, n);
     if (sizes.slices >= at::get_num_threads() || n <= 8 * kBlock) {
-        at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
+        in_parallel(sizes.slices, std::max<int64_t>(1, 8192 / n), [&](int64_t begin, int64_t end) {
             std::vector<A> buffer(buffered);
             Normalizer<A>(h, out, vectors, sizes, eps, buffer.data()).slices(begin, end);
         });
@@ -3855,13 +3945,13 @@ void forward_cpu(const Values<A>& h, const Values<A>& out, const Vectors<A>& vec
     std::vector<A> buffer(buffered);
     std::vector<Moments> moments(parts);
     for (int64_t s = 0; s < sizes.slices; ++s) {
-        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+        in_parallel(parts, 1, [&](int64_t begin, int64_t end) {
             Normalizer<A> own(h, out, vectors, sizes, eps, buffer.data());
             for (int64_t p = begin; p < end; ++p) moments[p] = own.moments(s, p * part, std::min(n, (p + 1) * part));
         });
         Moments m;
         for (const Moments& other : moments) m.merge(other);
-        at::parallel_for(0, parts, 1, [&](int64_t begin, int64_t end) {
+        in_parallel(parts, 1, [&](int64_t begin, int64_t end) {
             Normalizer<A> own(h, out, vectors, sizes, eps, buffer.data());
             own.normalize(s, begin * part, std::min(n, end * part), m);
         });
@@ -3881,17 +3971,14 @@ void check(const at::Tensor& h, const Operands& operands, const at::Tensor& weig
     // Messages without numbers: where PyTorch brings a standard library of its own, writing one out may crash.
     TORCH_CHECK(channels % groups == 0, "group_norm: the number of channels must be divisible by num_groups");
     TORCH_CHECK(channels <= std::numeric_limits<int32_t>::max(), "group_norm: more channels than 2^31 - 1");
-    const auto check_vector = [&](const at::Tensor& vector) {
+    const at::ScalarType type = h.scalar_type(), norm_type = weight.scalar_type();
+    const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && norm_type == at::kFloat;
+    for (const at::Tensor& vector : {weight, bias}) {
         TORCH_CHECK(vector.dim() == 1 && vector.sym_size(0) == channels, "group_norm: weight and bias must have one value a channel");
         TORCH_CHECK(vector.device() == h.device(), "group_norm: input on ", h.device(), ", but weight or bias on ", vector.device());
-        const at::ScalarType type = h.scalar_type();
-        const bool mixed = !h.is_cuda() && (type == at::kHalf || type == at::kBFloat16) && vector.scalar_type() == at::kFloat;
-        TORCH_CHECK((vector.scalar_type() == h.scalar_type() || mixed) && vector.scalar_type() == weight.scalar_type(),
-            "mixed dtype: input of type ", h.scalar_type(), " with weight of type ", weight.scalar_type(), " and bias of type ",
-            bias.scalar_type());
-    };
-    check_vector(weight);
-    check_vector(bias);
+        TORCH_CHECK((type == norm_type || mixed) && vector.scalar_type() == norm_type,
+            "mixed dtype: input of type ", type, " with weight of type ", norm_type, " and bias of type ", bias.scalar_type());
+    }
     for (const at::Tensor& operand : operands) {
         const bool vector = operand.dim() == 1 && operand.sym_size(0) == channels;
         TORCH_CHECK(vector || operand.sym_sizes() == h.sym_sizes(), "group_norm: an operand must have one value a channel or the input's shape");
@@ -3906,44 +3993,44 @@ at::Tensor forward_meta(const at::Tensor& h, const Operands& operands, const at:
 }
 
 Sizes sizes_of(const at::Tensor& h, int64_t groups) {
-    Sizes sizes;
-    sizes.slices = h.size(0) * groups;
-    sizes.n = h.numel() / sizes.slices;
-    sizes.groups = groups;
-    sizes.channels = h.size(1) / groups;
-    sizes.spatial = sizes.n / sizes.channels;
-    return sizes;
+    const int64_t slices = h.size(0) * groups, n = h.numel() / slices, channels = h.size(1) / groups;
+    return {slices, n, n / channels, groups, channels};
 }
 
-// A channel vector as the kernels read it: contiguous, in float32 (float64 for float64).
+// The operands, weight and bias as the kernels read them: contiguous, in float32 (float64 for float64).
+using Prepared = std::array<at::Tensor, kOperands + 2>;
+
 at::Tensor prepared(const at::Tensor& vector, const at::Tensor& h) {
-    return vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+    return aligned(vector.to(h.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+}
+Prepared prepared(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& h) {
+    Prepared ready;
+    for (int k = 0; k < kOperands + 2; ++k) ready[k] = prepared(k < kOperands ? operands[k] : k == kOperands ? weight : bias, h);
+    return ready;
 }
 
-template <typename A> Vectors<A> vectors_of(const Operands& operands, const at::Tensor& weight, const at::Tensor& bias) {
+template <typename A> Vectors<A> vectors_of(const Prepared& ready) {
     Vectors<A> vectors;
     for (int k = 0; k < kOperands; ++k) {
-        vectors.operand[k] = operands[k].data_ptr<A>();
-        vectors.full[k] = operands[k].dim() > 1;
+        vectors.operand[k] = ready[k].data_ptr<A>();
+        vectors.full[k] = ready[k].dim() > 1;
     }
-    vectors.gamma = weight.data_ptr<A>();
-    vectors.beta = bias.data_ptr<A>();
+    vectors.gamma = ready[kOperands].data_ptr<A>();
+    vectors.beta = ready[kOperands + 1].data_ptr<A>();
     vectors.largest_gamma = 0;
-    for (int64_t c = 0; c < weight.numel(); ++c) vectors.largest_gamma = std::max(vectors.largest_gamma, std::fabs(vectors.gamma[c]));
+    for (int64_t c = 0; c < ready[kOperands].numel(); ++c) vectors.largest_gamma = std::max(vectors.largest_gamma, std::fabs(vectors.gamma[c]));
     return vectors;
 }
 
 at::Tensor forward_on_cpu(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
-    check(h, operands, weight, bias, groups);
-    const at::Tensor input = h.contiguous(), gamma = prepared(weight, h), beta = prepared(bias, h);
-    at::Tensor out = at::empty_like(input);
+    at::Tensor out = forward_meta(h, operands, weight, bias, groups, eps);
     if (h.numel() == 0) return out;
-    Operands ready;
-    for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
+    const at::Tensor input = h.contiguous();
+    const Prepared ready = prepared(operands, weight, bias, h);
     in_type_for(h, "group_norm", [&](auto zero) {
         using A = decltype(zero);
-        forward_cpu(Values<A>(input), Values<A>(out), vectors_of<A>(ready, gamma, beta), sizes_of(h, groups), eps);
+        forward_cpu(Values<A>(input), Values<A>(out), vectors_of<A>(ready), sizes_of(h, groups), eps);
     });
     return out;
 }
@@ -3956,21 +4043,14 @@ extern "C" int group_norm_forward(
 
 at::Tensor forward_on_cuda(
     const at::Tensor& h, const Operands& operands, const at::Tensor& weight, const at::Tensor& bias, int64_t groups, double eps) {
-    check(h, operands, weight, bias, groups);
-    const c10::cuda::CUDAGuard guard(h.device());
-    const at::Tensor input = aligned(h), gamma = aligned(prepared(weight, h)), beta = aligned(prepared(bias, h));
-    at::Tensor out = at::empty_like(input);
+    at::Tensor out = forward_meta(h, operands, weight, bias, groups, eps);
     if (h.numel() == 0) return out;
-    Operands ready;
+    const c10::cuda::CUDAGuard guard(h.device());
+    const at::Tensor input = aligned(h);
+    const Prepared ready = prepared(operands, weight, bias, h);
     const void* vectors[kOperands + 2];
-    bool full[kOperands];
-    for (int k = 0; k < kOperands; ++k) {
-        ready[k] = aligned(prepared(operands[k], h));
-        vectors[k] = ready[k].data_ptr();
-        full[k] = ready[k].dim() > 1;
-    }
-    vectors[kOperands] = gamma.data_ptr();
-    vectors[kOperands + 1] = beta.data_ptr();
+    bool full[kOperands + 2];
+    for (int k = 0; k < kOperands + 2; ++k) vectors[k] = ready[k].data_ptr(), full[k] = ready[k].dim() > 1;
     const Sizes sizes = sizes_of(h, groups);
     const at::Tensor workspace = workspace_of(group_norm_workspace(sizes.slices, sizes.n * h.element_size()), h);
     check_launch(group_norm_forward(dtype_number(h, "group_norm"), input.data_ptr(), out.data_ptr(), vectors, full, sizes.slices, sizes.n,
@@ -4034,7 +4114,7 @@ at::Tensor linear_on_cuda(
     const bool tf32 = tf32_is_allowed();
     const void* const split = frozen.of(weight, tf32);
     const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes == 0) return at::linear(x, weight, bias);
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
@@ -4203,15 +4283,15 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const int dtype = dtype_number(x, "linear_swish_group_norm");
     const Frozen known = {frozen, stamp};
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
-    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : 0;
-    if (bytes == 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
+    const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : -1;
+    if (bytes < 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
         const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
         return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     const void* from[6];
     for (int i = 0; i < 6; ++i) from[i] = ready[i].data_ptr();
-    const at::Tensor workspace = workspace_of(bytes, x);
+    const at::Tensor workspace = workspace_of(std::max<int64_t>(bytes, 0), x);
     at::Tensor out = at::empty({m, n}, x.options()), h = at::empty({keep ? m : 0, n}, x.options());
     const int error = linear_swish_group_norm_forward(dtype, from, out.data_ptr(), keep ? h.data_ptr<float>() : nullptr, m, n, k, eps, tf32,
         workspace.data_ptr(), split, current_stream());
@@ -4237,17 +4317,14 @@ template <typename A>
 
 // --- shared: cpu joint moments (home: kernels/linear_swish_group_norm.py) ---
 template <typename A> [[gnu::noinline]] Joint block_joint(const A* values, const A* grads, int64_t n) {
-    Joint joint;
-    joint.v = block_moments(values, n);
+    const Moments v = block_moments(values, n);
     double sum = 0, co = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; ++i) sum += grads[i];
-    const A mean = static_cast<A>(joint.v.mean), grad_mean = static_cast<A>(sum / n);
+    const A mean = static_cast<A>(v.mean), grad_mean = static_cast<A>(sum / n);
 #pragma omp simd reduction(+ : co)
     for (int64_t i = 0; i < n; ++i) co += (values[i] - mean) * (grads[i] - grad_mean);
-    joint.sum = sum;
-    joint.co = co;
-    return joint;
+    return {v, sum, co};
 }
 // --- end shared: cpu joint moments ---
 
@@ -4371,7 +4448,7 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
     };
     const int64_t slice_units = sizes.channels * parts;
     if (sizes.slices >= at::get_num_threads()) {
-        at::parallel_for(0, sizes.slices, std::max<int64_t>(1, 8192 / sizes.n), [&](int64_t begin, int64_t end) {
+        in_parallel(sizes.slices, std::max<int64_t>(1, 8192 / sizes.n), [&](int64_t begin, int64_t end) {
             Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
             for (int64_t s = begin; s < end; ++s) {
                 for (int64_t u = s * slice_units; u < (s + 1) * slice_units; ++u) first_read(own, u);
@@ -4381,7 +4458,7 @@ template <typename A> void backward_of_images(const Values<A>& grad, const Value
         });
     } else {
         const auto all_units = [&](const auto& visit) {
-            at::parallel_for(0, rows * parts, std::max<int64_t>(1, 8192 / spatial), [&](int64_t begin, int64_t end) {
+            in_parallel(rows * parts, std::max<int64_t>(1, 8192 / spatial), [&](int64_t begin, int64_t end) {
                 Differentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
                 for (int64_t u = begin; u < end; ++u) visit(own, u);
             });
@@ -4458,7 +4535,7 @@ template <typename A> void backward_of_vectors(const Values<A>& grad, const Valu
     const int64_t samples = sizes.slices / sizes.groups, channels = sizes.groups * sizes.channels;
     const int64_t chunks = std::min<int64_t>(samples, 64), chunk = (samples + chunks - 1) / chunks;
     std::vector<double> partial(chunks * kSums * channels);
-    at::parallel_for(0, chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
+    in_parallel(chunks, std::max<int64_t>(1, 16384 / (chunk * channels)), [&](int64_t begin, int64_t end) {
         VectorDifferentiator<A> own(grad, h, grad_h, vectors, sizes, eps);
         for (int64_t c = begin; c < end; ++c) {
             own.samples(c * chunk, std::min(samples, (c + 1) * chunk), partial.data() + c * kSums * channels, wanted);
@@ -4482,10 +4559,10 @@ std::vector<at::Tensor> backward_meta(
     TORCH_CHECK(grad.sym_sizes() == h.sym_sizes() && grad.scalar_type() == h.scalar_type() && grad.device() == h.device(),
         "group_norm: the gradient must have the shape, dtype and device of the input");
     for (const at::Tensor& operand : operands) TORCH_CHECK(operand.dim() == 1, "group_norm: backward takes one value a channel");
-    std::vector<at::Tensor> of = {h};
-    of.insert(of.end(), operands.begin(), operands.end());
-    of.insert(of.end(), {weight, weight});
-    for (size_t i = 0; i < of.size(); ++i) {
+    std::vector<at::Tensor> of(kSums + 1, weight);
+    of[0] = h;
+    std::copy(operands.begin(), operands.end(), of.begin() + 1);
+    for (int i = 0; i <= kSums; ++i) {
         of[i] = needs[i] ? at::empty_like(of[i], of[i].options(), at::MemoryFormat::Contiguous) : at::empty({0}, of[i].options());
     }
     return of;
@@ -4496,16 +4573,15 @@ std::vector<at::Tensor> backward_on_cpu(const at::Tensor& grad, const at::Tensor
     std::vector<at::Tensor> results = backward_meta(grad, h, operands, weight, groups, eps, needs);
     at::Tensor sums = at::empty({kSums, h.size(1)}, h.options().dtype(at::kDouble)).zero_();
     if (h.numel() > 0) {
-        const at::Tensor input = h.contiguous(), given = grad.contiguous(), gamma = prepared(weight, h);
-        Operands ready;
-        for (int k = 0; k < kOperands; ++k) ready[k] = prepared(operands[k], h);
+        const at::Tensor input = h.contiguous(), given = grad.contiguous();
+        const Prepared ready = prepared(operands, weight, weight, h);
         std::array<bool, kSums> wanted;
         std::copy_n(needs.begin() + 1, kSums, wanted.begin());
         in_type_for(h, "group_norm", [&](auto zero) {
             using A = decltype(zero);
             const Sizes sizes = sizes_of(h, groups);
-            backward_for<A>(sizes)(Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready, gamma, gamma), sizes, eps, wanted,
-                sums.data_ptr<double>());
+            backward_for<A>(sizes)(
+                Values<A>(given), Values<A>(input), Values<A>(results[0]), vectors_of<A>(ready), sizes, eps, wanted, sums.data_ptr<double>());
         });
     }
     for (int k = 0; k < kSums; ++k) {
@@ -4528,18 +4604,14 @@ std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tenso
         for (at::Tensor& result : results) result.zero_();
         return results;
     }
-    const at::Tensor input = aligned(h), given = aligned(grad), gamma = aligned(prepared(weight, h));
-    Operands ready;
+    const at::Tensor input = aligned(h), given = aligned(grad);
+    const Prepared ready = prepared(operands, weight, weight, h);
     const void* vectors[kOperands + 2];
-    for (int k = 0; k < kOperands; ++k) {
-        ready[k] = aligned(prepared(operands[k], h));
-        vectors[k] = ready[k].data_ptr();
-    }
-    vectors[kOperands] = vectors[kOperands + 1] = gamma.data_ptr();
+    for (int k = 0; k < kOperands + 2; ++k) vectors[k] = ready[k].data_ptr();
     std::array<at::Tensor, kSums> sums;
     void* to[kSums];
     for (int k = 0; k < kSums; ++k) {
-        sums[k] = results[k + 1].to(gamma.scalar_type());
+        sums[k] = results[k + 1].to(ready[kOperands].scalar_type());
         to[k] = needs[k + 1] ? sums[k].data_ptr() : nullptr;
     }
     const Sizes sizes = sizes_of(h, groups);
@@ -4688,9 +4760,9 @@ def _load_operators(name: str) -> str:
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
     simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
     capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in two thirds of the compiler's time.
-    cpp_flags = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
-    cpp_flags += simd.get(capability, [])
+    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
+    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
+    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
     cuda_flags = list(CUDA_FLAGS)
     if on_gpu:
         cpp_flags.append("-DWITH_CUDA")
@@ -4726,9 +4798,8 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
     """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
     from unittest import mock
 
-    path = os.environ.get("PATH", os.defpath)
-    if shutil.which("ninja", path=path) is None:  # a virtual environment that is not activated has it beside its python
-        path = os.pathsep.join([path, os.path.dirname(sys.executable)])
+    # A virtual environment that is not activated has ninja beside its python.
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
     if shutil.which("ninja", path=path) is None:
         raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
@@ -4738,13 +4809,12 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
         from torch.utils import cpp_extension
 
         if cuda_flags is not None:
-            home = cpp_extension.CUDA_HOME
-            if home is None or not os.path.exists(os.path.join(home, "bin", "nvcc")):
+            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
+            if not os.path.exists(nvcc):
                 raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({home}): install the CUDA toolkit "
-                    f"{torch.version.cuda}, and set CUDA_HOME to its folder"
+                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
+                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
                 )
-            nvcc = os.path.join(home, "bin", "nvcc")
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
@@ -4850,12 +4920,9 @@ def _is_fusible(linear: nn.Module, x: torch.Tensor, *vectors: torch.Tensor) -> b
         autocast = torch.is_autocast_enabled() or torch.is_autocast_cpu_enabled()
     if type(linear) is not nn.Linear or "forward" in linear.__dict__ or autocast:
         return False
-    everywhere = nn.modules.module
-    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
-        return False
-    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return False
-    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+    own, everywhere = linear.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if any(own[f"_{kind}"] or everywhere[f"_global_{kind}"] for kind in kinds):
         return False
     weight, dtype, device = linear.weight, x.dtype, x.device
     vectors = (linear.bias, *vectors)

@@ -10,13 +10,13 @@ One of them alone, as anybody would: python harness.py tests/candidates/model.py
 """
 
 import argparse
-import multiprocessing
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from processes import pool
 
 ROOT = Path(__file__).resolve().parent.parent
 CANDIDATES = ROOT / "tests" / "candidates"
@@ -100,14 +100,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="folders or files of tests/candidates (all)")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="with the seeds 0 to N - 1 (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds, and take the GPUs in turn")
     options = parser.parse_args()
     given = options.names or ("wrong", "wrong_gradient", "ends_the_process", "honest")
     names = [name for folder in given for name in named(folder) or [folder] if options.device == "cuda" or not needs_gpu(name)]
     seeds, failures = range(options.repeats), 0
     tasks = [(name, options.device, seed) for name in names for seed in seeds]
     if options.processes > 1:
-        results = multiprocessing.get_context("spawn").Pool(options.processes).imap(judge_task, tasks)
+        results = pool(options.processes).imap(judge_task, tasks)
     else:
         results = map(judge_task, tasks)
     for name in names:

@@ -8,8 +8,8 @@ For each miss one line is printed: the command that repeats it, and what is wron
 
 import argparse
 import copy
+import functools
 import itertools
-import multiprocessing
 import os
 import random
 import sys
@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases wait for their threads most of the time
 
 import torch
+import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, STEMS, Case, fits, runs, solution
+from cases import DTYPES, LAYOUTS, STEMS, Case, converted, fits, in_float64, runs, solution
+from processes import pool
 
 # ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors and blocks are made of.
 
@@ -159,31 +161,41 @@ def moved(t: torch.Tensor, device) -> torch.Tensor:
 # ---- cases
 
 
-def may_overflow(module: torch.nn.Module, inputs: list, limit: float) -> torch.Tensor:
-    """Of each sample, whether a layer's sum of products passes the limit in some order of its terms: then the order decides on overflow."""
-    lost = []
+@torch.no_grad()
+def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
+    """Of each value of the Model's output, whether it is a rounding that makes NaN, an infinity or a number of it.
 
-    @torch.no_grad()
-    def look(layer, given):
-        layer = copy.deepcopy(layer).double()
-        layer._forward_pre_hooks.clear()
-        for t in layer.parameters():
+    So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, and with an infinite
+    weight of a norm times a value too near zero to have a sign. Both become NaN, and spread as far as NaN does in the Model.
+    """
+    exact, given, info = in_float64(model), {}, torch.finfo(inputs[0].dtype)
+
+    def overflowing(layer, layer_inputs, out):
+        magnitudes = copy.deepcopy(layer)
+        magnitudes._forward_hooks.clear()
+        for t in magnitudes.parameters():
             t.copy_(t.abs().nan_to_num(0, 0))
-        magnitudes = layer(given[0].double().abs().nan_to_num(0, 0))
-        lost.append((magnitudes > limit).flatten(1).any(1))
+        return out.masked_fill(magnitudes(layer_inputs[0].abs().nan_to_num(0, 0)) > info.max, torch.nan)
 
-    layers = [layer for layer in module.modules() if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d))]
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    with torch.no_grad():
-        module(*inputs)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(lost).any(0) if lost else torch.zeros(0, dtype=torch.bool)
+    def without_sign(norm, norm_inputs, out, name):
+        normed, rounded = (
+            F.group_norm(t, norm.num_groups, eps=norm.eps).unflatten(1, (norm.num_groups, -1)) for t in (*norm_inputs, given[name])
+        )
+        error = (normed - rounded).abs().flatten(2).amax(2).view(*normed.shape[:2], *[1] * (normed.dim() - 2))
+        near = (normed.abs() <= 2 * error + info.eps).flatten(1, 2)
+        return out.masked_fill(near & norm.weight.isinf().view(-1, *[1] * (out.dim() - 2)), torch.nan)
 
-
-def is_used(name: str, kind: str | None) -> bool:
-    """Whether a parameter gets values of the kind drawn for it. Infinite weights of a norm make NaN or either infinity out of a rounding."""
-    return kind is not None and not ("norm.weight" in name and "Inf" in kind)
+    for (name, layer), original in zip(exact.named_modules(), model.modules()):
+        if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
+            layer.register_forward_hook(overflowing)
+        elif isinstance(layer, torch.nn.GroupNorm):
+            original.register_forward_pre_hook(lambda norm, norm_inputs, name=name: given.update({name: norm_inputs[0]}))
+            layer.register_forward_hook(functools.partial(without_sign, name=name))
+    model(*inputs)
+    for layer in model.modules():
+        layer._forward_pre_hooks.clear()
+    inputs = converted(inputs, dtype=torch.float64)
+    return exact(*inputs).isnan() & ~in_float64(model)(*inputs).isnan()
 
 
 def judge(stem: str, seed: int, index: int, device="cpu") -> None:
@@ -203,7 +215,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     def change(model, new, inputs):
         r = random.Random(first_seed)  # the same magnitudes and places for each sample, other values
         for (name, one), other, kind in zip(model.named_parameters(), new.parameters(), changed):
-            if is_used(name, kind):
+            if kind is not None:
                 one.data = other.data = placed(drawn(kind, one, r), r)
         return [laid(drawn(kind, t, r), layouts, r) if t.is_floating_point() else t for kind, t in zip(kinds, inputs)]
 
@@ -216,10 +228,15 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     def forward(module, inputs) -> dict[str, torch.Tensor]:
         return {"output": on_device(module, inputs).cpu()}  # these are small: the host compares them faster than a GPU is told to
 
-    def where_no_sum_overflows(module, inputs) -> dict[str, torch.Tensor]:
-        lost = may_overflow(module, inputs, torch.finfo(dtype).max)
-        out = forward(module, inputs)["output"]
-        return {"output": out.masked_fill(lost.view(-1, *[1] * (out.dim() - 1)), torch.nan) if len(lost) else out}
+    left_out = []
+
+    def noting_what_to_leave_out(samples):
+        for model, new, inputs in samples:
+            left_out[:] = [undecided(copy.deepcopy(model), inputs)]
+            yield model, new, inputs
+
+    def forward_but_for_them(module, inputs) -> dict[str, torch.Tensor]:
+        return {"output": forward(module, inputs)["output"].masked_fill(left_out[0], torch.nan)}
 
     samples = draws(case, "cpu", dtype, change, first_seed)
     model, new, inputs = first = next(samples)
@@ -232,10 +249,11 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
             # sample is luck, once in tens of thousands of cases. A fault is there in other samples too.
             assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype, change, first_seed + 24))
         except AssertionError:  # NaN or Inf elsewhere than in eager
-            assert_as_accurate_as_eager(where_no_sum_overflows, draws(case, "cpu", dtype, change, first_seed))
+            samples = noting_what_to_leave_out(draws(case, "cpu", dtype, change, first_seed))
+            assert_as_accurate_as_eager(forward_but_for_them, samples)
     except Exception as error:
         said = [f"input {kind}" for kind, _ in zip(kinds, inputs)]
-        said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if is_used(name, kind)]
+        said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if kind is not None]
         raise AssertionError(f"{shapes} from {init} in {dtype}, {', '.join(said)}: {type(error).__name__}: {error}") from error
 
 
@@ -264,16 +282,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index", type=int, help="this case alone")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--processes", type=int, default=1, help="that share the cases, each with one thread if there are several")
+    parser.add_argument("--processes", type=int, default=1, help="that share the cases, and take the GPUs in turn")
     options = parser.parse_args(arguments)
     indices = range(options.cases) if options.index is None else range(options.index, options.index + 1)
     solution(options.pair)  # built, if it must be, before the clock starts
     start, done, missed = time.perf_counter(), 0, 0
     shares = [(options.pair, options.seed, indices[i : i + 50], options.device) for i in range(0, len(indices), 50)]
     if options.processes > 1:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        workers = multiprocessing.get_context("spawn").Pool(options.processes)
-        results = workers.imap_unordered(judged, shares)
+        results = pool(options.processes).imap_unordered(judged, shares)
     else:
         results = map(judged, shares)
     for count, lines in results:

@@ -1,5 +1,6 @@
-"""Fresh Python processes: what a test of importing, copying or building has to happen in."""
+"""Fresh Python processes: what a test of importing, copying or building has to happen in, and pools that share many small cases."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -73,3 +74,16 @@ def run_python(script: str, *arguments, timeout: float = 120, **options) -> str:
     code, out, err = finish(start_python(script, *arguments, **options), timeout)
     assert code == 0, f"exit code {code}:\n{out}\n{err}"
     return out
+
+
+def pool(processes: int):
+    """A multiprocessing pool whose processes take the GPUs in turn, and one thread each."""
+    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ[name] = "1"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return multiprocessing.get_context("spawn").Pool(processes, _on_one_gpu, (visible.split(","),))
+
+
+def _on_one_gpu(gpus: list[str]) -> None:
+    (number,) = multiprocessing.current_process()._identity
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]

@@ -107,6 +107,16 @@ def test_agree_with_pytorchs_on_the_cpu(shape, dtype, bound):
         torch.testing.assert_close(out, eager(*tensors)[name], rtol=bound, atol=bound * largest(out))
 
 
+def test_roundings_do_not_add_up_over_an_image(device):
+    """Where the norm's weight is 1, `grad - mean` is rounded by the same amount for each gradient of a binade."""
+    tensors = problem(BENCHMARK, device)
+    tensors[5].fill_(1)
+    got, right = ours(*tensors), eager(*(t.double() for t in tensors))
+    for name in ("convolution's bias", "bias", "scale", "norm's weight", "norm's bias"):
+        error, scale = ((t.square().mean().sqrt()).item() for t in (got[name] - right[name], right[name]))
+        assert error < 1e-6 * scale, f"{name}: {error / scale:.1e}"
+
+
 @pytest.mark.parametrize("needed", range(7), ids=NAMES[1:])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "alone not"])
 @pytest.mark.parametrize("shape", [ODD, SHAPES["20 channels to 33"]], ids=str)
@@ -151,7 +161,7 @@ class TestOnTheGPU:
 
     @pytest.mark.parametrize("shape", [ODD, SHAPES["20 channels to 33"], SHAPES["1x1 kernels"]], ids=str)
     @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
-    @pytest.mark.parametrize("what", [0, 1, 2, 7], ids=["input", "weight", "bias", "gradient"])
+    @pytest.mark.parametrize("what", [0, 1, 2, 4, 7], ids=["input", "weight", "bias", "scale", "gradient"])
     def test_what_is_not_finite(self, what, value, shape):
         """Infinities stay infinities, though a difference of two is in every product of halves."""
 

@@ -124,7 +124,7 @@ def test_wrong_on_one_rank_is_wrong(tmp_path):
     (code, out, _), (other_code, other_out, _) = two_ranks(tmp_path, NEW + ON_RANK_1.format("out = out + 1"))
     assert code == other_code == harness.ANY_WRONG
     assert re.search("WRONG.*rank 1: .*not close to the Model's", out, re.DOTALL) and "rank 0:" not in out
-    assert not other_out
+    assert "WRONG" not in other_out  # PyTorch 2.8 says a word of its own there
 
 
 def test_a_dead_rank_ends_the_other(tmp_path):

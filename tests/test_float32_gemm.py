@@ -38,7 +38,9 @@ def grouped_case(m: int, n: int, k: int, group: int = 64) -> Case:
 CASES = [rows_case(M, N, K), grouped_case(M, N, K)]
 LARGE = [rows_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
 # fmt: off
+FEW = [rows_case(1, 4096, 1024), rows_case(37, 2112, 1032), grouped_case(3, 2112, 2056), grouped_case(64, 4096, 512)]  # rows: a kernel of their own
 ODD = [
+    *FEW,
     rows_case(1000, 1026, 1100), rows_case(4097, 2050, 132), rows_case(129, 8192, 1028), rows_case(2000, 640, 9000), grouped_case(1000, 1088, 1100),
     grouped_case(4097, 2112, 132), grouped_case(129, 8192, 1028), grouped_case(1500, 1024, 1024, 32), grouped_case(1500, 1024, 1024, 128),
     grouped_case(640, 192, 9000), grouped_case(2048, 1024, 1024, 1024),
@@ -155,8 +157,14 @@ def test_no_scale_costs_accuracy(kind):
     assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=[f"{i} {kind.__name__}" for i, kind in enumerate(KINDS)])
+def test_no_scale_costs_accuracy_in_few_rows(kind):
+    ours, eager, right, terms = product(kind, 53, 2112, 1032)
+    assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
+
+
 @pytest.mark.parametrize("kind", [uniform, normal])
-@pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 8192, 8192), (4096, 4096, 1024), (4096, 4096, 128), (2048, 512, 20000)])
+@pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 8192, 8192), (4096, 4096, 1024), (4096, 4096, 128), (4096, 4096, 640), (2048, 512, 20000)])
 def test_ordinary_data_come_out_better_than_eagers(kind, m, n, k):
     ours, eager, right, _ = product(kind, m, n, k)
     for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
@@ -202,7 +210,7 @@ def test_networks_are_as_accurate_at_odd_scales(case, change):
 @pytest.mark.parametrize(
     "case",
     [CASES[1], grouped_case(1000, 1088, 1096), grouped_case(4097, 2112, 136), grouped_case(5000, 4096, 64), grouped_case(640, 192, 9000),
-     grouped_case(300, 256, 1001), grouped_case(1500, 1024, 1024, 32), grouped_case(16, 1024, 512)],
+     grouped_case(300, 256, 1001), grouped_case(1500, 1024, 1024, 32), grouped_case(16, 1024, 512), *FEW[2:], grouped_case(9, 1024, 2056, 32)],
     ids=str,
 )  # fmt: skip
 def test_networks_of_16_bits_are_as_accurate_as_eager(case, dtype):
@@ -227,7 +235,7 @@ def test_tf32_where_gradients_are_recorded(case, monkeypatch):
     assert_as_accurate_as_eager(lambda module, inputs: {"output": module(*inputs).detach()}, [build(case, "cuda")])
 
 
-@cases
+@pytest.mark.parametrize("case", CASES + FEW, ids=str)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @torch.no_grad()
 def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
@@ -264,6 +272,17 @@ def test_the_tensor_cores_run(case, dtype):
     assert any(wanted in event.name for event in profile.events())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8, reason="for sm_80 and newer")
+@pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in FEW), (FEW[2], torch.float16), (FEW[2], torch.bfloat16)], ids=str)
+@torch.no_grad()
+def test_the_kernel_of_few_rows_runs(case, dtype):
+    _, new, inputs = build(case, "cuda", dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        new(*inputs)
+        torch.cuda.synchronize()
+    assert any("multiply_few<" in event.name for event in profile.events())
+
+
 @on_hopper
 def test_the_loop_of_other_chips():
     """It is built and judged by the tests above, in a process of its own."""
@@ -273,7 +292,7 @@ def test_the_loop_of_other_chips():
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-@cases
+@pytest.mark.parametrize("case", CASES + FEW, ids=str)
 @torch.no_grad()
 def test_repeats_bit_for_bit_on_any_stream_without_waiting(case):
     _, new, inputs = build(case, "cuda")
@@ -291,7 +310,7 @@ def test_repeats_bit_for_bit_on_any_stream_without_waiting(case):
     assert all(torch.equal(first, other) for other in others)
 
 
-@cases
+@pytest.mark.parametrize("case", CASES + FEW, ids=str)
 @torch.no_grad()
 def test_a_captured_graph_replays_on_new_inputs(case):
     _, new, inputs = build(case, "cuda")
@@ -350,7 +369,7 @@ def test_in_one_compiled_graph(case):
     assert torch.equal(torch.compile(new, fullgraph=True, backend="aot_eager")(*inputs), new(*inputs))
 
 
-@cases
+@pytest.mark.parametrize("case", CASES + FEW, ids=str)
 @torch.no_grad()
 def test_nothing_is_written_beside_the_output(case):
     _, new, inputs = build(case, "cuda")

@@ -5,7 +5,7 @@ import glob
 
 import pytest
 import torch
-from accuracy import allowed_error, assert_as_accurate_as_eager, assert_same_form, draws, largest, worst_error
+from accuracy import allowed_error, assert_as_accurate_as_eager, assert_same_form, draws, largest, same_kinds, worst_error
 from cases import (
     CASES,
     DTYPES,
@@ -135,7 +135,12 @@ def test_slices_without_variance(case, value, dtype, device):
 @pytest.mark.parametrize("position", [0, 0.5, 1], ids=["first", "in the middle", "last"])
 @torch.no_grad()
 def test_not_a_number_stays_in_its_slice(case, position, value, dtype, device):
-    """In each input and parameter in turn: NaN and Inf come out where they do from the Model, the rest as accurate as ever."""
+    """In each input and parameter in turn: NaN and Inf come out where they do from the Model or from it in float64, the rest as accurate
+    as ever.
+
+    Either is right, value by value, because eager's own are an accident of the algorithm: in 16 bits cuDNN multiplies infinities
+    by the zeros that fill up its tiles, and has NaN where the formula has an infinity and, behind the sigmoid, a finite value.
+    """
     model, new, inputs = build(case, device, dtype)
     for one, other in [*zip(inputs, inputs, strict=True), *zip(model.parameters(), new.parameters(), strict=True)]:
         index = int(position * (one.numel() - 1))
@@ -144,10 +149,9 @@ def test_not_a_number_stays_in_its_slice(case, position, value, dtype, device):
         out, expected = new(*inputs), model(*inputs)
         right = in_float64(model)(*converted(inputs, dtype=torch.float64))
         one.view(-1)[index] = other.view(-1)[index] = kept
-        for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-            assert torch.equal(kind(out), kind(expected))
-        right[~expected.isfinite()] = torch.nan
-        assert worst_error(out, right) <= allowed_error(worst_error(expected, right), largest(right), dtype)
+        assert same_kinds(out, expected, right)
+        error, eager_error = (worst_error(o, right.masked_fill(~o.isfinite(), torch.nan)) for o in (out, expected))
+        assert error <= allowed_error(eager_error, largest(right), dtype)
 
 
 @in_dtypes(LAYOUT_CASES)

@@ -126,6 +126,43 @@ def test_slices_without_variance(case, dtype, device):
     assert_as_accurate_as_eager(gradient_of_input, draws(case, device, dtype, flatten), roundings=2)
 
 
+# By what holds a slice: packs, tiles, registers, a cluster, nothing.
+SUMMED = [(7, 2, 2), (9, 4, 4), (9, 7, 7), (2, 6, 31), (2, 6, 33), (4, 65, 3), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512)]
+
+
+summed_cases = pytest.mark.parametrize("case", [case_of(*shape) for shape in SUMMED], ids=str)
+
+
+def of_few_values(model, new, inputs):
+    """Sums of equal terms, whose roundings all go one way."""
+    return [inputs[0].round()]
+
+
+@summed_cases
+@in_dtypes
+def test_a_few_different_values(case, dtype, device):
+    def run(module, inputs):
+        return {"output": module(inputs[0])}
+
+    assert_as_accurate_as_eager(run, draws(case, device, dtype, of_few_values))
+
+
+@summed_cases
+@in_dtypes
+def test_gradients_at_a_few_different_values(case, dtype, device):
+    assert_as_accurate_as_eager(gradient_of_input, draws(case, device, dtype, of_few_values))
+
+
+@summed_cases
+@in_dtypes
+def test_equal_values_leave_nothing(case, dtype, device):
+    """Their mean is one of them, to the last bit."""
+    _, new, inputs = build(case, device, dtype)
+    slices = inputs[0].flatten(0, 1)
+    slices.copy_(slices[:, :1, :1] * 10 ** torch.linspace(-4, 3, len(slices), device=device)[:, None, None])
+    assert not new(inputs[0]).any()
+
+
 @some_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=in_dtype)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["NaN", "Inf"])
