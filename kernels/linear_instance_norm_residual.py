@@ -813,7 +813,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
-                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
+                    const float restored = Epilogue::kRestores && promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
                     for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
@@ -1027,6 +1027,7 @@ __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
+    static constexpr bool kRestores = true;  // on average, what is truncated of h: the gradient of a norm over long rows sees nothing else of it
     static constexpr int kVectors = 2;
     Product product;
     float* out;
@@ -1424,7 +1425,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
+// is truncated, about 2^-24 of a line's sum; an epilogue may want every second one larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
     return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
@@ -2157,6 +2158,7 @@ static cudaError_t launch_split_gradient(const typename Source::Arguments& from,
 
 // Of a gradient: nothing is added to the product, and what an infinity has made NaN is recomputed.
 struct GradientEpilogue : StoreEpilogue {
+    static constexpr bool kRestores = false;
     GradientReader grad;
     int first, columns;  // of all the columns this launch multiplies product.n, from `first` on
     bool of_weight;      // grad is stored as (k, m)
@@ -2390,8 +2392,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
@@ -2544,13 +2545,13 @@ template <typename A> struct RowGradient {
             from_acc(rstd * ((given * other - mean) - normal * slope), of_h.value[i]);
             from_acc(given * (normal + A(2) * other), of_y.value[i]);
         }
-        if (grad_h != nullptr) store_streaming(grad_h + at, of_h);
+        if (grad_h != nullptr) *reinterpret_cast<Pack<T, V>*>(grad_h + at) = of_h;  // the linear layer's gradients read it next, from L2
         if (grad_y != nullptr) store_streaming(grad_y + at, of_y);
     }
 };
 
 // As finish_in_registers: h, y and grad are read once.
-template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kMaxGroup, 1) gradients_in_registers(
+template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kMaxGroup, sizeof(T) == 4 ? 2 : 1) gradients_in_registers(
     const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_h, T* __restrict__ grad_y,
     int64_t rows, int n, Acc<T> eps, int group) {
     using A = Acc<T>;
@@ -2562,9 +2563,9 @@ template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kMaxGr
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) {
-            raw[i] = load_streaming<T, V>(h + at(i));
-            other[i] = load_streaming<T, V>(y + at(i));
-            given[i] = load_streaming<T, V>(grad + at(i));
+            raw[i] = *reinterpret_cast<const Pack<T, V>*>(h + at(i));
+            other[i] = *reinterpret_cast<const Pack<T, V>*>(y + at(i));
+            given[i] = *reinterpret_cast<const Pack<T, V>*>(grad + at(i));
         }
     }
     const Moments<A> m = moments_in_registers(raw, packs, false, A(0), n, lane, group, warp_sums);

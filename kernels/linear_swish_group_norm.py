@@ -1130,7 +1130,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             } else {  // the halves promote in turns: one adds while the other multiplies
                 for (int line = 0, end = promote - warpgroup * (promote / 2); line < lines; line = end, end += promote) {
                     accumulate(part, line, min(end, lines));
-                    const float restored = promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
+                    const float restored = Epilogue::kRestores && promote == 1 && line % 2 != 0 ? 1 + 0x1p-23f : 1.0f;
 #pragma unroll
                     for (int i = 0; i < kParts; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
@@ -1344,6 +1344,7 @@ __device__ __forceinline__ void unscale(
 
 // C = x W^T + bias.
 struct StoreEpilogue {
+    static constexpr bool kRestores = true;  // on average, what is truncated of h: the gradient of a norm over long rows sees nothing else of it
     static constexpr int kVectors = 2;
     Product product;
     float* out;
@@ -1623,7 +1624,7 @@ template <class Value> using FinishedProduct = Products<1, 128, 5, 3, Value, 2>;
 // T: of the vectors and the output. Sums of float32 are of scaled rows; those of 16-bit values are the product itself. kExact: of three
 // products.
 template <typename T, bool kExact = false> struct SwishGroupNormEpilogue {
-    static constexpr bool kScaled = sizeof(T) == 4;
+    static constexpr bool kRestores = false, kScaled = sizeof(T) == 4;
     static constexpr int kVectors = kScaled ? 5 : 4, kBias = kVectors - 3;
     Product product;
     T *out, *h;  // h: null if it is not wanted
@@ -1872,7 +1873,7 @@ static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int 
 }
 
 // Of products with few tiles or a short K cuBLAS makes less of an error: so do we. exact: every line is promoted, which leaves a seventh of what
-// is truncated, about 2^-24 of a line's sum; every second one is made larger by 2^-23.
+// is truncated, about 2^-24 of a line's sum; an epilogue may want every second one larger by 2^-23.
 static int lines_to_promote(const Product& product, int64_t tiles, bool exact, const Device& device) {
     return exact || product.k < 256 ? 1 : tiles < 2 * device.sms || product.k < 768 ? 2 : 4;
 }
@@ -2546,6 +2547,7 @@ static cudaError_t launch_split_gradient(const typename Source::Arguments& from,
 
 // Of a gradient: nothing is added to the product, and what an infinity has made NaN is recomputed.
 struct GradientEpilogue : StoreEpilogue {
+    static constexpr bool kRestores = false;
     GradientReader grad;
     int first, columns;  // of all the columns this launch multiplies product.n, from `first` on
     bool of_weight;      // grad is stored as (k, m)
@@ -2779,8 +2781,7 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         const int64_t part_halves = int64_t(padded_k(int(end - first))) * kPieces;
         if (!make_turned_map<kPieces>(&map_b, pieces, rows, part_halves, Kind::kTileN / 32)) return cudaErrorInvalidValue;
         epilogue.first = int(first), epilogue.product.n = int(end - first);
-        const int64_t tiles = divide_up(outputs, kTileM) * divide_up(end - first, Kind::kTileN);
-        error = launch_multiply<Turned>(epilogue, map_a, map_b, tiles < device.sms, device, stream);
+        error = launch_multiply<Turned>(epilogue, map_a, map_b, false, device, stream);
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
