@@ -760,7 +760,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
-                if (Kind::kFinishers > 1) mbarrier_wait(ready + 8 * slot.place, slot.phase ^ 1);  // the other finisher's slab of this slot
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
