@@ -23,7 +23,7 @@ from judge.pairs import Problem, discover, load_new  # noqa: E402
 
 ALLOWED = 0.03
 TURNS = 15
-CALLS = 15  # of each clock in a turn
+CALLS = 20  # of do_bench in a turn
 
 
 @torch.no_grad()
