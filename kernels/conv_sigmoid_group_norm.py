@@ -7,8 +7,9 @@ M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on s
 and 1x1 convolutions to up to 128 channels: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in shared memory
 until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (64 in
 16-bit types, both of which are fp16 there), 1x1 ones from up to 64 where height or width is even; 3x3 ones whose v does not fit take two
-launches, which make it twice. Below and above, mma.sync with eight output channels a block takes units of some 25 MB: 3x3 kernels from up
-to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of float32 (up to 64, the same widths).
+launches, which make it twice. Below and above, and where a row is too wide for that, mma.sync with eight output channels a block takes units
+of some 25 MB: 3x3 kernels from up to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of
+float32 (up to 64, the same widths).
 Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
 
     slice                     v waits in                          traffic
@@ -605,12 +606,6 @@ __global__ void __launch_bounds__(kStreamBlock, 1) normalize_parts(
 // alone decide, so that fp16's finest step is below what float32 shows of a sigmoid; an input that is too large for fp16 makes a NaN, and the
 // block then computes its band again in plain float32.
 
-constexpr bool kHopperHasOwn = CUDART_VERSION >= 12040;  // a kernel, which is further below
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr bool kTakenByHopper = kHopperHasOwn;
-#else
-constexpr bool kTakenByHopper = false;
-#endif
 constexpr int kConvWarps = 8, kConvBlock = 32 * kConvWarps;
 constexpr int kSlots = 8;        // channels of a block: the N of an mma
 constexpr int kTilePixels = 32;  // of a row, a warp: two mma tiles of 16
@@ -739,7 +734,6 @@ __device__ __forceinline__ void prepare_constants(
 // Block q prepares slice q's weights and constants; all blocks together empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
-    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int F = kFragment<T, KS>;
     __shared__ float row_scale[kSlots];
@@ -914,7 +908,6 @@ __device__ __noinline__ Moments<float> convolve_plainly(
 template <typename T, int KS, bool VEC, bool MULTI>
 __global__ void __launch_bounds__(kConvBlock, 2)
 convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_constant__ ConvShape s) {
-    if constexpr (kTakenByHopper) return;
     constexpr bool SPLIT = kSplit<T>;
     constexpr int P = 4 + KS - 1, F = kFragment<T, KS>, V = kPack<T>;
     extern __shared__ __align__(16) float held[];
@@ -2046,7 +2039,7 @@ static cudaError_t launch_convolution(
     int resident = 0, shared_of_sm = 0, id = 0;
     cudaError_t error = current_device(&device);
     *workspace_bytes = -1;
-    if (error == cudaSuccess && (device.major < 8 || (device.major == 9 && kHopperHasOwn))) return error;
+    if (error == cudaSuccess && device.major < 8) return error;
     if (error == cudaSuccess) error = cudaGetDevice(&id);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared_of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, id);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
