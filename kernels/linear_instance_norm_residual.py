@@ -760,6 +760,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
                 float sum[4][8];
+                // Parity cannot tell this round of a slot from the last but one. The round between was the other finisher's: of the tile
+                // before, whose end both have met at, or left by the warpgroup that left the slab before this one, and earlier.
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
                 tell(taken + 8 * slot.place);
