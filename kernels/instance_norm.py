@@ -481,13 +481,13 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
     const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log_group;
     const Span<T> span(slice * n, slice < slices ? n : 0);
-    const int packs = int(span.packs) - lane, loose = int(span.loose(lane));
-    const int64_t begin = slice * n, first = begin + span.head + lane * V;
+    const int packs = int(span.packs) - lane, loose = int(span.loose(lane)), first = int(span.head) + lane * V;
+    const int64_t begin = slice * n;
     const auto mine = [&](int i) { return i * group < packs; };
 
     Place<T, V, OPERANDS> r[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, first + i * group * V, mine(i));
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
     A anchor = slice < slices ? to_acc(x[begin]) : A(0);
     if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
@@ -514,7 +514,7 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         keep_packed(r[i]);
-        if (mine(i)) store(y + first + i * group * V, result(r[i]));
+        if (mine(i)) store(y + begin + first + i * group * V, result(r[i]));
     }
     if (loose >= 0) store(y + begin + loose, result(loose_place));
 }

@@ -227,7 +227,7 @@ def test_times_the_candidate_in_a_cuda_graph(tmp_path):
     runs = judge(tmp_path, candidate(), "cuda", backward=True, baselines=("eager", "cudagraph"))
     for run in runs:
         assert run.ok, run.reasons
-        assert run.notes == []
+        assert all(note.startswith("the host takes longer") for note in run.notes)  # as it does for so small a module
         assert set(run.ms) == {"new", "eager", "new_cudagraph"}
         assert run.peak_memory["new"] >= 32 * 64 * 4
 
