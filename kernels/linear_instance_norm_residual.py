@@ -686,8 +686,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             mbarrier_init(empty + 8 * s, kConsumers * 4);
         }
         for (int s = 0; s < kSlots; ++s) {
-            mbarrier_init(ready + 8 * s, 4);
-            mbarrier_init(taken + 8 * s, 4);
+            mbarrier_init(ready + 8 * s, 128);
+            mbarrier_init(taken + 8 * s, 128);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -697,10 +697,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
 
     Ring<kStages> ring;
     Ring<kSlots> slot;
-    const auto tell = [&](uint32_t bar) {  // once a warp
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(bar);
-    };
     if (warpgroup == kConsumers + Kind::kFinishers) {
         registers_down<kProducerRegisters>();
         if (thread == 0) {
@@ -764,7 +760,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                 // before, whose end both have met at, or left by the warpgroup that left the slab before this one, and earlier.
                 mbarrier_wait(ready + 8 * slot.place, slot.phase);
                 take_sums(slots + slot.place * kSlabBytes + warp * 4096, sum);
-                tell(taken + 8 * slot.place);
+                mbarrier_arrive(taken + 8 * slot.place);
                 if (corner.column + left >= epilogue.product.n) continue;
                 const auto four = [&](int q, int half) {
                     return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
@@ -823,7 +819,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             for (int s = 0; s < kSlabs; ++s, slot.advance()) {
                 mbarrier_wait(taken + 8 * slot.place, slot.phase ^ 1);
                 leave_sums(slots + slot.place * kSlabBytes + warp * 4096, sum + 32 * s);
-                tell(ready + 8 * slot.place);
+                mbarrier_arrive(ready + 8 * slot.place);
             }
         }
     }
