@@ -143,7 +143,7 @@ def _draw_bars(pyplot, runs: list[Run], title: str):
             label="floor",
         )
     axes.set_yticks([i * group + (group - 2) / 2 for i in range(len(runs))], [f"{run.model}\n{_way(run)}" for run in runs])
-    axes.invert_yaxis()
+    axes.set_ylim(group * len(runs) - 1, -1)  # the first on top
     axes.set_xlabel("ms, less is better")
     axes.set_title(title, fontsize=9, pad=26)
     axes.spines[["top", "right"]].set_visible(False)
