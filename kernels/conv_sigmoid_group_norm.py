@@ -1153,42 +1153,62 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
-// Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
-// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to the
-// team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
-// bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
+// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take tiles
+// of 64 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group to the
+// unit's in the team's mailbox; one waits until all bands' are there, and makes the norm's constants of them; the writers write. v waits on
+// shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing to
+// the sum, which counts its terms besides, so that who reads it needs neither a flag nor a fence.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
-constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 64;       // pixels, of a wgmma
-constexpr int kConsumers = 2;    // warpgroups; there is one of producers
-constexpr int kExchangers = 4, kWriters = 3;  // warps; between them the one that posts
+constexpr int kTileN = 64;       // pixels, of a wgmma and of a task
+constexpr int kConsumers = 3;    // warpgroups; there is one of producers
+constexpr int kWriters = 6;      // warps, beside one that posts and one that gathers
 constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kOtherRegisters = 64;
-constexpr int kMostSlots = 3, kMostStages = 2;
-static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers + kProducerRegisters + 2 * kOtherRegisters <=
+constexpr int kConsumerRegisters = 96, kProducerRegisters = 80, kOtherRegisters = 56;
+constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
+static_assert(kWriters + 2 == 8 && kConsumerRegisters * kConsumers + kProducerRegisters + 2 * kOtherRegisters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
-    int slots, stages;       // of v: units that wait for their statistics; of x
+    int stages, shelves, unit_shelves;  // of x; of v, in shared memory and of a unit
+    int shelf_channels;
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
-    int team_samples, team_parts;      // how far it is from a team's unit to its next one
-    int groups, share, channel_share;  // of a unit, in a block; lanes of a group in the exchange, for its posts and for its channels
-    float inverse_width;
-    double inverse_count;  // of a group's values
+    int team_samples, team_parts;  // how far it is from a team's unit to its next one
+    int groups, channel_share;     // of a unit, in a block; lanes of a group's channels
+    uint32_t inverse_width;  // of 2^32
+    double step, inverse_step;  // of a sum in the mailbox; the second one also of the mean
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// Sums of v and of its squares, whose difference is as good in float64 as v is. A message is a band's sums of a group, read and written as
-// one; the last two bits are a tag, which changes each time that its place is used.
-struct alignas(16) Sums {
-    double v = 0, square = 0;
-    __device__ __forceinline__ void add(const Sums& other) { v += other.v, square += other.square; }
-    __device__ __forceinline__ void add_across_lanes(int count) {  // neighbouring ones, a power of two
-        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask), square += __shfl_xor_sync(~0u, square, mask);
+// What a warpgroup has made of a channel: sums of deviations from a value of it, and of their squares. In its place stands the norm later on.
+struct Deviations {
+    float anchor, sum, square;
+};
+
+// A sum in the mailbox, in steps and in 2^-48 of them. Each word has the number of its terms on top; below that the first one has how many
+// are NaN.
+struct alignas(16) Total {
+    unsigned long long steps, rest;
+    static constexpr int kCounted = 56, kDoubtful = 48;
+    __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) {
+        const double all = fmax(sum, 0.0) * inverse_step;
+        const long long whole = doubtful ? 1ll << kDoubtful : __double2ll_rd(all);
+        const long long part = doubtful ? 0 : __double2ll_rn((all - double(whole)) * double(1ll << kDoubtful));
+        add(&steps, whole), add(&rest, part);
+    }
+    // False while not all terms are there.
+    __device__ __forceinline__ bool read(int terms, double& sum) const {
+        unsigned long long a, b;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(this) : "memory");
+        sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + double(b & (1ull << kCounted) - 1) / double(1ll << kDoubtful);
+        return int(a >> kCounted) == terms && int(b >> kCounted) == terms;
+    }
+private:
+    static __device__ __forceinline__ void add(unsigned long long* to, long long value) {
+        asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value + (1ll << kCounted)) : "memory");
     }
 };
 
@@ -1247,21 +1267,24 @@ __device__ __forceinline__ void warp_arrives(uint32_t bar) {
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void post(Sums* to, const Sums& sums, uint32_t tag) {
-    const uint64_t square = (__double_as_longlong(sums.square) & ~uint64_t(3)) | tag;
-    asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}"
-        ::"l"(to), "l"(__double_as_longlong(sums.v)), "l"(square) : "memory");
-}
-__device__ __forceinline__ void read(const Sums* from, Sums& sums) {
-    asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
-        "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
-}
 // Of 16 bytes, without a branch around them, and in the order in which they are written.
 template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
     static_assert(sizeof(P) == 16, "a whole pack");
     const uint4& w = *reinterpret_cast<const uint4*>(&pack);
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
+}
+__device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, float v0, float v1) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.shared.v2.f32 [%0], {%1, %2};\n}"
+        ::"r"(to), "f"(v0), "f"(v1), "r"(int(condition)) : "memory");
+}
+__device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, float v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.f32 [%0], %1;\n}" ::"r"(to), "f"(v), "r"(int(condition)) : "memory");
+}
+__device__ __forceinline__ float load_shared(uint32_t from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
 }
 __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, float4& v) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
@@ -1286,9 +1309,9 @@ template <typename T> __device__ __forceinline__ void wgmma(float (&d)[kTileN / 
 #undef D4
 }
 
-// All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
-template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(UNDER_WAY) : "memory");
+// All products are done; d's registers are the compiler's again.
+__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
@@ -1328,7 +1351,8 @@ __device__ __forceinline__ float convolve_value(
 
 // What each role goes through, unit by unit.
 struct Walk {
-    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, tag = 1;  // part: which of the sample's units
+    int unit, sample, part;  // part: which of the sample's units
+    int stage = 0, stage_phase = 0, place = 0, place_phase = 0, shelf = 0, shelf_phase = 0;
     __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
         part = unit - sample * s.units_per_sample;
     }
@@ -1336,11 +1360,13 @@ struct Walk {
         unit += s.teams, sample += s.team_samples, part += s.team_parts;
         if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++slot == s.slots) {
-            slot = 0, slot_phase ^= 1;
-            if (slot_phase == 0) tag ^= 3;
-        }
+        if (++place == kUnderWay) place = 0, place_phase ^= 1;
+        shelf += s.unit_shelves;
+        if (shelf >= s.shelves) shelf -= s.shelves, shelf_phase ^= 1;
     }
+    // The unit's k-th shelf, and its phase.
+    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const { return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0); }
+    __device__ __forceinline__ int phase_of(int k, const WideShape& s) const { return shelf_phase ^ int(shelf + k >= s.shelves); }
 };
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together.
@@ -1351,28 +1377,27 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     constexpr int V = kPack<T>;
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
-    __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, x_half = x_empty + 8 * kMostStages,
-                   v_full = x_half + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
+    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
+    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
+    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
+                   posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
+        for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        for (int i = 0; i < kUnderWay; ++i) {
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostSlots; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, kExchangers);
-            mbarrier_init(v_empty + 8 * i, kWriters);
-        }
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands, member = slice * s.bands + band;
+    const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
-    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
+    const int tasks = (rows * s.width + kTileN - 1) / kTileN;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    float* const held = reinterpret_cast<float*>(stages + s.stages * stage_bytes);
+    const uint32_t held = shared_address(stages) + s.stages * stage_bytes;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
@@ -1381,30 +1406,22 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const auto out_begin = [&](int sample, int channel) {
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
-    const auto held_begin = [&](int slot, int c, int64_t begin) {  // its packs aligned where the output's are
-        return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
+    // Where v of a channel waits, on the unit's k-th shelf: its packs aligned where the output's are.
+    const auto held_begin = [&](const Walk& unit, int k, int c, int sample, int channel) {
+        const int skew = s.whole ? 0 : int(out_begin(sample, channel)) & (V - 1);
+        return held + 4 * ((unit.shelf_of(k, s) * s.shelf_channels + c % kShelf) * s.plane + skew);
     };
-    const auto norm_of = [&](int slot, int c) { return reinterpret_cast<float4*>(&sums[slot][0][c]); };  // mean, factor, offset
-    // A unit's posts of a group. A place is used again 2 * slots units later: by then all have posted the unit halfway, whose slot they had
-    // from the one before, whose posts they have read.
-    const auto posts_of = [&](const Walk& unit, int group) {
-        const int place = unit.slot + unit.slot_phase * s.slots;
-        return reinterpret_cast<Sums*>(p.mailbox) + ((int64_t(place) * s.teams + blockIdx.z) * s.groups + group) * members;
-    };
-    const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
-    const auto outputs_before = [&](int pixel) {  // of the band's
-        const int n = min(pixel, rows * s.width), row = row_of(n);
-        return row * s.columns + min(n - row * s.width, s.columns);
-    };
+    const auto total_of = [&](int unit, int group) { return reinterpret_cast<Total*>(p.mailbox) + (int64_t(unit) * s.groups + group) * 2; };
 
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
         uint4 a[kSteps<KS>];
         float slope = 0, offset = 0;
+        int own_rows = 0;  // none of a channel that does not exist
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            const int stage = at_unit.stage, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const uint4* const fragments =
                 reinterpret_cast<const uint4*>(p.fragments) + int64_t(q) * s.slabs * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int slab) {
@@ -1413,130 +1430,105 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             };
             if (known != q) {
                 known = q;
+                own_rows = c < channel_count(at_unit.part) ? rows : 0;
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0);
             }
             const int channel = first_channel(at_unit.part) + c;
-            const bool present = c < channel_count(at_unit.part);
-            const int own_rows = present ? rows : 0;
-            float* const v = held_begin(slot, c, out_begin(sample, channel));
+            const uint32_t v = held_begin(at_unit, warp, c, sample, channel), x_begin = (shared_address(stages) + stage * stage_bytes) / 16;
+            Deviations all = {};
+            int values = 0, task = turn;
+            const auto await_shelf = [&] {
+                if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
-            if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
-            Sums& made = sums[slot][warpgroup][c];
-            int task = turn;
             for (; task < tasks; task += kConsumers) {
-                float anchor, sum, square;
-                int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
-                float* at;
-                const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
-                const auto begin = [&] {
-                    const int pixel = task * kTaskPixels + 2 * t;
-                    row = row_of(pixel), column = pixel - row * s.width;
-                    at = v + row * s.columns + column;
-                    anchor = sum = square = 0;
-                    begin_row();
-                };
-                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first) {
-                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
-                };
-                // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
-                    const float d0 = valid ? v0 - anchor : 0.0f, d1 = next_valid ? v1 - anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                };
-                // Into shared memory; next: where the second one goes.
-                const auto keep = [&](float* to, int next, bool valid, bool next_valid, float v0, float v1) {
-                    if (PAIRS) {
-                        if (valid) *reinterpret_cast<float2*>(to) = make_float2(v0, v1);
-                    } else {
-                        if (valid) to[0] = v0;
-                        if (next_valid) to[next] = v1;
-                    }
-                };
-                const auto advance = [&](int pixels) {
-                    column += pixels, at += pixels;
-                    const bool wraps = column >= s.width;
-                    column -= wraps ? s.width : 0, at -= wraps ? KS - 1 : 0, row += wraps;
-                    begin_row();
-                };
-                const auto take = [&](float v0, float v1) {
-                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
-                    const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
-                    add(valid, next_valid, v0, v1);
-                    advance(8);
-                };
-                begin();
-                const auto multiply = [&](int slab, int part, float (&d)[kTileN / 2]) {
-                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + slab * slab_bytes) / 16;
-                    const uint32_t x = begin + task * kTaskPixels + part * kTileN;
+                float d[kTileN / 2], sum = 0, square = 0;
+#pragma unroll 1
+                for (int slab = 0; slab < s.slabs; ++slab) {
+                    if (s.slabs > 1) load_fragments(slab);
+                    const uint32_t x = x_begin + slab * s.pixels + task * kTileN;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
                         wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    if (slab + 1 < s.slabs) wgmma_wait(d);
+                }
+                // The thread's next two values: where they are; bound: where the row's outputs end.
+                int row, column, bound;
+                uint32_t at;
+                const auto begin = [&] {
+                    const int first = task * kTileN, first_row = __umulhi(first, s.inverse_width);
+                    column = first - first_row * s.width + 2 * t, row = first_row;
+                    if (column >= s.width) column -= s.width, ++row;
+                    bound = row < own_rows ? s.columns : 0;
+                    at = v + 4 * (row * s.columns + column);
                 };
-                const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
-                    const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
-                        const int k = 4 * j + i;
-                        return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
-                    };
-                    if (part == 0) set_anchor(value(0, 0));
-                    // No row ends here, and no output is missing but the last two: nothing to ask.
-                    if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
-                        const int last = column + kTileN - 8;
-                        const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                        float v[kTileN / 4];
-#pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool inner = j < kTileN / 8 - 1;
-                            v[2 * j] = value(j, 0), v[2 * j + 1] = value(j, 1);
-                            add(inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
-                        }
-                        // All stores behind all sums: a register that a store has not read yet is not to be written.
-#pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool inner = j < kTileN / 8 - 1;
-                            keep(at + 8 * j, 1, inner || valid, inner || next_valid, v[2 * j], v[2 * j + 1]);
-                        }
-                        advance(kTileN);
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) take(value(j, 0), value(j, 1));
-                    }
+                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+                const auto set_anchor = [&](float first) {
+                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                    all.anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
                 };
-                // Two tiles at a time: the second one's products go with the first one's sigmoids.
-#pragma unroll 1
-                for (int part = 0; part < kTaskPixels / kTileN; part += 2) {
-                    float even[kTileN / 2], odd[kTileN / 2];
-                    const int last = s.slabs - 1;
-#pragma unroll 1
-                    for (int slab = 0; slab < last; ++slab) {
-                        load_fragments(slab);
-                        multiply(slab, part, even), multiply(slab, part + 1, odd);
-                        wgmma_wait<0>(even), wgmma_wait<0>(odd);
+                // Two neighbouring values: into the thread's sums.
+                const auto add = [&](bool valid, bool next_valid, float v0, float v1) {
+                    const float d0 = valid ? v0 - all.anchor : 0.0f, d1 = next_valid ? v1 - all.anchor : 0.0f;
+                    sum += d0 + d1;
+                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                };
+                // Into shared memory; next: where the second one goes.
+                const auto keep = [&](uint32_t to, int next, bool valid, bool next_valid, float v0, float v1) {
+                    if (PAIRS) store_shared_if(valid, to, v0, v1);
+                    else store_shared_if(valid, to, v0), store_shared_if(next_valid, to + 4 * next, v1);
+                };
+                const auto take = [&](float v0, float v1) {
+                    bool wraps = !PAIRS && column + 1 == s.width;
+                    const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, v0, v1);
+                    add(valid, next_valid, v0, v1);
+                    column += 8, at += 32, wraps = column >= s.width;
+                    column -= wraps ? s.width : 0, at -= wraps ? 4 * (KS - 1) : 0, row += wraps;
+                    bound = row < own_rows ? s.columns : 0;
+                    return int(valid) + int(next_valid);
+                };
+                const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
+                    const int k = 4 * j + i;
+                    return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                };
+                begin();
+                if (task == turn) await_shelf();
+                wgmma_wait(d);
+                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                if (task == turn) set_anchor(value(0, 0));
+                // No row ends here, and no output is missing but the last two: nothing to ask.
+                if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
+                    const int last = column + kTileN - 8;
+                    const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
+                    values += kTileN / 4 - 2 + int(valid) + int(next_valid);
+#pragma unroll
+                    for (int j = 0; j < kTileN / 8; ++j) {
+                        const bool inner = j < kTileN / 8 - 1;
+                        d[4 * j] = value(j, 0), d[4 * j + 1] = value(j, 1);
+                        add(inner || valid, inner || next_valid, d[4 * j], d[4 * j + 1]);
                     }
-                    if (last > 0) load_fragments(last);
-                    multiply(last, part, even), multiply(last, part + 1, odd);
-                    wgmma_wait<1>(even);
-                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == 0 && task == turn) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                    finish(part, even);
-                    wgmma_wait<0>(odd);
-                    if (part + 2 == kTaskPixels / kTileN && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    finish(part + 1, odd);
+                    // All stores behind all sums: a register that a store has not read yet is not to be written.
+#pragma unroll
+                    for (int j = 0; j < kTileN / 8; ++j) {
+                        const bool inner = j < kTileN / 8 - 1;
+                        keep(at + 32 * j, 1, inner || valid, inner || next_valid, d[4 * j], d[4 * j + 1]);
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < kTileN / 8; ++j) values += take(value(j, 0), value(j, 1));
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
-                if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
+                if (__any_sync(~0u, !(square < INFINITY))) {
                     begin();
+                    sum = square = 0;
 #pragma unroll 1
-                    for (int j = 0; j < kTaskPixels / 8; ++j) {
+                    for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
 #pragma unroll 1
                         for (int k = 0; k < 2; ++k) {
@@ -1546,31 +1538,22 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             if (r >= own_rows || there >= s.columns) continue;
                             v1 = convolve_value<T, KS>(p, s, sample, channel, first_row + r, there);
                         }
-                        if (j == 0) set_anchor(v0);
+                        if (j == 0 && task == turn) set_anchor(v0);
                         take(v0, v1);
                     }
                 }
-                for (int mask = 1; mask < 4; mask *= 2) {
-                    sum += __shfl_xor_sync(~0u, sum, mask);
-                    square += __shfl_xor_sync(~0u, square, mask);
-                }
-                if (t == 0) {
-                    Sums some;
-                    const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
-                    const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
-                    some.v = far + sum, some.square = fma(origin, far + 2 * double(sum), double(square));
-                    if (task != turn) some.add(made);
-                    made = some;
-                }
+                all.sum += sum, all.square += square;
             }
-            if (task == turn) {  // all of a small band were the other's
-                if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
-                warp_arrives(x_empty + 8 * stage);
-                mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-                if (t == 0) made = Sums();
-            }
+            if (task == turn) warp_arrives(x_empty + 8 * stage), await_shelf();  // all of a small band were the others'
             turn = task - tasks;
-            warp_arrives(v_full + 8 * slot);
+            for (int mask = 1; mask < 4; mask *= 2) {
+                all.sum += __shfl_xor_sync(~0u, all.sum, mask);
+                all.square += __shfl_xor_sync(~0u, all.square, mask);
+                values += __shfl_xor_sync(~0u, values, mask);
+            }
+            if (t == 0) made[at_unit.place][warpgroup][c] = all;
+            if (threadIdx.x % 128 == 0) made_of[at_unit.place][warpgroup] = values;
+            warp_arrives(v_full + 8 * at_unit.place);
         }
     } else if (warpgroup == kConsumers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
@@ -1629,107 +1612,102 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (warpgroup <= kConsumers) return;
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
-    if (role < kExchangers) {
-        constexpr int kBatch = 4;  // posts of a lane that are asked for together
-        const int share = s.share, sub = lane & (share - 1), group = (32 * role + lane) / share;
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
-            // A lane's group, and one of its channels.
-            const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
-            const bool exists = group * d < channels, own = exists && sub < d;
-            const float gamma = own ? __ldg(p.gamma + first + c) : 0.0f, beta = own ? __ldg(p.beta + first + c) : 0.0f;
-            const Sums* const posts = posts_of(at_unit, group);
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-            Sums all;  // every block adds all posts, in one order
-            for (int base = sub; exists && base < members; base += share * kBatch) {
-                Sums some[kBatch];
-                uint32_t missing = 0;
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (base + i * share < members) missing |= 1u << i;
-                }
-                while (missing) {
-                    const Sums* from = posts + base;
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i, from += share) {
-                        if (missing >> i & 1) read(from, some[i]);
-                    }
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        if ((__double2loint(some[i].square) & 3) == at_unit.tag) missing &= ~(1u << i);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) all.add(some[i]);
-            }
-            __syncwarp();
-            all.add_across_lanes(share);
-            const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
-            const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
-            const float a = gamma * reciprocal_sqrt(rounded + s.eps);
-            if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
-            warp_arrives(norm_full + 8 * slot);
-        }
-    } else if (role == kExchangers) {
+    if (role == 0) {  // posts the band's sums
         const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
             for (int first = 0; first * d < channels; first += at_once) {
                 const int group = first + lane / s.channel_share, c = group * d + sub;
-                Sums all;
+                double sum = 0, square = 0;
                 if (sub < d && c < channels) {
-                    for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
+                    for (int k = 0; k < kConsumers; ++k) {
+                        const Deviations some = made[place][k][c];
+                        const double origin = some.anchor, far = made_of[place][k] * origin;
+                        sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
+                    }
                 }
-                all.add_across_lanes(s.channel_share);
-                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, at_unit.tag);
+                for (int mask = 1; mask < s.channel_share; mask *= 2) {
+                    sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
+                }
+                if (sub == 0 && c < channels) {
+                    Total* const to = total_of(at_unit.unit, group);
+                    const bool doubtful = !(square < INFINITY);
+                    to[0].post(sum, s.inverse_step, doubtful), to[1].post(square, s.inverse_step, doubtful);
+                }
             }
+            warp_arrives(posted + 8 * place);
+        }
+    } else if (role == 1) {  // makes the norm of all bands' sums, a lane of each channel
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int place = at_unit.place, first = first_channel(at_unit.part);
+            const bool own = lane < channel_count(at_unit.part);
+            const float gamma = own ? __ldg(p.gamma + first + lane) : 0.0f, beta = own ? __ldg(p.beta + first + lane) : 0.0f;
+            mbarrier_wait(posted + 8 * place, at_unit.place_phase);
+            if (own) {
+                const Total* const from = total_of(at_unit.unit, s.slices == 1 ? lane / s.group_channels : 0);
+                double mean, square;
+                bool there;
+                do {
+                    there = from[0].read(members, mean);
+                    there = from[1].read(members, square) && there;
+                } while (!there);
+                mean *= s.step, square *= s.step;
+                const double variance = fma(-mean, mean, square);
+                const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
+                const float a = gamma * reciprocal_sqrt(rounded + s.eps);
+                made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+            }
+            warp_arrives(norm_full + 8 * place);
         }
     } else {
         T* const gout = static_cast<T*>(p.out);
         const int values = rows * s.columns;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, channels = channel_count(at_unit.part);
+            const int channels = channel_count(at_unit.part);
             const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
-            mbarrier_wait(norm_full + 8 * slot, at_unit.slot_phase);
-            for (int c = role - kExchangers - 1; c < channels; c += kWriters) {
-                const int64_t at = begin + c * out_image;
-                const float4 norm = *norm_of(slot, c);
-                const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
-                const float* const v = held_begin(slot, c, at);
-                const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
-                constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
-                T* to = gout + at + head + lane * V;
-                uint32_t from = shared_address(v + head + lane * V);
-                int left = packs - lane;
+            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
+            int c = role - 2;
+            for (int k = 0; k < s.unit_shelves; ++k) {
+                for (; c < min(channels, (k + 1) * kShelf); c += kWriters) {
+                    const int64_t at = begin + c * out_image;
+                    const Deviations norm = made[at_unit.place][0][c];  // mean, factor, offset
+                    const auto normalized = [&](float w) { return fmaf(w - norm.anchor, norm.sum, norm.square); };
+                    const uint32_t v = held_begin(at_unit, k, c, at_unit.sample, first_channel(at_unit.part) + c);
+                    const int head = s.whole ? 0 : min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
+                    constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
+                    T* to = gout + at + head + lane * V;
+                    uint32_t from = v + 4 * (head + lane * V);
+                    int left = packs - lane;
 #pragma unroll 1
-                for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
-                    float4 four[kBatch][V / 4];
+                    for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
+                        float4 four[kBatch][V / 4];
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
+                        for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                        for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
-                    }
-                    Pack<T, V> packs_out[kBatch];
-#pragma unroll
-                    for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-                        for (int j = 0; j < V / 4; ++j) {
-                            T* const four_out = packs_out[b].value + 4 * j;
-                            from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
-                            from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                            for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
                         }
-                    }
+                        Pack<T, V> packs_out[kBatch];
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
-                    to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
+                        for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                            for (int j = 0; j < V / 4; ++j) {
+                                T* const four_out = packs_out[b].value + 4 * j;
+                                from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
+                                from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                            }
+                        }
+#pragma unroll
+                        for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
+                        to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
+                    }
+                    if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
+                        const int loose = lane < head ? lane : packs * V + lane;
+                        from_acc(normalized(load_shared(v + 4 * loose)), gout[at + loose]);
+                    }
                 }
-                if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
-                    const int loose = lane < head ? lane : packs * V + lane;
-                    from_acc(normalized(v[loose]), gout[at + loose]);
-                }
+                warp_arrives(v_empty + 8 * at_unit.shelf_of(k, s));
             }
-            warp_arrives(v_empty + 8 * slot);
         }
     }
 #endif
@@ -1943,39 +1921,40 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1;
     double best = 0;
+    s.shelf_channels = s.slice_channels < kShelf ? s.slice_channels : kShelf, s.unit_shelves = int(divide_up(s.slice_channels, kShelf));
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
         const int members = bands * s.slices;
         const int64_t values = int64_t(most) * s.columns, pixels = int64_t(most + ks - 1) * s.width;
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
-        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - 4, 8) * 8 + 4, slot_floats = plane * s.slice_channels;
-        if (slot_floats * 4 + stage_bytes > shared_most) break;
-        if (members > sms) continue;
+        const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - 4, 8) * 8 + 4, shelf_bytes = plane * s.shelf_channels * 4;
+        if (s.unit_shelves * shelf_bytes + stage_bytes > shared_most) break;
+        if (members > sms || members > 255) continue;  // terms of a Total
         const int most_teams = sms / members, teams = most_teams < s.units ? most_teams : s.units;
-        const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTaskPixels));
-        for (int slots = 2; slots <= kMostSlots; ++slots) {
-            for (int stages = 1; stages <= kMostStages; ++stages) {
-                if (slots * slot_floats * 4 + stages * stage_bytes > shared_most) continue;
-                // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, make = divide_up(tasks, kConsumers) * (1800 + 200.0 * ks * s.slabs);
-                const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
-                const double life = make + (members == 1 ? 2500 : 5000) + write;
-                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
-                const double cost = rounds * period + life;
-                if (best == 0 || cost < best) {
-                    best = cost;
-                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
-                    s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                    plan->shared_bytes = int(slots * slot_floats * 4 + stages * stage_bytes);
-                }
+        const int rounds = int(divide_up(s.units, teams)), tasks = int(divide_up(int64_t(most) * s.width, kTileN));
+        for (int stages = 1; stages <= kMostStages; ++stages) {
+            const int64_t room = (shared_most - stages * stage_bytes) / shelf_bytes, most_shelves = kUnderWay * s.unit_shelves;
+            const int shelves = int(room < most_shelves ? room : most_shelves);
+            if (shelves < s.unit_shelves) continue;
+            // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
+            const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tasks * (350 + 50.0 * ks * s.slabs) / kConsumers;
+            const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
+            const double life = make + (members == 1 ? 1000 : 2500) + write;
+            const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life * s.unit_shelves / shelves), fmax(write, 2000.0));
+            const double cost = rounds * period + life;
+            if (best == 0 || cost < best) {
+                best = cost;
+                s.bands = bands, s.band_rows = most, s.teams = teams, s.shelves = shelves, s.stages = stages;
+                s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
+                plan->shared_bytes = int(shelves * shelf_bytes + stages * stage_bytes);
             }
         }
     }
     if (best == 0) return false;
     // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped. Each is taken to read as much
     // again as its first tap's pixels.
-    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2 + kTileN) * 16;
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + 2 * (kTileN + 2) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
     const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
@@ -1989,11 +1968,13 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     plan->slices = s.units_per_sample * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.slabs * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 4;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
-    for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
-    s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
-    plan->mail_words = int64_t(2) * s.slots * s.teams * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
+    const double count = double(s.rows) * s.columns * s.group_channels;
+    s.inverse_width = uint32_t((1ll << 32) / s.width + 1), s.inverse_step = 1.0;  // exact for what a block has of pixels
+    while (s.inverse_step * count < double(1ll << 46)) s.inverse_step *= 2;  // a Total has room for the sum
+    s.step = 1 / (s.inverse_step * count);
+    plan->mail_words = int64_t(s.units) * s.groups * 2 * (sizeof(Total) / 8);
     return true;
 }
 
