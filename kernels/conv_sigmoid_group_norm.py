@@ -1391,7 +1391,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
     const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
     const int tasks = (rows * s.width + kTileN - 1) / kTileN;
@@ -1439,10 +1439,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const uint32_t v = held_begin(at_unit, warp, c, sample, channel), x_begin = (shared_address(stages) + stage * stage_bytes) / 16;
             Deviations all = {};
             int values = 0, task = turn;
-            const auto await_shelf = [&] {
-                if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
-            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
+            if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
 #pragma unroll 1
@@ -1498,7 +1496,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
                 begin();
-                if (task == turn) await_shelf();
                 wgmma_wait(d);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                 if (task == turn) set_anchor(value(0, 0));
@@ -1544,7 +1541,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
                 all.sum += sum, all.square += square;
             }
-            if (task == turn) warp_arrives(x_empty + 8 * stage), await_shelf();  // all of a small band were the others'
+            if (task == turn) warp_arrives(x_empty + 8 * stage);  // all of a small band were the others'
             turn = task - tasks;
             for (int mask = 1; mask < 4; mask *= 2) {
                 all.sum += __shfl_xor_sync(~0u, all.sum, mask);
