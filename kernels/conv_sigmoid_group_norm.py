@@ -1153,21 +1153,21 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // memory, as fp16, a pixel's eight input channels side by side, a plane of hi and one of lo. A tap is a place where reading begins, and two
 // taps are K: nothing is gathered. A band's pixels are one string, row behind row; the sums that a row's last pixels begin are dropped.
 //
-// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take tiles
-// of 64 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group to the
-// unit's in the team's mailbox; one waits until all bands' are there, and makes the norm's constants of them; the writers write. v waits on
-// shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing to
-// the sum, which counts its terms besides, so that who reads it needs neither a flag nor a fence.
+// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take
+// tiles of 64 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
+// to the unit's in the team's mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v
+// waits on shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is
+// nothing to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTileN = 64;       // pixels, of a wgmma and of a task
-constexpr int kConsumers = 3;    // warpgroups; there is one of producers
+constexpr int kConsumers = 3, kProducers = 2;  // warpgroups
 constexpr int kWriters = 6;      // warps, beside one that posts and one that gathers
-constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 96, kProducerRegisters = 80, kOtherRegisters = 56;
+constexpr int kWideBlock = 128 * (kConsumers + kProducers + 2);
+constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;
 constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
-static_assert(kWriters + 2 == 8 && kConsumerRegisters * kConsumers + kProducerRegisters + 2 * kOtherRegisters <=
+static_assert(kWriters + 2 == 8 && kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + 2 * kOtherRegisters <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
@@ -1183,32 +1183,37 @@ struct WideShape : ConvShape {
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// What a warpgroup has made of a channel: sums of deviations from a value of it, and of their squares. In its place stands the norm later on.
+// Of a channel's values that a warpgroup has made: one of them, the sum of what the others differ from it, and of its squares. The norm takes
+// its place later on.
 struct Deviations {
     float anchor, sum, square;
 };
 
 // A sum in the mailbox, in steps and in 2^-48 of them. Each word has the number of its terms on top; below that the first one has how many
-// are NaN.
-struct alignas(16) Total {
-    unsigned long long steps, rest;
-    static constexpr int kCounted = 56, kDoubtful = 48;
-    __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) {
+// are NaN. A word has a line of L2 to itself: where words share one, the blocks' additions and questions wait for each other.
+struct Total {
+    static constexpr int kLine = 16, kCounted = 56, kDoubtful = 48;
+    unsigned long long* words;
+    __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) const {
         const double all = fmax(sum, 0.0) * inverse_step;
         const long long whole = doubtful ? 1ll << kDoubtful : __double2ll_rd(all);
         const long long part = doubtful ? 0 : __double2ll_rn((all - double(whole)) * double(1ll << kDoubtful));
-        add(&steps, whole), add(&rest, part);
+        add(words, whole), add(words + kLine, part);
     }
     // False while not all terms are there.
     __device__ __forceinline__ bool read(int terms, double& sum) const {
-        unsigned long long a, b;
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(this) : "memory");
-        sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + double(b & (1ull << kCounted) - 1) / double(1ll << kDoubtful);
+        const unsigned long long a = get(words), b = get(words + kLine);
+        const double parts = double(b & (1ull << kCounted) - 1) / double(1ll << kDoubtful);
+        sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + parts;
         return int(a >> kCounted) == terms && int(b >> kCounted) == terms;
     }
-private:
     static __device__ __forceinline__ void add(unsigned long long* to, long long value) {
         asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value + (1ll << kCounted)) : "memory");
+    }
+    static __device__ __forceinline__ unsigned long long get(const unsigned long long* from) {
+        unsigned long long word;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+        return word;
     }
 };
 
@@ -1279,7 +1284,8 @@ __device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, flo
         ::"r"(to), "f"(v0), "f"(v1), "r"(int(condition)) : "memory");
 }
 __device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, float v) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.f32 [%0], %1;\n}" ::"r"(to), "f"(v), "r"(int(condition)) : "memory");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.shared.f32 [%0], %1;\n}"
+        ::"r"(to), "f"(v), "r"(int(condition)) : "memory");
 }
 __device__ __forceinline__ float load_shared(uint32_t from) {
     float v;
@@ -1365,7 +1371,9 @@ struct Walk {
         if (shelf >= s.shelves) shelf -= s.shelves, shelf_phase ^= 1;
     }
     // The unit's k-th shelf, and its phase.
-    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const { return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0); }
+    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const {
+        return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0);
+    }
     __device__ __forceinline__ int phase_of(int k, const WideShape& s) const { return shelf_phase ^ int(shelf + k >= s.shelves); }
 };
 
@@ -1383,7 +1391,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
                    posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
@@ -1411,7 +1419,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const int skew = s.whole ? 0 : int(out_begin(sample, channel)) & (V - 1);
         return held + 4 * ((unit.shelf_of(k, s) * s.shelf_channels + c % kShelf) * s.plane + skew);
     };
-    const auto total_of = [&](int unit, int group) { return reinterpret_cast<Total*>(p.mailbox) + (int64_t(unit) * s.groups + group) * 2; };
+    const auto total_of = [&](int unit, int group, int which) {  // 0: of v, 1: of its square
+        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + ((int64_t(unit) * s.groups + group) * 2 + which) * (2 * Total::kLine)};
+    };
 
     if (warpgroup < kConsumers) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
@@ -1443,9 +1453,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
-#pragma unroll 1
-                for (int slab = 0; slab < s.slabs; ++slab) {
-                    if (s.slabs > 1) load_fragments(slab);
+                const auto multiply = [&](int slab) {
                     const uint32_t x = x_begin + slab * s.pixels + task * kTileN;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -1453,7 +1461,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         wgmma<T>(d, a[k % kSteps<KS>], pixel_descriptor(s.taps[k] + x), slab > 0 || k > 0);
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    if (slab + 1 < s.slabs) wgmma_wait(d);
+                };
+                if (s.slabs > 1) load_fragments(0);
+                multiply(0);
+#pragma unroll 1
+                for (int slab = 1; slab < s.slabs; ++slab) {
+                    wgmma_wait(d);
+                    load_fragments(slab);
+                    multiply(slab);
                 }
                 // The thread's next two values: where they are; bound: where the row's outputs end.
                 int row, column, bound;
@@ -1552,9 +1567,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             if (threadIdx.x % 128 == 0) made_of[at_unit.place][warpgroup] = values;
             warp_arrives(v_full + 8 * at_unit.place);
         }
-    } else if (warpgroup == kConsumers) {
+    } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        constexpr int kThreads = 128, kItems = 8;  // pixels of a thread, in registers before there is room for them
+        constexpr int kThreads = 128 * kProducers, kAtOnce = 4;  // pixels that a thread asks for at a time
+        constexpr int kItems = 8 / kProducers;  // what it has in registers before there is room for them
         const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
@@ -1573,20 +1589,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const int last = s.in_channels - slab * 8 - 1;
                 uint4 hi[kItems], lo[kItems];
 #pragma unroll
-                for (int half = 0; half < kItems; half += kItems / 2) {
-                    T raw[kItems / 2][8];
+                for (int half = 0; half < kItems; half += kAtOnce) {
+                    T raw[kAtOnce][8];
                     const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
 #pragma unroll
                     for (int c = 0; c < 8; ++c) {
 #pragma unroll
-                        for (int i = 0; i < kItems / 2; ++i) {
+                        for (int i = 0; i < kAtOnce; ++i) {
                             from_acc(0.0f, raw[i][c]);
                             if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
                         }
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
 #pragma unroll
-                    for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, hi[half + i], lo[half + i]);
+                    for (int i = 0; i < kAtOnce; ++i) split(raw[i], input_scale, hi[half + i], lo[half + i]);
                     asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
                 }
                 if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
@@ -1606,9 +1622,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             warp_arrives(x_full + 8 * at_unit.stage);
         }
     }
-    if (warpgroup <= kConsumers) return;
+    if (warpgroup < kConsumers + kProducers) return;
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-    const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
+    const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
@@ -1627,13 +1643,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
                 }
+                if ((first + at_once) * d >= channels) warp_arrives(posted + 8 * place);  // all is read
                 if (sub == 0 && c < channels) {
-                    Total* const to = total_of(at_unit.unit, group);
                     const bool doubtful = !(square < INFINITY);
-                    to[0].post(sum, s.inverse_step, doubtful), to[1].post(square, s.inverse_step, doubtful);
+                    total_of(at_unit.unit, group, 0).post(sum, s.inverse_step, doubtful);
+                    total_of(at_unit.unit, group, 1).post(square, s.inverse_step, doubtful);
                 }
             }
-            warp_arrives(posted + 8 * place);
         }
     } else if (role == 1) {  // makes the norm of all bands' sums, a lane of each channel
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
@@ -1642,12 +1658,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const float gamma = own ? __ldg(p.gamma + first + lane) : 0.0f, beta = own ? __ldg(p.beta + first + lane) : 0.0f;
             mbarrier_wait(posted + 8 * place, at_unit.place_phase);
             if (own) {
-                const Total* const from = total_of(at_unit.unit, s.slices == 1 ? lane / s.group_channels : 0);
+                const int group = s.slices == 1 ? lane / s.group_channels : 0;
+                const Total of_v = total_of(at_unit.unit, group, 0), of_square = total_of(at_unit.unit, group, 1);
                 double mean, square;
                 bool there;
                 do {
-                    there = from[0].read(members, mean);
-                    there = from[1].read(members, square) && there;
+                    there = of_v.read(members, mean);
+                    there = of_square.read(members, square) && there;
                 } while (!there);
                 mean *= s.step, square *= s.step;
                 const double variance = fma(-mean, mean, square);
@@ -1658,26 +1675,25 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             warp_arrives(norm_full + 8 * place);
         }
     } else {
-        T* const gout = static_cast<T*>(p.out);
-        const int values = rows * s.columns;
+        const int values = rows * s.columns, shelf_floats = s.shelf_channels * s.plane;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int channels = channel_count(at_unit.part);
-            const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
-            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             int c = role - 2;
+            int64_t at = out_begin(at_unit.sample, first_channel(at_unit.part) + c);
+            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             for (int k = 0; k < s.unit_shelves; ++k) {
-                for (; c < min(channels, (k + 1) * kShelf); c += kWriters) {
-                    const int64_t at = begin + c * out_image;
+                for (; c < min(channels, (k + 1) * kShelf); c += kWriters, at += kWriters * out_image) {
                     const Deviations norm = made[at_unit.place][0][c];  // mean, factor, offset
                     const auto normalized = [&](float w) { return fmaf(w - norm.anchor, norm.sum, norm.square); };
-                    const uint32_t v = held_begin(at_unit, k, c, at_unit.sample, first_channel(at_unit.part) + c);
-                    const int head = s.whole ? 0 : min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
+                    const int skew = s.whole ? 0 : int(at) & (V - 1), head = min(-skew & (V - 1), values);
+                    const int packs = int(uint32_t(values - head) / V);
+                    const uint32_t v = held + 4 * (at_unit.shelf_of(k, s) * shelf_floats + c % kShelf * s.plane + skew);
+                    T* const out = static_cast<T*>(p.out) + at;
                     constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
-                    T* to = gout + at + head + lane * V;
+                    T* to = out + (head + lane * V);
                     uint32_t from = v + 4 * (head + lane * V);
-                    int left = packs - lane;
 #pragma unroll 1
-                    for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
+                    for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
                         float4 four[kBatch][V / 4];
 #pragma unroll
                         for (int b = 0; b < kBatch; ++b) {
@@ -1700,7 +1716,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
                         const int loose = lane < head ? lane : packs * V + lane;
-                        from_acc(normalized(load_shared(v + 4 * loose)), gout[at + loose]);
+                        from_acc(normalized(load_shared(v + 4 * loose)), out[loose]);
                     }
                 }
                 warp_arrives(v_empty + 8 * at_unit.shelf_of(k, s));
@@ -1971,7 +1987,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     s.inverse_width = uint32_t((1ll << 32) / s.width + 1), s.inverse_step = 1.0;  // exact for what a block has of pixels
     while (s.inverse_step * count < double(1ll << 46)) s.inverse_step *= 2;  // a Total has room for the sum
     s.step = 1 / (s.inverse_step * count);
-    plan->mail_words = int64_t(s.units) * s.groups * 2 * (sizeof(Total) / 8);
+    plan->mail_words = int64_t(s.units) * s.groups * 4 * Total::kLine;
     return true;
 }
 
