@@ -1162,12 +1162,12 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTileN = 64;       // pixels, of a wgmma and of a task
-constexpr int kConsumers = 3, kProducers = 2;  // warpgroups
-constexpr int kWriters = 6;      // warps, beside one that posts and one that gathers
-constexpr int kWideBlock = 128 * (kConsumers + kProducers + 2);
+constexpr int kConsumers = 3, kProducers = 2, kOthers = 2;  // warpgroups
+constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
+constexpr int kWideBlock = 128 * (kConsumers + kProducers + kOthers);
 constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;
 constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
-static_assert(kWriters + 2 == 8 && kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + 2 * kOtherRegisters <=
+static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 
 struct WideShape : ConvShape {
@@ -1177,7 +1177,7 @@ struct WideShape : ConvShape {
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
     int team_samples, team_parts;  // how far it is from a team's unit to its next one
-    int groups, channel_share;     // of a unit, in a block; lanes of a group's channels
+    int groups, channel_share, line;  // of a unit, in a block; lanes of a group's channels; words between two of a Total
     uint32_t inverse_width;  // of 2^32
     double step, inverse_step;  // of a sum in the mailbox; the second one also of the mean
     uint32_t taps[9];        // of each product, in a descriptor's form
@@ -1190,19 +1190,20 @@ struct Deviations {
 };
 
 // A sum in the mailbox, in steps and in 2^-48 of them. Each word has the number of its terms on top; below that the first one has how many
-// are NaN. A word has a line of L2 to itself: where words share one, the blocks' additions and questions wait for each other.
+// are NaN. A word has a line of L2 to itself where blocks share it: else their additions and questions would wait for each other.
 struct Total {
-    static constexpr int kLine = 16, kCounted = 56, kDoubtful = 48;
+    static constexpr int kCounted = 56, kDoubtful = 48;
     unsigned long long* words;
+    int line;  // from one word to the next
     __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) const {
         const double all = fmax(sum, 0.0) * inverse_step;
         const long long whole = doubtful ? 1ll << kDoubtful : __double2ll_rd(all);
         const long long part = doubtful ? 0 : __double2ll_rn((all - double(whole)) * double(1ll << kDoubtful));
-        add(words, whole), add(words + kLine, part);
+        add(words, whole), add(words + line, part);
     }
     // False while not all terms are there.
     __device__ __forceinline__ bool read(int terms, double& sum) const {
-        const unsigned long long a = get(words), b = get(words + kLine);
+        const unsigned long long a = get(words), b = get(words + line);
         const double parts = double(b & (1ull << kCounted) - 1) / double(1ll << kDoubtful);
         sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + parts;
         return int(a >> kCounted) == terms && int(b >> kCounted) == terms;
@@ -1420,7 +1421,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         return held + 4 * ((unit.shelf_of(k, s) * s.shelf_channels + c % kShelf) * s.plane + skew);
     };
     const auto total_of = [&](int unit, int group, int which) {  // 0: of v, 1: of its square
-        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + ((int64_t(unit) * s.groups + group) * 2 + which) * (2 * Total::kLine)};
+        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + ((int64_t(unit) * s.groups + group) * 2 + which) * (2 * s.line), s.line};
     };
 
     if (warpgroup < kConsumers) {
@@ -1450,7 +1451,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             Deviations all = {};
             int values = 0, task = turn;
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
                 const auto multiply = [&](int slab) {
@@ -1511,6 +1511,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     return sigmoid_from_exponent(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
                 begin();
+                if (task == turn && warp < s.unit_shelves) {
+                    mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+                }
                 wgmma_wait(d);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
                 if (task == turn) set_anchor(value(0, 0));
@@ -1556,7 +1559,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
                 all.sum += sum, all.square += square;
             }
-            if (task == turn) warp_arrives(x_empty + 8 * stage);  // all of a small band were the others'
+            if (task == turn) {  // all of a small band were the others'
+                warp_arrives(x_empty + 8 * stage);
+                if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+            }
             turn = task - tasks;
             for (int mask = 1; mask < 4; mask *= 2) {
                 all.sum += __shfl_xor_sync(~0u, all.sum, mask);
@@ -1634,6 +1640,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const int group = first + lane / s.channel_share, c = group * d + sub;
                 double sum = 0, square = 0;
                 if (sub < d && c < channels) {
+#pragma unroll
                     for (int k = 0; k < kConsumers; ++k) {
                         const Deviations some = made[place][k][c];
                         const double origin = some.anchor, far = made_of[place][k] * origin;
@@ -1675,51 +1682,59 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             warp_arrives(norm_full + 8 * place);
         }
     } else {
-        const int values = rows * s.columns, shelf_floats = s.shelf_channels * s.plane;
+        const int values = rows * s.columns;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int channels = channel_count(at_unit.part);
             int c = role - 2;
             int64_t at = out_begin(at_unit.sample, first_channel(at_unit.part) + c);
+            asm volatile("" : "+l"(at));  // a thread's own number, not one that all share: those take longer to come by
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             for (int k = 0; k < s.unit_shelves; ++k) {
+                const int shelf = at_unit.shelf_of(k, s);
                 for (; c < min(channels, (k + 1) * kShelf); c += kWriters, at += kWriters * out_image) {
                     const Deviations norm = made[at_unit.place][0][c];  // mean, factor, offset
                     const auto normalized = [&](float w) { return fmaf(w - norm.anchor, norm.sum, norm.square); };
-                    const int skew = s.whole ? 0 : int(at) & (V - 1), head = min(-skew & (V - 1), values);
-                    const int packs = int(uint32_t(values - head) / V);
-                    const uint32_t v = held + 4 * (at_unit.shelf_of(k, s) * shelf_floats + c % kShelf * s.plane + skew);
+                    const uint32_t v = held + 4 * (shelf * s.shelf_channels + c % kShelf) * s.plane;
                     T* const out = static_cast<T*>(p.out) + at;
-                    constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
-                    T* to = out + (head + lane * V);
-                    uint32_t from = v + 4 * (head + lane * V);
+                    const auto write = [&](uint32_t v, int head, int packs) {  // v: of the first value
+                        constexpr int kBatch = 16 / V;  // packs of a lane in flight, each in registers of its own
+                        T* to = out + (head + lane * V);
+                        uint32_t from = v + 4 * (head + lane * V);
 #pragma unroll 1
-                    for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
-                        float4 four[kBatch][V / 4];
+                        for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
+                            float4 four[kBatch][V / 4];
 #pragma unroll
-                        for (int b = 0; b < kBatch; ++b) {
+                            for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                            for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
-                        }
-                        Pack<T, V> packs_out[kBatch];
-#pragma unroll
-                        for (int b = 0; b < kBatch; ++b) {
-#pragma unroll
-                            for (int j = 0; j < V / 4; ++j) {
-                                T* const four_out = packs_out[b].value + 4 * j;
-                                from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
-                                from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                                for (int j = 0; j < V / 4; ++j) load_shared_if(left > 32 * b, from + (32 * b * V + 4 * j) * 4, four[b][j]);
                             }
-                        }
+                            Pack<T, V> packs_out[kBatch];
 #pragma unroll
-                        for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
-                        to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
-                    }
-                    if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
-                        const int loose = lane < head ? lane : packs * V + lane;
-                        from_acc(normalized(load_shared(v + 4 * loose)), out[loose]);
+                            for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                                for (int j = 0; j < V / 4; ++j) {
+                                    T* const four_out = packs_out[b].value + 4 * j;
+                                    from_acc(normalized(four[b][j].x), four_out[0]), from_acc(normalized(four[b][j].y), four_out[1]);
+                                    from_acc(normalized(four[b][j].z), four_out[2]), from_acc(normalized(four[b][j].w), four_out[3]);
+                                }
+                            }
+#pragma unroll
+                            for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, packs_out[b]);
+                            to += 32 * kBatch * V, from += 32 * kBatch * V * 4;
+                        }
+                    };
+                    if (s.whole) {
+                        write(v, 0, values / V);
+                    } else {
+                        const int skew = int(at) & (V - 1), head = min(-skew & (V - 1), values), packs = int(uint32_t(values - head) / V);
+                        write(v + 4 * skew, head, packs);
+                        if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                            const int loose = lane < head ? lane : packs * V + lane;
+                            from_acc(normalized(load_shared(v + 4 * (skew + loose))), out[loose]);
+                        }
                     }
                 }
-                warp_arrives(v_empty + 8 * at_unit.shelf_of(k, s));
+                warp_arrives(v_empty + 8 * shelf);
             }
         }
     }
@@ -1951,9 +1966,9 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
             const int shelves = int(room < most_shelves ? room : most_shelves);
             if (shelves < s.unit_shelves) continue;
             // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
-            const double bring = 300 + 0.7 * pixels * s.slabs, make = 600 + tasks * (350 + 50.0 * ks * s.slabs) / kConsumers;
-            const double write = 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
-            const double life = make + (members == 1 ? 1000 : 2500) + write;
+            const double bring = 300 + 0.7 * pixels * s.slabs, make = 1000 + tasks * (800 + 200.0 * ks * s.slabs) / kConsumers;
+            const double write = 500 + divide_up(s.slice_channels, kWriters) * (200 + values * 1.5 / pack);
+            const double life = make + (members == 1 ? 2000 : 10000) + write;
             const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life * s.unit_shelves / shelves), fmax(write, 2000.0));
             const double cost = rounds * period + life;
             if (best == 0 || cost < best) {
@@ -1987,7 +2002,8 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     s.inverse_width = uint32_t((1ll << 32) / s.width + 1), s.inverse_step = 1.0;  // exact for what a block has of pixels
     while (s.inverse_step * count < double(1ll << 46)) s.inverse_step *= 2;  // a Total has room for the sum
     s.step = 1 / (s.inverse_step * count);
-    plan->mail_words = int64_t(s.units) * s.groups * 4 * Total::kLine;
+    s.line = s.bands * s.slices > 1 ? 16 : 1;
+    plan->mail_words = int64_t(s.units) * s.groups * 4 * s.line;
     return true;
 }
 
