@@ -1169,6 +1169,7 @@ constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters 
 constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
+static_assert(kProducerRegisters <= 65536 / kWideBlock / 8 * 8, "only the consumers take more than they are launched with");
 
 struct WideShape : ConvShape {
     int stages, shelves, unit_shelves;  // of x; of v, in shared memory and of a unit
@@ -1643,7 +1644,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                     for (int k = 0; k < kConsumers; ++k) {
                         const Deviations some = made[place][k][c];
-                        const double origin = some.anchor, far = made_of[place][k] * origin;
+                        const int values = made_of[place][k];
+                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // none: what the anchor is, is chance
                         sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                     }
                 }
