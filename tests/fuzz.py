@@ -165,10 +165,11 @@ def moved(t: torch.Tensor, device) -> torch.Tensor:
 def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
     """Of each value of the Model's output, whether it is a rounding that makes NaN, an infinity or a number of it.
 
-    So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, and with an infinite
-    weight of a norm times a value too near zero to have a sign. Both become NaN, and spread as far as NaN does in the Model.
+    So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, which becomes NaN and
+    spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value too near zero to have a sign, also where
+    float64 on the CPU, which multiplies before it subtracts, has NaN itself. (The norms are what the Models end with.)
     """
-    exact, given, info = in_float64(model), {}, torch.finfo(inputs[0].dtype)
+    exact, given, info, signless = in_float64(model), {}, torch.finfo(inputs[0].dtype), []
 
     def overflowing(layer, layer_inputs, out):
         magnitudes = copy.deepcopy(layer)
@@ -183,7 +184,7 @@ def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
         )
         error = (normed - rounded).abs().flatten(2).amax(2).view(*normed.shape[:2], *[1] * (normed.dim() - 2))
         near = (normed.abs() <= 2 * error + info.eps).flatten(1, 2)
-        return out.masked_fill(near & norm.weight.isinf().view(-1, *[1] * (out.dim() - 2)), torch.nan)
+        signless.append(near & norm.weight.isinf().view(-1, *[1] * (out.dim() - 2)))
 
     for (name, layer), original in zip(exact.named_modules(), model.modules()):
         if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
@@ -195,7 +196,7 @@ def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
     for layer in model.modules():
         layer._forward_pre_hooks.clear()
     inputs = converted(inputs, dtype=torch.float64)
-    return exact(*inputs).isnan() & ~in_float64(model)(*inputs).isnan()
+    return torch.stack([exact(*inputs).isnan() & ~in_float64(model)(*inputs).isnan(), *signless]).any(0)
 
 
 def judge(stem: str, seed: int, index: int, device="cpu") -> None:
