@@ -48,7 +48,7 @@ def start_python(script: str, *arguments, cwd: Path, python=sys.executable, **en
     """PRELUDE and the script in a process group of its own, in the folder `cwd`. An environment variable given as None is unset."""
     env = {k: v for k, v in {**os.environ, "PYTHONPATH": None, **environment}.items() if v is not None}
     return subprocess.Popen(
-        [str(python), "-c", PRELUDE + script, *map(str, arguments)],
+        [str(python), "-X", "faulthandler", "-c", PRELUDE + script, *map(str, arguments)],  # where it dies, if it does
         cwd=cwd,
         env={k: str(v) for k, v in env.items()},
         stdout=subprocess.PIPE,
