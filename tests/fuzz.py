@@ -162,12 +162,12 @@ def moved(t: torch.Tensor, device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
-    """Of each value of the Model's output, whether it is a rounding that makes NaN, an infinity or a number of it.
+def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each value of the Model's output, whether a rounding makes NaN, an infinity or a number of it; and whether NaN or either infinity.
 
     So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, which becomes NaN and
     spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value too near zero to have a sign, also where
-    float64 on the CPU, which multiplies before it subtracts, has NaN itself. (The norms are what the Models end with.)
+    float64 on the CPU, which multiplies before it subtracts, has NaN itself: the second kind. (The norms are what the Models end with.)
     """
     exact, given, info, signless = in_float64(model), {}, torch.finfo(inputs[0].dtype), []
 
@@ -196,7 +196,8 @@ def undecided(model: torch.nn.Module, inputs: list) -> torch.Tensor:
     for layer in model.modules():
         layer._forward_pre_hooks.clear()
     inputs = converted(inputs, dtype=torch.float64)
-    return torch.stack([exact(*inputs).isnan() & ~in_float64(model)(*inputs).isnan(), *signless]).any(0)
+    anything = exact(*inputs).isnan() & ~in_float64(model)(*inputs).isnan()
+    return anything, torch.stack([torch.zeros_like(anything), *signless]).any(0)
 
 
 def judge(stem: str, seed: int, index: int, device="cpu") -> None:
@@ -237,7 +238,8 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
             yield model, new, inputs
 
     def forward_but_for_them(module, inputs) -> dict[str, torch.Tensor]:
-        return {"output": forward(module, inputs)["output"].masked_fill(left_out[0], torch.nan)}
+        out, (anything, not_finite) = forward(module, inputs)["output"], left_out[0]
+        return {"output": out.masked_fill(anything | (not_finite & ~out.isfinite()), torch.nan)}
 
     samples = draws(case, "cpu", dtype, change, first_seed)
     model, new, inputs = first = next(samples)
