@@ -237,11 +237,11 @@ template <typename A> __device__ __forceinline__ A sum_across_group(A v, int gro
     return v;
 }
 
-// Of n values that a group holds, `packs` packs and one loose value a thread; in all of its threads. Two sweeps over registers.
+// Of n values that a group holds in `packs` packs; in all of its threads. Two sweeps over registers.
 template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ Moments<A> moments_in_registers(
-    Pack<T, V> (&r)[ITEMS], int packs, bool has_loose, A loose_value, int n, int lane, int group, A* warp_sums) {
+    Pack<T, V> (&r)[ITEMS], int packs, int n, int lane, int group, A* warp_sums) {
     const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
-    A sum = has_loose ? loose_value * share : A(0);
+    A sum = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) {
@@ -253,8 +253,8 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
     Moments<A> m;
     m.count = n;
     m.hi = sum_across_group(sum, group, warp_sums);
-    A rest = has_loose ? loose_value - m.hi : A(0);
-    m.m2 = rest * rest;
+    A rest = 0;
+    m.m2 = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         keep_packed(r[i]);
@@ -1274,7 +1274,7 @@ __global__ void __launch_bounds__(kMaxGroup, 1) finish_in_registers(
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) own_y[i] = load_streaming<T, V>(y + row * n + int64_t(lane + i * group) * V);
     }
-    const Moments<A> m = moments_in_registers(r, packs, false, A(0), n, lane, group, warp_sums);
+    const Moments<A> m = moments_in_registers(r, packs, n, lane, group, warp_sums);
     const Finish<A> finish(m, A(n), eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -1599,21 +1599,20 @@ static cudaError_t launch(
     return launch_two_reads<T, 1>(h, y, out, rows, n, eps, workspace, device.sms, stream);
 }
 
+template <class Launch> static cudaError_t in_type(int dtype, const Launch& launch) {
+    switch (dtype) {
+        case 0: return launch(float());
+        case 1: return launch(double());
+        case 2: return launch(__half());
+        default: return launch(__nv_bfloat16());
+    }
+}
+
 // h, y, out: `rows` contiguous rows of `n` values. dtype: 0 float32, 1 float64, 2 float16, 3 bfloat16.
 // workspace: row_norm_residual_workspace bytes.
-extern "C" int64_t row_norm_residual_workspace(int64_t rows, int64_t row_bytes) {
-    Device device;
-    if (current_device(&device) != cudaSuccess) return 0;
-    return rows * stream_parts(rows, row_bytes, device.sms) * int64_t(sizeof(Moments<double>));
-}
 extern "C" int row_norm_residual_forward(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    switch (dtype) {
-        case 0: return launch<float>(h, y, out, rows, n, eps, workspace, stream);
-        case 1: return launch<double>(h, y, out, rows, n, eps, workspace, stream);
-        case 2: return launch<__half>(h, y, out, rows, n, eps, workspace, stream);
-        default: return launch<__nv_bfloat16>(h, y, out, rows, n, eps, workspace, stream);
-    }
+    return in_type(dtype, [&](auto zero) { return launch<decltype(zero)>(h, y, out, rows, n, eps, workspace, stream); });
 }
 
 // --- shared: product entry point (home: kernels/linear_swish_group_norm.py) ---
@@ -2565,7 +2564,7 @@ template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kMaxGr
             given[i] = *reinterpret_cast<const Pack<T, V>*>(grad + at(i));
         }
     }
-    const Moments<A> m = moments_in_registers(raw, packs, false, A(0), n, lane, group, warp_sums);
+    const Moments<A> m = moments_in_registers(raw, packs, n, lane, group, warp_sums);
     const A share = reciprocal(A(n));
     A mean = 0, co = 0;
 #pragma unroll
@@ -2678,20 +2677,17 @@ template <typename T> static cudaError_t launch_backward(const void* gradv, cons
     return cudaGetLastError();
 }
 
-// As the forward's; grad_h, grad_y: null if not wanted. workspace: row_norm_residual_backward_workspace bytes.
-extern "C" int64_t row_norm_residual_backward_workspace(int64_t rows, int64_t row_bytes) {
+// As the forward's; grad_h, grad_y: null if not wanted.
+extern "C" int row_norm_residual_backward(int dtype, const void* grad, const void* h, const void* y, void* grad_h, void* grad_y,
+    int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
+    return in_type(dtype, [&](auto zero) {
+        return launch_backward<decltype(zero)>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
+    });
+}
+extern "C" int64_t row_norm_residual_workspace(int64_t rows, int64_t row_bytes) {  // of either, for the larger moments
     Device device;
     if (current_device(&device) != cudaSuccess) return 0;
     return rows * stream_parts(rows, row_bytes, device.sms) * int64_t(sizeof(Joint<double>));
-}
-extern "C" int row_norm_residual_backward(int dtype, const void* grad, const void* h, const void* y, void* grad_h, void* grad_y,
-    int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    switch (dtype) {
-        case 0: return launch_backward<float>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
-        case 1: return launch_backward<double>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
-        case 2: return launch_backward<__half>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
-        default: return launch_backward<__nv_bfloat16>(grad, h, y, grad_h, grad_y, rows, n, eps, workspace, stream);
-    }
 }
 
 """
@@ -3167,7 +3163,6 @@ std::vector<at::Tensor> row_norm_residual_backward_cpu(
 }
 
 #ifdef WITH_CUDA
-extern "C" int64_t row_norm_residual_backward_workspace(int64_t rows, int64_t row_bytes);
 extern "C" int row_norm_residual_backward(int dtype, const void* grad, const void* h, const void* y, void* grad_h, void* grad_y,
     int64_t rows, int64_t n, double eps, void* workspace, cudaStream_t stream);
 
@@ -3178,7 +3173,7 @@ std::vector<at::Tensor> row_norm_residual_backward_cuda(
     if (h.numel() == 0) return results;
     const at::Tensor given = grad.contiguous(), first = h.contiguous(), second = y.contiguous();
     const int64_t n = h.size(-1), rows = h.numel() / n;
-    const at::Tensor workspace = workspace_of(row_norm_residual_backward_workspace(rows, n * h.element_size()), h);
+    const at::Tensor workspace = workspace_of(row_norm_residual_workspace(rows, n * h.element_size()), h);
     check_launch(row_norm_residual_backward(dtype_number(h, "row_norm_residual"), given.data_ptr(), first.data_ptr(), second.data_ptr(),
         needs[0] ? results[0].data_ptr() : nullptr, needs[1] ? results[1].data_ptr() : nullptr, rows, n, eps, workspace.data_ptr(),
         current_stream()), "row_norm_residual");
