@@ -67,6 +67,15 @@ class Errors:
                 complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
         return complaints
 
+    def beyond(self, known: Errors, dtype: torch.dtype) -> bool:
+        """Whether a distance from the Model, pooled here, is more than the known errors of the two allow, by gate 2 and with as much again."""
+        half_ulp = torch.finfo(dtype).eps / 2
+        figures = (
+            (self.new_max, known.eager_max, known.reference_max),
+            (self.rms(self.new_squares), known.rms(known.eager_squares), known.rms(known.reference_squares)),
+        )
+        return any(apart > 2 * (1 + ERROR_RATIO) * max(eager, half_ulp * scale) for apart, eager, scale in figures)
+
 
 @dataclass
 class Difference:

@@ -3,8 +3,8 @@
 The same seed gives the same weights; weights and inputs are drawn anew for every seed (a fresh norm has weight 1 and bias 0: ignoring
 them would go unseen); outputs have the Model's type, dtype, shape, stride and device; NaN appears where the Model has it; inputs and
 state stay as they were; the answer is the same on every call, in either order, on another stream, after other inputs, and complete when
-the call returns; other batch sizes get theirs. Some of the answers given while the clock runs are looked at too, and which ones is drawn
-after they were given. Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
+the call returns; other batch sizes get theirs. Some of the answers given while the clock runs are held against the Model's too, and which
+ones is drawn after they were given. Freed and fresh memory is full of NaN whenever the candidate runs, so an element that nobody wrote shows.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Examination:
         self.verdict = Verdict()
         self.model: torch.nn.Module | None = None
         self._behaviour: list[tuple] = []  # of the Model, as it was made
+        self._weights: dict[str, torch.Tensor] = {}  # of the Model, as they were drawn
         self.new: torch.nn.Module | None = None
         self.inputs: list = []
         self.answer: dict[str, object] = {}
@@ -83,17 +84,19 @@ class Examination:
         return self.verdict
 
     def while_timed(self, result, expected: Callable[[], object]) -> None:
-        """The answer that one timed call has just given: complete, and the Model's for the same inputs."""
+        """The answer that one timed call has just given: complete, the Model's for the same inputs, and as accurate as those before."""
         given = tree_flatten(result)[0]
         if self._changes_later(given):
             self._wrong(LATE)
-        name = GRADIENT if self.case.backward else "output"
-        for mine, theirs in itertools.zip_longest(given, tree_flatten(expected())[0]):
-            alike = same_form(name, mine, theirs) is None
+        names = [name for name in self.answer if name != "structure" and name.startswith(GRADIENT) == self.case.backward]
+        for name, mine, theirs in itertools.zip_longest(names, given, tree_flatten(expected())[0]):
+            alike, apart = same_form(name, mine, theirs) is None, Errors()
             if alike and isinstance(theirs, torch.Tensor):
-                alike = self.close(name, mine, theirs) if theirs.is_floating_point() else torch.equal(mine, theirs)
+                alike = self.close(name, mine, theirs, apart) if theirs.is_floating_point() else torch.equal(mine, theirs)
             if not alike:
                 self._wrong("gives another answer than the Model's while being timed")
+            elif apart.count and self.case.dtype != torch.float64 and apart.beyond(self.verdict.errors[name], self.case.dtype):
+                self._wrong("gives a less accurate answer while being timed")
 
     def after_timing(self, timed_inputs: list) -> None:
         """The timed inputs had new values in every round: the answer to the last ones, the old answer to the old ones; other batches."""
@@ -134,9 +137,11 @@ class Examination:
         return not all(same_bits(x.detach(), copied.detach()) for x, copied in zip(given, copies) if isinstance(x, torch.Tensor))
 
     def _same_model(self) -> None:
-        """The Model that answers are held against is the one that was made: nobody gave it another forward, or a hook."""
+        """The Model that answers are held against is the one that was made: nobody gave it another forward, a hook, or other weights."""
         if self.model is not None and behaviour(self.model) != self._behaviour:
             self._wrong("the candidate replaces the Model's forward")
+        if self.model is not None and first_changed(self._weights, self.model.state_dict()):
+            self._wrong("the candidate writes the Model's weights")
 
     def _at_rest(self) -> None:
         """Nothing of the candidate's runs on when its calls have returned: a busy thread slows down whoever is timed next."""
@@ -189,6 +194,7 @@ class Examination:
             self.answer_seed = seed = case.seed + turn
             self.say(f"checking, seed {turn + 1} of {max(SEEDS, turn + 1)}")
             perturb(self.model, seed)
+            self._weights = snapshot(self.model)
             self._give_weights()
             self.answer = {}
             self.inputs = self._fresh_inputs(seed)
@@ -222,6 +228,7 @@ class Examination:
             self._expect_answer(self._candidate(self.inputs, seed), "a third call on the same inputs gives another answer than the second")
             if turn == 0:
                 self._at_rest()
+            self._same_model()
             if self.verdict.reasons:
                 return
         for complaint in self._over_limit():
@@ -291,9 +298,9 @@ class Examination:
         again = (observe(self.model, self.inputs, self.case.backward, self.answer_seed)[name] for _ in range(2))
         return all(same_bits(first.detach(), other.detach()) for other in again)
 
-    def close(self, name: str, new: torch.Tensor, eager: torch.Tensor) -> bool:
-        """Gate 1 for one tensor."""
-        return not compare(new.detach(), eager.detach(), None, self.tolerance, _scale_of(name, eager), Errors()).wrong
+    def close(self, name: str, new: torch.Tensor, eager: torch.Tensor, apart: Errors | None = None) -> bool:
+        """Gate 1 for one tensor; how far it is from the Model's is added to `apart`."""
+        return not compare(new.detach(), eager.detach(), None, self.tolerance, _scale_of(name, eager), apart or Errors()).wrong
 
     def _no_stale_answers(self) -> None:
         """An answer stays what it was when other inputs come, and those get an answer of their own."""

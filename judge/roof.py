@@ -95,7 +95,7 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
 def memory_needed(work: Work, dtype: torch.dtype, backward: bool) -> int:
     """Bytes that judging one pair takes at the widest of three points, by the tensors alive there: 1.4 to 2.4 times what was seen.
 
-    Always: inputs twice (a copy to hold them against, or a second set), state three times (Model's, ModelNew's, a copy). An answer is the
+    Always: inputs twice (a copy to hold them against, or a second set), state four times (Model's, ModelNew's, copies). An answer is the
     outputs and, with the backward pass, a gradient for each input and parameter; that pass also needs what the Model made on its way,
     incoming gradients, and room to work. The points: the float64 reference at work; its answer and three others being compared; four
     answers while calls are repeated. A tenth on top, and a GiB for what libraries, comparing and the flush buffer take.
@@ -110,7 +110,7 @@ def memory_needed(work: Work, dtype: torch.dtype, backward: bool) -> int:
     reference = widening * (work.input_bytes + work.state_bytes + working)
     comparing = widening * answer + 3 * answer + making
     repeating = 4 * answer + making
-    need = 2 * work.input_bytes + 3 * work.state_bytes + max(reference, comparing, repeating)
+    need = 2 * work.input_bytes + 4 * work.state_bytes + max(reference, comparing, repeating)
     return int(1.1 * need) + GIB
 
 

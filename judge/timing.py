@@ -2,7 +2,8 @@
 
 All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
 Before every call the cache is flushed, on a GPU for as long as the slowest host needs to launch a call: what is timed there is the GPU's
-work, and the host's time is told apart. Between rounds the inputs get new values, so that nothing remembered helps. Medians over rounds;
+work, and the host's time is told apart. Between rounds the inputs get new values that nobody can foresee, so that nothing remembered or
+made ahead helps. Medians over rounds;
 a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing. What says that the rounds were
 disturbed (their spread, a drift) is said with the result.
 """
@@ -200,7 +201,7 @@ def measure(
                 inspected.append(turn)
                 inspect(result)
 
-        renew(order.uniform(0.9, 1.0))
+        renew(unforeseen.uniform(0.9, 1.0))
         taken = {}
         for name in order.sample(sorted(contenders), len(contenders)):
             flush()

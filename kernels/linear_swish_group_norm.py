@@ -4608,7 +4608,7 @@ std::vector<at::Tensor> backward_on_cuda(const at::Tensor& grad, const at::Tenso
     std::array<at::Tensor, kSums> sums;
     void* to[kSums];
     for (int k = 0; k < kSums; ++k) {
-        sums[k] = results[k + 1].to(ready[kOperands].scalar_type());
+        sums[k] = at::empty_like(results[k + 1], ready[kOperands].scalar_type());
         to[k] = needs[k + 1] ? sums[k].data_ptr() : nullptr;
     }
     const Sizes sizes = sizes_of(h, groups);

@@ -1,17 +1,19 @@
 """Every kernel under compute-sanitizer: forward and gradients of the tests' cases, in every dtype, those first that reach a new kernel.
 
-    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 120]
+    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 120] [--processes 1]
     python tests/sanitize.py --reach     only says how many kernels of the built library the calls launch, and which they do not
 
 First all calls run once under PyTorch's profiler, which says which of them launches which kernels. Then one process for each pair and tool,
-all at once, on the GPUs in turn; each says how many calls it got through in its seconds, how many kernels they launched, and what the tool
-found. Exit code 1 if that was anything, or if a tool did not get through all kernels. Every tensor is an allocation of its own, so that the
-tools know its borders. PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
+or as many as are asked for, who share its calls; all at once, on the GPUs in turn. A line for each pair and tool says how many calls were made
+in the seconds, how many kernels they launched, and what the tool found. Exit code 1 if that was anything, or if a tool did not get through
+all kernels. Every tensor is an allocation of its own, so that the tools know its borders.
+PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 
 Races between two accesses of a library's own kernel, as racecheck reports them of cuBLAS, are counted apart and are no fault of ours.
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import itertools
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import test_backward
@@ -140,7 +142,9 @@ def profile_all(stem: str, path: Path) -> None:
     assert len(launched) == len(calls) + 1
     reached = set().union(*launched)
     calls = [sorted(names) for names in launched[:-1]]
-    path.write_text(json.dumps({"calls": calls, "built": sorted(built), "unreached": sorted(built - reached)}))
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps({"calls": calls, "built": sorted(built), "unreached": sorted(built - reached)}))
+    unfinished.rename(path)
 
 
 def in_order(launched: list[list[str]]) -> list[int]:
@@ -153,17 +157,42 @@ def in_order(launched: list[list[str]]) -> list[int]:
     return [*first, *(index for index in range(len(launched)) if index not in set(first))]
 
 
-def call_all(stem: str, path: Path, deadline: float) -> None:
-    calls, launched, seen = calls_of(stem), json.loads(path.read_text())["calls"], set()
-    for done, index in enumerate(in_order(launched), 1):
-        name, call = calls[index]
-        print(f"calling {name}", flush=True)
-        call()
-        torch.cuda.synchronize()
-        seen.update(launched[index])
-        print(f"{done} of {len(calls)} calls, {len(seen)} of {len(set().union(*launched))} kernels", flush=True)
+@contextlib.contextmanager
+def prefilled() -> Iterator[None]:
+    """ATen's matrix products write over zeros: initcheck does not see what cuBLAS stores by bulk copies."""
+    library = torch.library.Library("aten", "IMPL")  # for as long as it lives
+
+    def mm(a, b):
+        return torch.ops.aten.mm.out(a, b, out=a.new_zeros(a.shape[0], b.shape[1]))
+
+    def addmm(bias, a, b, *, beta=1, alpha=1):
+        return torch.ops.aten.addmm.out(bias, a, b, beta=beta, alpha=alpha, out=a.new_zeros(a.shape[0], b.shape[1]))
+
+    library.impl("mm", mm, "CUDA")
+    library.impl("addmm", addmm, "CUDA")
+    yield
+    del library
+
+
+def call_all(stem: str, path: Path, claims: Path, deadline: float) -> None:
+    """Once it is known what they launch, makes the calls that no other process has claimed, those first that reach a new kernel."""
+    calls = calls_of(stem)
+    torch.zeros(1, device="cuda")
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for index in in_order(json.loads(path.read_text())["calls"]):
         if time.monotonic() > deadline:
             break
+        try:
+            (claims / str(index)).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        name, call = calls[index]
+        print(f"calling {name}", flush=True)
+        start = time.monotonic()
+        call()
+        torch.cuda.synchronize()
+        print(f"call {index} took {time.monotonic() - start:.1f} s", flush=True)
 
 
 def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subprocess.Popen:
@@ -182,55 +211,73 @@ def of_libraries(said: str, built: set[str]) -> int:
     return sum(not {name_of(site) for site in re.findall(r"access at (.+?)\+0x", race)} & built for race in RACE.findall(said))
 
 
+def report(tool: str, stem: str, reach: dict, logs: list[str]) -> bool:
+    """Whether all that is to be called was, without a fault of ours; what the processes that shared it said, summed up and printed."""
+    took = {int(call): float(seconds) for said in logs for call, seconds in re.findall(r"^call (\d+) took (.+) s$", said, re.MULTILINE)}
+    kernels, wanted = (set().union(*(reach["calls"][i] for i in indices)) for indices in (took, range(len(reach["calls"]))))
+    faults, foreign, ended = 0, 0, 0
+    for said in logs:
+        summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
+        ended += bool(summary)
+        faults += int(summary[1]) if summary else 0
+        foreign += of_libraries(said, set(reach["built"]))
+    parts = [f"{len(took)} of {len(reach['calls'])} calls", f"{len(kernels)} of {len(wanted)} kernels", f"{faults} errors"]
+    parts += [f"{foreign} of them in libraries' kernels"] if foreign else []
+    parts += [f"{len(logs) - ended} of {len(logs)} processes cut off"] if ended < len(logs) else []
+    parts += [f"{sum(took.values()):.0f} s, the longest call {max(took.values(), default=0):.0f} s"]
+    print(f"{tool}, {stem}: {', '.join(parts)}", flush=True)
+    for said in logs if faults > foreign or ended < len(logs) else ():
+        lines = [line for line in said.splitlines() if not re.match(r"call \d+ took", line)]
+        begin = next((i for i, line in enumerate(lines) if re.match("=========.*(Error|Invalid|Race|Uninit|Barrier|leak)", line)), None)
+        if begin is not None:
+            print("\n".join(lines[max(0, begin - 1) : begin + 60]), flush=True)
+            break
+    return faults == foreign and ended == len(logs) and kernels == wanted
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
-    parser.add_argument("--seconds", type=float, default=120, help="of each tool, its start included; the last call may take half of it")
+    parser.add_argument("--seconds", type=float, default=120, help="for all, the start included; the last calls may take half of it")
+    parser.add_argument("--processes", type=int, default=1, help="that share the calls of a pair under a tool (default 1)")
     parser.add_argument("--reach", action="store_true")
     parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
     parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.profile:
         profile_all(options.pairs, options.profile)
         return 0
     if options.call:
-        call_all(options.pairs, options.call, options.until)
+        with prefilled() if options.tools == "initcheck" else contextlib.nullcontext():
+            call_all(options.pairs, options.call, options.claims, options.until)
         return 0
     folder = Path(tempfile.mkdtemp())
-    found, stems, gpu, built = 0, options.pairs.split(","), itertools.count(), {}
+    found, stems, gpu, reach = 0, options.pairs.split(","), itertools.count(), {}
+    until, running = time.monotonic() + options.seconds, []
     profiling = {stem: start("--pairs", stem, "--profile", folder / stem, output=folder / f"{stem}.log", gpu=next(gpu)) for stem in stems}
+    for tool, stem in itertools.product([] if options.reach else options.tools.split(","), stems):
+        claims = folder / f"{tool}, {stem}"
+        claims.mkdir()
+        asked = "--tools", tool, "--pairs", stem, "--call", folder / stem, "--claims", claims, "--until", until
+        logs = [folder / f"{tool}, {stem}, {i}" for i in range(options.processes)]
+        running.append((tool, stem, {log: start(*asked, output=log, gpu=next(gpu), tool=tool) for log in logs}))
     for stem, process in profiling.items():
         assert process.wait() == 0, (folder / f"{stem}.log").read_text()
-        reach = json.loads((folder / stem).read_text())
-        built[stem] = set(reach["built"])
-        reached = set().union(*reach["calls"])
-        print(f"{stem}: {len(reach['calls'])} calls launch {len(reached)} of {len(reached) + len(reach['unreached'])} kernels", flush=True)
-        for kernel in reach["unreached"]:
+        reach[stem] = json.loads((folder / stem).read_text())
+        built, unreached = reach[stem]["built"], reach[stem]["unreached"]
+        print(f"{stem}: {len(reach[stem]['calls'])} calls launch {len(built) - len(unreached)} of {len(built)} kernels", flush=True)
+        for kernel in unreached:
             print(f"    not {kernel}", flush=True)
-    until, running = time.monotonic() + options.seconds, {}
-    for tool in [] if options.reach else options.tools.split(","):
-        for stem in stems:
-            log = folder / f"{tool}, {stem}"
-            running[log] = start("--pairs", stem, "--call", folder / stem, "--until", until, output=log, gpu=next(gpu), tool=tool)
-    for log, process in running.items():
-        try:
-            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-        said = log.read_text()
-        calls, summary = re.findall(r"(\d+ of \d+) calls, (\d+) of (\d+) kernels", said), re.search(r"SUMMARY: (.*)", said)
-        foreign = of_libraries(said, built[log.name.partition(", ")[2]])
-        clean = bool(calls and summary and re.match(rf"({foreign} hazards?|0 errors)\b", summary[1]))
-        found += not clean or calls[-1][1] != calls[-1][2]
-        got_through = "{} calls, {} of {} kernels".format(*calls[-1]) if calls else "no call"
-        apart = f", {foreign} of them in libraries' kernels" if foreign else ""
-        print(f"{log.name}: {got_through}, {summary[1] if summary else 'cut off'}{apart}", flush=True)
-        if not clean:
-            lines = [line for line in said.splitlines() if not re.match(r"\d+ of \d+ calls", line)]
-            begin = next((i for i, line in enumerate(lines) if re.match("=========.*(Error|Invalid|Race|Uninit|Barrier|leak)", line)), 0)
-            print("\n".join(lines[max(0, begin - 1) : begin + 60]), flush=True)
+    for tool, stem, processes in running:
+        for process in processes.values():
+            try:
+                process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+        found += not report(tool, stem, reach[stem], [log.read_text() for log in processes])
     shutil.rmtree(folder)
     return 1 if found else 0
 
