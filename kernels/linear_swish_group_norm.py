@@ -4132,8 +4132,9 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
         error = product_gradient(of_weight, grad, ready.data_ptr<float>(), results[of_weight].data_ptr<float>(), m, n, k, tf32,
             split.data_ptr(), workspace.data_ptr(), current_stream());
     };
-    if (needs[0]) product(false, weight, sizes[2]);
-    if (error == 0 && needs[1]) product(true, x, sizes[3]);
+    for (const bool of_weight : {m > n, m <= n}) {  // the second has the first's result beside it: the larger operand is split first
+        if (error == 0 && needs[of_weight]) product(of_weight, of_weight ? x : weight, sizes[2 + of_weight]);
+    }
     return error;
 }
 
