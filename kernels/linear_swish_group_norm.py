@@ -4126,14 +4126,12 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
     const int64_t* sizes, const LinearNeeds& needs, at::Tensor* results) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     int error = 0;
-    const auto product = [&](bool of_weight, const at::Tensor& other, int64_t bytes) {
-        const at::Tensor ready = aligned(other), workspace = workspace_of(bytes, x);
-        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
-        error = product_gradient(of_weight, grad, ready.data_ptr<float>(), results[of_weight].data_ptr<float>(), m, n, k, tf32,
-            split.data_ptr(), workspace.data_ptr(), current_stream());
-    };
     for (const bool of_weight : {m > n, m <= n}) {  // the second has the first's result beside it: the larger operand is split first
-        if (error == 0 && needs[of_weight]) product(of_weight, of_weight ? x : weight, sizes[2 + of_weight]);
+        if (error != 0 || !needs[of_weight]) continue;
+        const at::Tensor other = aligned(of_weight ? x : weight), workspace = workspace_of(sizes[2 + of_weight], x);
+        results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());  // not sooner: the other one's workspace may be used again
+        error = product_gradient(of_weight, grad, other.data_ptr<float>(), results[of_weight].data_ptr<float>(), m, n, k, tf32,
+            split.data_ptr(), workspace.data_ptr(), current_stream());
     }
     return error;
 }
