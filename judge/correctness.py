@@ -63,6 +63,7 @@ class Examination:
         self.model: torch.nn.Module | None = None
         self._behaviour: list[tuple] = []  # of the Model, as it was made
         self._weights: dict[str, torch.Tensor] = {}  # of the Model, as they were drawn
+        self._apart: dict[str, Errors] = {}  # the distances between timed answers and the Model's
         self.new: torch.nn.Module | None = None
         self.inputs: list = []
         self.answer: dict[str, object] = {}
@@ -84,22 +85,24 @@ class Examination:
         return self.verdict
 
     def while_timed(self, result, expected: Callable[[], object]) -> None:
-        """The answer that one timed call has just given: complete, the Model's for the same inputs, and as accurate as those before."""
+        """The answer that one timed call has just given: complete, and the Model's for the same inputs. How far from it is kept."""
         given = tree_flatten(result)[0]
         if self._changes_later(given):
             self._wrong(LATE)
         names = [name for name in self.answer if name != "structure" and name.startswith(GRADIENT) == self.case.backward]
         for name, mine, theirs in itertools.zip_longest(names, given, tree_flatten(expected())[0]):
-            alike, apart = same_form(name, mine, theirs) is None, Errors()
+            alike = same_form(name, mine, theirs) is None
             if alike and isinstance(theirs, torch.Tensor):
+                apart = self._apart.setdefault(name, Errors())
                 alike = self.close(name, mine, theirs, apart) if theirs.is_floating_point() else torch.equal(mine, theirs)
             if not alike:
                 self._wrong("gives another answer than the Model's while being timed")
-            elif apart.count and self.case.dtype != torch.float64 and apart.beyond(self.verdict.errors[name], self.case.dtype):
-                self._wrong("gives a less accurate answer while being timed")
 
     def after_timing(self, timed_inputs: list) -> None:
-        """The timed inputs had new values in every round: the answer to the last ones, the old answer to the old ones; other batches."""
+        """The accuracy of the timed answers; they had new inputs in every round: the answer to the last, the old one to the old; other batches."""
+        for name, errors in self.verdict.errors.items():
+            if name in self._apart and self._apart[name].are_beyond(errors, self.case.dtype):
+                self._wrong(f"{name} is less accurate while being timed")
         try:
             expected = observe(self.model, timed_inputs, self.case.backward, self.case.seed)
             self._judge("after timing", self._candidate(timed_inputs, self.case.seed), expected, None, {})

@@ -214,6 +214,9 @@ def measure(
 
 def peak_memory(call: Callable[[], object]) -> int:
     """Bytes of GPU memory one call takes above what was in use before it, its outputs included."""
+    with torch.enable_grad():  # autograd's thread keeps the gradients of its last task until it has another
+        one = torch.ones((), device="cuda", requires_grad=True)
+        torch.autograd.grad(one.clone(), one)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
