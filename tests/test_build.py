@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from cases import FIRST, SOLUTIONS, STEMS, solution
 from processes import PRELUDE, finish, run_python, save_case, start_python
 from sources import one_of_each_build
-from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME, load_inline
 
 stems = pytest.mark.parametrize("stem", STEMS)
 builders = pytest.mark.parametrize("stem", one_of_each_build())
@@ -93,7 +94,8 @@ def test_cold_import_takes_seconds_and_warm_import_adds_little(stem, tmp_path):
     cold = float(run_python(IMPORT_TIMED, kernel_file(stem), **options))
     # The best of three: what else the machine does can only add to it.
     assert any(float(run_python(IMPORT_TIMED, kernel_file(stem), **options)) <= 0.3 for _ in range(3))
-    assert cold <= 12
+    # Before 2.8 PyTorch puts its own headers before every source, which take longer than the source.
+    assert cold <= (12 if "no_implicit_headers" in signature(load_inline).parameters else 30)
 
 
 # ---- what may be missing
@@ -118,7 +120,7 @@ def python_without_ninja(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-COMPILER_TOOLS = ["c++", "g++", "gcc", "as", "ld"]
+COMPILER_TOOLS = ["c++", "g++", "gcc", "as", "ld", *(["which"] if torch.__version__ < "2.8" else [])]  # PyTorch asked it for the compiler
 
 
 @builders
@@ -129,7 +131,7 @@ def test_what_is_missing_is_named_in_one_line(stem, missing, tmp_path):
     named = {"CXX": tmp_path / "nowhere" / "clang++"} if "CXX" in missing else {"CXX": None}
     blocked = 'sys.modules["ninja"] = None\n' if missing == "ninja" else ""
     options = {"cwd": tmp_path, "python": python, "PATH": tools, "TORCH_EXTENSIONS_DIR": tmp_path / "built", **named}
-    code, _, err = finish(start_python(blocked + IMPORT, kernel_file(stem), **options), timeout=30)
+    code, _, err = finish(start_python(blocked + IMPORT, kernel_file(stem), **options))
     last_line = err.strip().splitlines()[-1]
     assert code != 0
     assert "install" in last_line
@@ -150,7 +152,7 @@ def test_without_nvcc_the_toolkit_is_asked_for(stem, missing, tmp_path):
     nowhere = None if missing == "nvcc" else tmp_path / "nowhere"
     environment = {"CUDA_HOME": nowhere, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
     as_found = f"import torch.utils.cpp_extension as extension\nextension.CUDA_HOME = {nowhere and str(nowhere)!r}\n"
-    code, _, err = finish(start_python(WITH_A_GPU + as_found + IMPORT, kernel_file(stem), cwd=tmp_path, **environment), timeout=30)
+    code, _, err = finish(start_python(WITH_A_GPU + as_found + IMPORT, kernel_file(stem), cwd=tmp_path, **environment))
     last_line = err.strip().splitlines()[-1]
     assert code != 0 and all(word in last_line for word in ("nvcc", f"CUDA_HOME ({nowhere})", "install the CUDA toolkit 13.0")), err
 
@@ -257,11 +259,12 @@ def test_eight_processes_build_once(stem, tmp_path):
 
 @builders
 def test_a_full_disk_is_named(stem, tmp_path):
-    """The source fits, what the compiler makes of it does not."""
+    """The source fits, in pages of 4 KB, what the compiler makes of it does not."""
     if not may_mount():
         pytest.skip("needs the right to mount a file system of its own")
     (tmp_path / "built").mkdir()
-    mounted = 'mount -t tmpfs -o size=24k tmpfs built && { "$@"; code=$?; ls built; exit $code; }'
+    size = len(solution(stem).CPP_SOURCE) + 8192
+    mounted = f'mount -t tmpfs -o size={size} tmpfs built && {{ "$@"; code=$?; ls built; exit $code; }}'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", sys.executable, "-c", PRELUDE + IMPORT, kernel_file(stem)]
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -274,11 +277,12 @@ def test_a_killed_build_does_not_stop_the_next_one(stem, tmp_path):
     built = tmp_path / "built"
     saved, options = saved_case(stem, tmp_path), {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": built}
     first = start_python(IMPORT, kernel_file(stem), **options)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not any(built.rglob("*.cpp")) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert any(built.rglob("*.cpp")), "it did not begin to build"
     time.sleep(1)
     assert first.poll() is None, "it had ended before it could be killed"
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    run_python(IMPORT_AND_CHECK, kernel_file(stem), saved, timeout=60, **options)
+    run_python(IMPORT_AND_CHECK, kernel_file(stem), saved, **options)
