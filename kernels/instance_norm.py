@@ -12,7 +12,7 @@ between. Where it waits depends on its size alone, and so does the kernel; each 
 
     slice                              waits in                                   DRAM traffic      on
     512 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
-    up to 9 KiB, not whole lines       shared memory, with its neighbours         one read, write   any GPU
+    to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
     any                                nowhere (L2, if it happens to)             two reads, write  any GPU
@@ -82,8 +82,8 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 // --- end shared: values ---
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
-// be evicted first, and stores, never displace that: they share what little room is left, and a copy runs at 91% of cudaMemcpy's speed.
-// With the default it reaches 96%, with loads that are to be evicted last 100%; such lines still make room for the next kernels' soon.
+// be evicted first, and stores, never displace that: they share what little room is left, and a copy of 3.8 GB runs at 93% of cudaMemcpy's
+// speed on an H200. With the default it reaches 98%, with loads that are to be evicted last 101%, and such lines do make room for others.
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
 template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
     Pack<T, V> pack = {};
@@ -361,15 +361,13 @@ template <typename T, int V, int OPERANDS> __device__ __forceinline__ void keep_
     for (int o = 0; o < OPERANDS; ++o) keep_packed(place.of[o]);
 }
 
-// A slice of n values that begins at value `begin` of the tensor: the values before its first whole line, the packs of its lines, and the
-// values behind them. The loose ones belong to the first threads of the slice, one each. (Packs that began amid a line would make warps
-// write parts of two lines, which costs up to a quarter of the speed.) Slices shorter than a line are whole packs.
+// A slice of n values that begins at value `begin` of the tensor: the values before its first whole unit (a line, or a pack), the packs of
+// its units, and the values behind them. The loose ones belong to the first threads of the slice, one each.
 template <typename T> struct Span {
     static constexpr int V = kPack<T>, kLine = 128 / sizeof(T);
     int head, tail;
     int64_t packs;
-    __device__ __forceinline__ Span(int64_t begin, int64_t n) {
-        const int unit = n < kLine ? V : kLine;
+    __device__ __forceinline__ Span(int64_t begin, int64_t n, int unit = kLine) {
         head = int(min(-begin & (unit - 1), n));
         packs = ((n - head) & -unit) / V;
         tail = int(n - head - packs * V);
@@ -480,7 +478,7 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
     constexpr int V = kPack<T>, ITEMS = kRegisterItems<T, OPERANDS>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
     const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log_group;
-    const Span<T> span(slice * n, slice < slices ? n : 0);
+    const Span<T> span(slice * n, slice < slices ? n : 0, V);
     const int packs = int(span.packs) - lane, loose = int(span.loose(lane)), first = int(span.head) + lane * V;
     const int64_t begin = slice * n;
     const auto mine = [&](int i) { return i * group < packs; };
@@ -580,12 +578,14 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 9 KiB, but not whole lines: a tile of many slices waits in shared memory.
+// Up to 2 KiB (backward 1 KiB), but not whole lines: a tile of many slices waits in shared memory.
 // A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
 // lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
 
-constexpr int kTileBlock = 256;
-constexpr int kTileBytes = 36 * 1024;  // at most; six blocks' are a multiprocessor's
+constexpr int kTileBlock = 128;
+constexpr int kTileBytes = 18 * 1024;  // at most; twelve blocks' are a multiprocessor's
+constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
+static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 
 // 16 bytes into shared memory, under way until wait_for_copies.
@@ -1091,10 +1091,11 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each.
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each. A thread has one loose value at most:
+    // slices that are not whole lines are too large for tiles, and have 32 threads or more.
     constexpr int V = kPack<T>;
     const int n = int(task.n), packs = int(divide_up(n, V));
-    int log_group = task.n * sizeof(T) % 128 == 0 ? 0 : 7;  // a thread has one loose value at most
+    int log_group = 0;
     while (kRegisterItems<T, OPERANDS> << log_group < packs) ++log_group;
     const int group = 1 << log_group;
     const int block = group > kRegisterBlock ? group : kRegisterBlock;
@@ -1121,22 +1122,22 @@ static int bank_conflicts(int n, int word, int group) {
     return most;
 }
 // Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
-// False where a tile would hold too few slices.
-template <typename T, int OPERANDS> static bool tile_shape(int64_t n, int* slices, int* group) {
+template <typename T, int OPERANDS> static void tile_shape(int64_t n, int* slices, int* group) {
     constexpr int V = kPack<T>;
     const int64_t power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
     const int64_t bytes = OPERANDS * n * sizeof(T);
     const int64_t fit = kTileBytes / bytes / unit * unit;
-    if (fit < 4) return false;
     for (*group = 1;; *group *= 2) {
         const int64_t groups = kTileBlock / *group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
-        if (*group == 32) return true;
-        if (3 * *slices >= 2 * fit && 3 * *slices >= 2 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return true;
+        if (*group == 32) return;
+        if (3 * *slices >= 2 * fit && 3 * *slices >= 2 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return;
     }
 }
-template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task, int slices, int group) {
+template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
     const int n = int(task.n);
+    int slices, group;
+    tile_shape<T, OPERANDS>(n, &slices, &group);
     const auto kernel = group == 1 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), slices,
@@ -1209,8 +1210,7 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
     if constexpr (kPack<T> > 2) if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
     if constexpr (kPack<T> > 4) if (task.n == 4) return launch_in_packs<T, 4, OPERANDS>(task);
     if (512 % bytes == 0) return launch_in_packs<T, kPack<T>, OPERANDS>(task);
-    int slices, group;
-    if (bytes % 128 != 0 && tile_shape<T, OPERANDS>(task.n, &slices, &group)) return launch_in_tiles<T, OPERANDS>(task, slices, group);
+    if (bytes % 128 != 0 && OPERANDS * bytes <= kMostInTiles) return launch_in_tiles<T, OPERANDS>(task);
     if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
     const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
