@@ -1481,37 +1481,41 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
         int own_rows = 0;  // none of a channel that does not exist
+        bool all_exist = false;  // the warp's channels
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            const Fragment<T>* const fragments =
-                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.chunks * (kSteps<KS> * 128) + threadIdx.x % 128;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
+                const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
+                    (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (chunk * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + i * 128);
             };
             if (known != q) {
                 known = q;
                 own_rows = c < channel_count(at_unit.part) ? rows : 0;
+                all_exist = __all_sync(~0u, own_rows > 0);
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0, a);
             }
             const int channel = first_channel(at_unit.part) + c;
-            // Where v goes: into shared memory, or into the output, then counted from the channel's begin there.
-            const uint32_t v = PHASES ? 0 : held_begin(at_unit, warp, c) + int(sizeof(T)) * skew_of(out_begin(sample, channel));
+            // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
+            const uint32_t v =
+                int(sizeof(T)) * 2 * t + (PHASES ? 0 : held_begin(at_unit, warp, c) + int(sizeof(T)) * skew_of(out_begin(sample, channel)));
             const uint32_t x_begin = (shared_address(stages) + stage * stage_bytes) / 16;
             const auto await_place = [&] {
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
                 else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             };
             Deviations all = {};
-            int values = 0, task = turn;
+            int values = 0, inner_values = 0, task = turn;  // inner_values: a quad's, of tiles that nothing interrupts
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
+                const int first = task * kTileN, tile_row = __umulhi(first, s.inverse_width), tile_column = first - tile_row * s.width;
                 const auto multiply = [&](int chunk) {
-                    const uint32_t x = x_begin + chunk * (kChunkSlabs<T, KS> * s.pixels) + task * kTileN;
+                    const uint32_t x = x_begin + chunk * (kChunkSlabs<T, KS> * s.pixels) + first;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
@@ -1538,11 +1542,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 int row, column, bound;
                 uint32_t at;
                 const auto begin = [&] {
-                    const int first = task * kTileN, first_row = __umulhi(first, s.inverse_width);
-                    column = first - first_row * s.width + 2 * t, row = first_row;
+                    column = tile_column + 2 * t, row = tile_row;
                     if (column >= s.width) column -= s.width, ++row;
                     bound = row < own_rows ? s.columns : 0;
-                    at = v + int(sizeof(T)) * (row * s.columns + column);
+                    at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
                 };
                 // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
                 const auto pack = [](float v0, float v1) {
@@ -1596,17 +1599,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int k = 4 * j + i;
                     return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
-                begin();
                 if (task == turn) await_place();
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                if (task == turn) set_anchor(value(0, 0));
-                // No row ends here, and no output is missing but the last two: nothing to ask.
-                if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
-                    const int last = column + kTileN - 8;
-                    const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                    values += kTileN / 4 - 2 + int(valid) + int(next_valid);
+                if (task == turn) {
+                    begin();
+                    set_anchor(value(0, 0));
+                }
+                // No row ends here, and no output is missing but some of the last eight: nothing to ask.
+                if (all_exist && tile_column + kTileN <= s.width) {
+                    const int rest = s.columns - tile_column - (kTileN - 8);
+                    const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
+                    inner_values += kTileN - 8 + min(rest, 8);
+                    at = v + int(sizeof(T)) * (tile_row * s.columns + tile_column);
                     Pack<T, 2> pairs[kTileN / 8];
 #pragma unroll
                     for (int j = 0; j < kTileN / 8; ++j) {
@@ -1621,6 +1627,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         keep(at + 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
                     }
                 } else {
+                    begin();
 #pragma unroll
                     for (int j = 0; j < kTileN / 8; ++j) values += take(value(j, 0), value(j, 1));
                 }
@@ -1657,7 +1664,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     values += __shfl_xor_sync(~0u, values, mask);
                 }
                 if (t == 0) made[place][warpgroup][c] = all;
-                if (threadIdx.x % 128 == 0) made_of[place][warpgroup] = values;
+                if (threadIdx.x % 128 == 0) made_of[place][warpgroup] = values + inner_values;
             }
             warp_arrives(v_full + 8 * place);
         }
