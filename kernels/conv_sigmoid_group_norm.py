@@ -1676,6 +1676,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
+        const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             Walk later = at_unit;
@@ -1726,21 +1727,34 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                     for (int half = 0; half < kItems; half += kAtOnce) {
                         T raw[kAtOnce][8];
-                        const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+                        const auto ask = [&](auto all) {  // all: none lies behind the last pixel
+                            const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
 #pragma unroll
-                        for (int c = 0; c < 8; ++c) {
+                            for (int c = 0; c < 8; ++c) {
 #pragma unroll
-                            for (int i = 0; i < kAtOnce; ++i) {
-                                from_acc(0.0f, raw[i][c]);
-                                if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                                for (int i = 0; i < kAtOnce; ++i) {
+                                    if (!decltype(all)::value) from_acc(0.0f, raw[i][c]);
+                                    if (decltype(all)::value || begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                                }
+                                from += c < last ? uint32_t(image) : 0u;  // a channel that does not exist has weights of 0
                             }
-                            from += c < last ? image : 0;  // a channel that does not exist has weights of 0
-                        }
+                        };
+                        if (begin + (half + kAtOnce - 1) * kThreads < pixels) ask(std::true_type{});
+                        else ask(std::false_type{});
 #pragma unroll
                         for (int i = 0; i < kAtOnce; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
                         asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
                     }
-                    if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    if (slab == 0 && begin == tid) {
+                        // The wait takes its address from all that is to be stored, or ptxas leaves the splitting for after it.
+                        uint32_t all = 0;
+#pragma unroll
+                        for (int i = 0; i < kItems; ++i) {
+                            const uint4& last_made = SPLIT ? lo[i] : hi[i];
+                            all |= last_made.x | last_made.y | last_made.z | last_made.w;
+                        }
+                        mbarrier_wait(x_empty + 8 * at_unit.stage + (all & nothing), at_unit.stage_phase ^ 1);
+                    }
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
                     for (int i = 0; i < kItems; ++i) {
