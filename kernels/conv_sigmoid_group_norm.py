@@ -1308,14 +1308,11 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
-template <typename P> __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, P& pack) {
-    static_assert(sizeof(P) == 16, "a whole pack");
-    uint4& w = *reinterpret_cast<uint4*>(&pack);
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from), "r"(int(condition)) : "memory");
-}
 template <typename T> __device__ __forceinline__ void load_shared(uint32_t from, T& v) {
-    if constexpr (sizeof(T) == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
+    if constexpr (sizeof(T) == 16) {
+        uint4& w = *reinterpret_cast<uint4*>(&v);
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
+    } else if constexpr (sizeof(T) == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
     else asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t*>(&v)) : "r"(from) : "memory");
 }
 // Of one or two values.
@@ -1851,7 +1848,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
                             Pack<T, V> batch[kBatch];
 #pragma unroll
-                            for (int b = 0; b < kBatch; ++b) load_shared_if(left > 32 * b, from + 32 * 16 * b, batch[b]);
+                            for (int b = 0; b < kBatch; ++b) {
+                                if (left > 32 * b) load_shared(from + 32 * 16 * b, batch[b]);
+                            }
 #pragma unroll
                             for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
