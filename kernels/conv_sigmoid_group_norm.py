@@ -1436,14 +1436,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
     __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
     __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
+    const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
                    posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1453,7 +1453,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int tasks = (rows * s.width + kTileN - 1) / kTileN;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    const uint32_t held = shared_address(stages) + s.stages * stage_bytes;
+    const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0);
     const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
@@ -1464,11 +1464,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
     const auto skew_of = [&](int64_t at) { return s.whole ? 0 : int(at) & (V - 1); };  // held packs are aligned where the output's are
-    const auto held_begin = [&](const Walk& unit, int k, int c) {  // on the unit's k-th shelf
-        return held + int(sizeof(T)) * (unit.shelf_of(k, s) * s.shelf_channels + c % kShelf) * s.plane;
-    };
     const auto total_of = [&](int unit, int group, int which) {  // 0: of v, 1: of its square
-        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + ((int64_t(unit) * s.groups + group) * 2 + which) * (2 * s.line), s.line};
+        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line) + which * (2 * s.line), s.line};
     };
 
     if (warpgroup < kConsumers) {
@@ -1479,6 +1476,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         float slope = 0, offset = 0;
         int own_rows = 0;  // none of a channel that does not exist
         bool all_exist = false;  // the warp's channels
+        const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
+        uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
+        uint32_t own_made = shared_address(&made[0][warpgroup][c]);
+        asm volatile("" : "+r"(own_v), "+r"(own_made));
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
@@ -1498,9 +1499,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             }
             const int channel = first_channel(at_unit.part) + c;
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
-            const uint32_t v =
-                int(sizeof(T)) * 2 * t + (PHASES ? 0 : held_begin(at_unit, warp, c) + int(sizeof(T)) * skew_of(out_begin(sample, channel)));
-            const uint32_t x_begin = (shared_address(stages) + stage * stage_bytes) / 16;
+            uint32_t v = own_v;
+            if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
+            if (!PHASES && !s.whole) v += int(sizeof(T)) * skew_of(out_begin(sample, channel));
+            const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
             const auto await_place = [&] {
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
                 else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
@@ -1632,6 +1634,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (__any_sync(~0u, !(square < INFINITY))) {
                     begin();
                     sum = square = 0;
+                    int own_sample = sample, own_channel = channel;
+                    asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
 #pragma unroll 1
                     for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
@@ -1641,7 +1645,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<KS>(p, s, sample, channel, first_row + r, there) * (1 << kHeldExponent<T>);
+                            v1 = convolve_value<KS>(p, s, own_sample, own_channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
                         if (j == 0 && task == turn) set_anchor(v0);
                         take(v0, v1);
@@ -1658,10 +1662,15 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 for (int mask = 1; mask < 4; mask *= 2) {
                     all.sum += __shfl_xor_sync(~0u, all.sum, mask);
                     all.square += __shfl_xor_sync(~0u, all.square, mask);
-                    values += __shfl_xor_sync(~0u, values, mask);
                 }
-                if (t == 0) made[place][warpgroup][c] = all;
-                if (threadIdx.x % 128 == 0) made_of[place][warpgroup] = values + inner_values;
+                if (t == 0) {
+                    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
+                        ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
+                }
+                if (warp == 0) {
+                    for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
+                    if (lane == 0) made_of[place][warpgroup] = values + inner_values;
+                }
             }
             warp_arrives(v_full + 8 * place);
         }
@@ -1774,12 +1783,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         if (writes) return;
-        const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+        const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
             for (int first = 0; first * d < channels; first += at_once) {
-                const int group = first + lane / s.channel_share, c = group * d + sub;
+                const int group = first + (lane >> share_bits), c = group * d + sub;
                 double sum = 0, square = 0;
                 if (sub < d && c < channels) {
 #pragma unroll
@@ -1822,63 +1831,75 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const double variance = there ? fma(-mean, mean, square) : NAN, held_mean = mean / kUnit;
                 const float hi = float(held_mean), lo = float(held_mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
-                made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+                // Where the mean is no more than a few standard deviations, one fma gives as good a value.
+                const double far = held_mean * a;
+                if (fabs(far) <= 4 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
+                else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
             }
             warp_arrives(norm_full + 8 * place);
         }
     } else if (!PHASES) {
-        const int values = rows * s.columns;
+        const int values = rows * s.columns, first = role - 2;
+        const bool at_once = s.whole && values <= 32 * 4 * V;
+        const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int channels = channel_count(at_unit.part);
-            int c = role - 2;
-            int64_t at = out_begin(at_unit.sample, first_channel(at_unit.part) + c);
-            asm volatile("" : "+l"(at));  // a thread's own number, not one that all share: those take longer to come by
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
-            for (int k = 0; k < s.unit_shelves; ++k) {
-                for (; c < min(channels, (k + 1) * kShelf); c += kWriters, at += kWriters * out_image) {
-                    const Deviations norm = made[at_unit.place][0][c];  // mean, factor, offset
-                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
-                    const uint32_t v = held_begin(at_unit, k, c);
-                    T* const out = static_cast<T*>(p.out) + at;
-                    const auto write = [&](uint32_t from, int head, int packs) {  // from: where the first value is held
-                        constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
-                        T* to = out + (head + lane * V);
-                        from += int(sizeof(T)) * (head + lane * V);
-#pragma unroll 1
-                        for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
-                            Pack<T, V> batch[kBatch];
+            // A lane of each channel keeps what the warp needs of it.
+            const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
+            const Deviations of_lane = made[at_unit.place][0][lane];  // mean, factor, offset
+            const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
+            const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
+            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+                const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
+                const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
+                const float offset = __shfl_sync(~0u, of_lane.square, c);
+                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
+                // left: until the channel's last pack; around: the mean is taken off first.
+                const auto normalized = [&](T w, auto around) {
+                    return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
+                };
+                const auto write = [&](T* to, uint32_t from, int left, auto around) {
+                    Pack<T, V> batch[kBatch];
 #pragma unroll
-                            for (int b = 0; b < kBatch; ++b) {
-                                if (left > 32 * b) load_shared(from + 32 * 16 * b, batch[b]);
-                            }
+                    for (int b = 0; b < kBatch; ++b) {
+                        if (left > 32 * b) load_shared(from + 32 * 16 * b, batch[b]);
+                    }
 #pragma unroll
-                            for (int b = 0; b < kBatch; ++b) {
+                    for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                                for (int j = 0; j < V; j += 2) {
-                                    T* const two = batch[b].value + j;
-                                    round_pair(normalized(two[0]), normalized(two[1]), two, bf16);
-                                }
-                            }
-#pragma unroll
-                            for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, batch[b]);
-                            to += 32 * kBatch * V, from += 32 * kBatch * 16;
-                        }
-                    };
-                    if (s.whole) {
-                        write(v, 0, values / V);
-                    } else {
-                        const int skew = skew_of(at), head = min(-skew & (V - 1), values), packs = int(uint32_t(values - head) / V);
-                        write(v + int(sizeof(T)) * skew, head, packs);
-                        if (lane < values - packs * V) {  // a lane for each value outside whole packs
-                            const int loose = lane < head ? lane : packs * V + lane;
-                            Pack<T, 2> pair;
-                            load_shared(v + int(sizeof(T)) * (skew + loose), pair.value[0]);
-                            round_pair(normalized(pair.value[0]), 0, pair.value, bf16);
-                            out[loose] = pair.value[0];
+                        for (int j = 0; j < V; j += 2) {
+                            T* const two = batch[b].value + j;
+                            round_pair(normalized(two[0], around), normalized(two[1], around), two, bf16);
                         }
                     }
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) store_if(left >= 32 * b + 1, to + 32 * b * V, batch[b]);
+                };
+                if (c >= channels) {  // none in this unit
+                } else if (at_once && mean == 0) {
+                    write(own, v, values / V - lane, std::false_type{});
+                } else {
+                    const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
+                    const int packs = int(uint32_t(values - head) / V);
+                    T* here = own;
+                    asm volatile("" : "+l"(here));  // or what follows from it is kept for each channel
+                    T* to = here + head;
+                    uint32_t from = v + int(sizeof(T)) * (skew + head);
+#pragma unroll 1
+                    for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * 16) {
+                        write(to, from, left, std::true_type{});
+                    }
+                    if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                        const int loose = lane < head ? lane : packs * V + lane;
+                        Pack<T, 2> pair;
+                        load_shared(v + int(sizeof(T)) * (skew + loose) - 16 * lane, pair.value[0]);
+                        round_pair(normalized(pair.value[0], std::true_type{}), 0, pair.value, bf16);
+                        here[loose - lane * V] = pair.value[0];
+                    }
                 }
-                warp_arrives(v_empty + 8 * at_unit.shelf_of(k, s));
+                warp_arrives(empty);
             }
         }
     }
