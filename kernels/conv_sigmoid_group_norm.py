@@ -1478,7 +1478,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         bool all_exist = false;  // the warp's channels
         const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
         uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
-        uint32_t own_made = shared_address(&made[0][warpgroup][c]);
+        uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
         asm volatile("" : "+r"(own_v), "+r"(own_made));
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
@@ -1685,11 +1685,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            Walk later = at_unit;
-            later.next(s);
-            if (tid < s.in_channels && later.unit < s.units) {  // into L2
-                const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
-                prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+            if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
+                Walk later = at_unit;
+                later.next(s);
+                if (tid < s.in_channels && later.unit < s.units) {
+                    const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
+                    prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+                }
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
             if (!SPLIT && PAIRS && (PHASES || s.slabs > 1)) {  // two pixels at a time: faster, but where there is little to bring
