@@ -1219,10 +1219,12 @@ struct Total {
     unsigned long long* words;
     int line;  // from one word to the next
     __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) const {
-        const double all = fmax(sum, 0.0) * inverse_step;
-        const long long whole = doubtful ? 1ll << kDoubtful : __double2ll_rd(all);
-        const long long part = doubtful ? 0 : __double2ll_rn((all - double(whole)) * double(1ll << kPart));
-        add(words, whole), add(words + line, part);
+        // Added to 2^52, a double's last bits are an integer's: faster than a conversion.
+        constexpr double kInteger = 1ll << 52;
+        const double all = (sum > 0 ? sum : 0) * inverse_step, whole = __dadd_rd(all, kInteger);
+        const double part = (all - (whole - kInteger)) * double(1ll << kPart) + kInteger;
+        const long long mask = (1ll << 52) - 1;
+        add(words, doubtful ? 1ll << kDoubtful : __double_as_longlong(whole) & mask), add(words + line, doubtful ? 0 : __double_as_longlong(part) & mask);
     }
     // False while not all terms are there, and where more than 255 are NaN.
     __device__ __forceinline__ bool read(int terms, double& sum) const {
@@ -1464,8 +1466,11 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
     const auto skew_of = [&](int64_t at) { return s.whole ? 0 : int(at) & (V - 1); };  // held packs are aligned where the output's are
-    const auto total_of = [&](int unit, int group, int which) {  // 0: of v, 1: of its square
-        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line) + which * (2 * s.line), s.line};
+    // Of v; the one of its square is two lines behind it. Worked out before what a warp waits for, not when time counts.
+    const auto total_of = [&](int unit, int group) {
+        auto* words = reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line);
+        asm volatile("" : "+l"(words));
+        return words;
     };
 
     if (warpgroup < kConsumers) {
@@ -1788,9 +1793,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
+            int c = (lane >> share_bits) * d + sub;
             mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
-            for (int first = 0; first * d < channels; first += at_once) {
-                const int group = first + (lane >> share_bits), c = group * d + sub;
+            for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
                 if (sub < d && c < channels) {
 #pragma unroll
@@ -1807,22 +1813,23 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if ((first + at_once) * d >= channels) warp_arrives(posted + 8 * place);  // all is read
                 if (sub == 0 && c < channels) {
                     const bool doubtful = !(square < INFINITY);
-                    total_of(at_unit.unit, group, 0).post(sum * kUnit, s.inverse_step, doubtful);
-                    total_of(at_unit.unit, group, 1).post(square * (kUnit * kUnit), s.inverse_step, doubtful);
+                    Total{total, s.line}.post(sum * kUnit, s.inverse_step, doubtful);
+                    Total{total + 2 * s.line, s.line}.post(square * (kUnit * kUnit), s.inverse_step, doubtful);
                 }
             }
         }
     } else if (role == 1) {  // makes the norm of all bands' sums, a lane of each channel
         if (PHASES && !writes) return;
+        const int group = s.slices == 1 ? quotient(lane, s.group_channels) : 0;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, first = first_channel(at_unit.part);
             const bool own = lane < channel_count(at_unit.part);
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
+            unsigned long long* const total = total_of(at_unit.unit, group);
             mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
             if (own) {
-                const int group = s.slices == 1 ? lane / s.group_channels : 0;
-                const Total of_v = total_of(at_unit.unit, group, 0), of_square = total_of(at_unit.unit, group, 1);
+                const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
                 double mean, square;
                 bool there;
                 do {
