@@ -1363,13 +1363,12 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
 // A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
 __device__ __forceinline__ void split(const float (&x)[8], float scale, bool, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
+    const __half2 scales = __float2half2_rn(scale);  // a power of two, or NaN
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
-        h[k] = bits_of(__floats2half2_rn(v0, v1));
+        h[k] = bits_of(__hmul2(__floats2half2_rn(x[2 * k], x[2 * k + 1]), scales));
         const float2 f = floats_of(h[k]);
-        l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-        asm volatile("" : "+r"(h[k]), "+r"(l[k]));
+        l[k] = bits_of(__floats2half2_rn(fmaf(x[2 * k], scale, -f.x), fmaf(x[2 * k + 1], scale, -f.y)));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
@@ -1513,7 +1512,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             };
             Deviations all = {};
-            int values = 0, inner_values = 0, task = turn;  // inner_values: a quad's, of tiles that nothing interrupts
+            int values = 0, task = turn;
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
@@ -1615,7 +1614,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (all_exist && tile_column + kTileN <= s.width) {
                     const int rest = s.columns - tile_column - (kTileN - 8);
                     const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
-                    inner_values += kTileN - 8 + min(rest, 8);
+                    values += kTileN / 4 - 2 + int(valid) + int(next_valid);
                     at = v + int(sizeof(T)) * (tile_row * s.columns + tile_column);
                     Pack<T, 2> pairs[kTileN / 8];
 #pragma unroll
@@ -1674,7 +1673,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
                 if (warp == 0) {
                     for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
-                    if (lane == 0) made_of[place][warpgroup] = values + inner_values;
+                    if (lane == 0) made_of[place][warpgroup] = values;
                 }
             }
             warp_arrives(v_full + 8 * place);
