@@ -1557,10 +1557,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     return pair;
                 };
                 // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first) {
-                    first = to_acc(pack(first, first).value[0]);
+                const auto set_anchor = [&](float first, int lane_of_it) {
+                    all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
+                };
+                const auto first_output = [&] {
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    all.anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
+                    return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
                 };
                 // Two neighbouring values: into the thread's sums.
                 const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
@@ -1606,12 +1608,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
                 if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                if (task == turn) {
-                    begin();
-                    set_anchor(value(0, 0));
-                }
                 // No row ends here, and no output is missing but some of the last eight: nothing to ask.
                 if (all_exist && tile_column + kTileN <= s.width) {
+                    if (task == turn) set_anchor(value(0, 0), lane & 28);
                     const int rest = s.columns - tile_column - (kTileN - 8);
                     const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
                     values += kTileN / 4 - 2 + int(valid) + int(next_valid);
@@ -1631,6 +1630,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                 } else {
                     begin();
+                    if (task == turn) set_anchor(value(0, 0), first_output());
 #pragma unroll
                     for (int j = 0; j < kTileN / 8; ++j) values += take(value(j, 0), value(j, 1));
                 }
@@ -1651,7 +1651,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             if (r >= own_rows || there >= s.columns) continue;
                             v1 = convolve_value<KS>(p, s, own_sample, own_channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
-                        if (j == 0 && task == turn) set_anchor(v0);
+                        if (j == 0 && task == turn) set_anchor(v0, first_output());
                         take(v0, v1);
                     }
                 }
