@@ -1170,7 +1170,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // of two, since fp16 has bfloat16's precision but not its range.
 //
 // Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take
-// tiles of 64 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
+// tiles of 128 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
 // to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits on
 // shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing
 // to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
@@ -1180,15 +1180,15 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
-constexpr int kTileN = 64;       // pixels, of a wgmma and of a task
-constexpr int kConsumers = 3, kProducers = 2, kOthers = 2;  // warpgroups
+constexpr int kTileN = 128;      // pixels, of a wgmma and of a task
+constexpr int kConsumers = 2, kProducers = 1, kOthers = 2;  // warpgroups
 constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
 constexpr int kWideBlock = 128 * (kConsumers + kProducers + kOthers);
-constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;
-constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
+constexpr int kConsumerRegisters = 136, kProducerRegisters = 96, kOtherRegisters = 56;
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 static_assert(kProducerRegisters <= 65536 / kWideBlock / 8 * 8, "only the consumers take more than they are launched with");
+constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
 
 struct WideShape : ConvShape {
     int phase;               // 1 or 2, of two
@@ -1287,8 +1287,8 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, int warps) {  // all threads of them arrive
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(32 * warps));
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
     asm volatile(
@@ -1296,9 +1296,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
         ::"r"(bar), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void warp_arrives(uint32_t bar) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
@@ -1339,13 +1338,16 @@ __device__ __forceinline__ void round_pair(float a, float b, __half* to, bool bf
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
+// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
 __device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
-        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+        " {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"
+        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+#undef D16
 #undef D4
 }
 
@@ -1440,7 +1442,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
                    posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kMostStages; ++i) mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        for (int i = 0; i < kMostStages; ++i) {
+            mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+        }
         for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
@@ -1607,7 +1611,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (task == turn) await_place();
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
-                if (task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
+                if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
                 // No row ends here, and no output is missing but some of the last eight: nothing to ask.
                 if (all_exist && tile_column + kTileN <= s.width) {
                     if (task == turn) set_anchor(value(0, 0), lane & 28);
@@ -1658,7 +1662,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 all.sum += sum, all.square += square;
             }
             if (task == turn) {  // all of a small band were the others'
-                warp_arrives(x_empty + 8 * stage);
+                mbarrier_arrive(x_empty + 8 * stage);
                 await_place();
             }
             turn = task - tasks;
@@ -1676,7 +1680,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     if (lane == 0) made_of[place][warpgroup] = values;
                 }
             }
-            warp_arrives(v_full + 8 * place);
+            mbarrier_arrive(v_full + 8 * place);
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
@@ -1781,7 +1785,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
-            warp_arrives(x_full + 8 * at_unit.stage);
+            mbarrier_arrive(x_full + 8 * at_unit.stage);
         }
     }
     if (warpgroup < kConsumers + kProducers) return;
@@ -1809,7 +1813,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
                 }
-                if ((first + at_once) * d >= channels) warp_arrives(posted + 8 * place);  // all is read
+                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * place);  // all is read
                 if (sub == 0 && c < channels) {
                     const bool doubtful = !(square < INFINITY);
                     Total{total, s.line}.post(sum * kUnit, s.inverse_step, doubtful);
@@ -1841,10 +1845,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
-                if (fabs(far) <= 4 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
                 else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
             }
-            warp_arrives(norm_full + 8 * place);
+            mbarrier_arrive(norm_full + 8 * place);
         }
     } else if (!PHASES) {
         const int values = rows * s.columns, first = role - 2;
@@ -1856,7 +1860,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
             const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
-            const Deviations of_lane = made[at_unit.place][0][lane];  // mean, factor, offset
+            const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
             const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
             const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
             for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
@@ -1907,7 +1911,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
-                warp_arrives(empty);
+                mbarrier_arrive(empty);
             }
         }
     }
@@ -2141,7 +2145,7 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
             const int shelves = int(phases ? 0 : room < most_shelves ? room : most_shelves);
             if (stages * stage_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
             // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
-            const double bring = 300 + 0.7 * pixels * s.slabs, make = 1000 + tasks * (800 + 100.0 * pieces * ks * s.slabs) / kConsumers;
+            const double bring = 300 + 0.7 * pixels * s.slabs, make = 1000 + tasks * (1200 + 200.0 * pieces * ks * s.slabs) / kConsumers;
             const double write = phases ? 0 : 500 + divide_up(s.slice_channels, kWriters) * (200 + values * 1.5 / pack);
             const double life = phases ? make : make + (members == 1 ? 2000 : 10000) + write;
             const double wait = phases ? 0 : life * s.unit_shelves / shelves;
