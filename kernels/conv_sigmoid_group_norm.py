@@ -1169,11 +1169,11 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
 // of two, since fp16 has bfloat16's precision but not its range.
 //
-// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take
+// Warps share the work by kind, and up to kMostSlots units are in a block at a time. The producers bring x, a unit ahead. The consumers take
 // tiles of 128 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
-// to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits on
-// shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing
-// to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
+// to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits in
+// a slot. The mailbox adds integers: their order is nothing to the sum, and it counts its terms, so that who reads it needs neither a flag nor
+// a fence.
 //
 // Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
 // they are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
@@ -1181,6 +1181,7 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
 constexpr int kTileN = 128;      // pixels, of a wgmma and of a task
+constexpr int kRun = 64;         // pixels of a tile that are finished together
 constexpr int kConsumers = 2, kProducers = 1, kOthers = 2;  // warpgroups
 constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
 constexpr int kWideBlock = 128 * (kConsumers + kProducers + kOthers);
@@ -1188,12 +1189,11 @@ constexpr int kConsumerRegisters = 136, kProducerRegisters = 96, kOtherRegisters
 static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <=
     65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
 static_assert(kProducerRegisters <= 65536 / kWideBlock / 8 * 8, "only the consumers take more than they are launched with");
-constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
+constexpr int kMostSlots = 3, kMostStages = 2;
 
 struct WideShape : ConvShape {
     int phase;               // 1 or 2, of two
-    int stages, shelves, unit_shelves;  // of x; of v, in shared memory and of a unit
-    int shelf_channels;
+    int slots, stages;       // of v: units that wait for their statistics; of x
     int chunks;              // of K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
@@ -1219,10 +1219,12 @@ struct Total {
     unsigned long long* words;
     int line;  // from one word to the next
     __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) const {
-        const double all = fmax(sum, 0.0) * inverse_step;
-        const long long whole = doubtful ? 1ll << kDoubtful : __double2ll_rd(all);
-        const long long part = doubtful ? 0 : __double2ll_rn((all - double(whole)) * double(1ll << kPart));
-        add(words, whole), add(words + line, part);
+        // Added to 2^52, a double's last bits are an integer's: faster than a conversion.
+        constexpr double kInteger = 1ll << 52;
+        const double all = (sum > 0 ? sum : 0) * inverse_step, whole = __dadd_rd(all, kInteger);
+        const double part = (all - (whole - kInteger)) * double(1ll << kPart) + kInteger;
+        const long long mask = (1ll << 52) - 1;
+        add(words, doubtful ? 1ll << kDoubtful : __double_as_longlong(whole) & mask), add(words + line, doubtful ? 0 : __double_as_longlong(part) & mask);
     }
     // False while not all terms are there, and where more than 255 are NaN.
     __device__ __forceinline__ bool read(int terms, double& sum) const {
@@ -1307,14 +1309,11 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
-template <typename P> __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, P& pack) {
-    static_assert(sizeof(P) == 16, "a whole pack");
-    uint4& w = *reinterpret_cast<uint4*>(&pack);
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from), "r"(int(condition)) : "memory");
-}
 template <typename T> __device__ __forceinline__ void load_shared(uint32_t from, T& v) {
-    if constexpr (sizeof(T) == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
+    if constexpr (sizeof(T) == 16) {
+        uint4& w = *reinterpret_cast<uint4*>(&v);
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
+    } else if constexpr (sizeof(T) == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
     else asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t*>(&v)) : "r"(from) : "memory");
 }
 // Of one or two values.
@@ -1366,13 +1365,12 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
 // A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
 __device__ __forceinline__ void split(const float (&x)[8], float scale, bool, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
+    const __half2 scales = __float2half2_rn(scale);  // a power of two, or NaN
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
-        h[k] = bits_of(__floats2half2_rn(v0, v1));
+        h[k] = bits_of(__hmul2(__floats2half2_rn(x[2 * k], x[2 * k + 1]), scales));
         const float2 f = floats_of(h[k]);
-        l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-        asm volatile("" : "+r"(h[k]), "+r"(l[k]));
+        l[k] = bits_of(__floats2half2_rn(fmaf(x[2 * k], scale, -f.x), fmaf(x[2 * k + 1], scale, -f.y)));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
@@ -1409,7 +1407,7 @@ __device__ __forceinline__ float convolve_value(
 // What each role goes through, unit by unit.
 struct Walk {
     int unit, sample, part;  // part: which of the sample's units
-    int stage = 0, stage_phase = 0, place = 0, place_phase = 0, shelf = 0, shelf_phase = 0;
+    int stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;
     __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
         part = unit - sample * s.units_per_sample;
     }
@@ -1417,15 +1415,8 @@ struct Walk {
         unit += s.teams, sample += s.team_samples, part += s.team_parts;
         if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++place == kUnderWay) place = 0, place_phase ^= 1;
-        shelf += s.unit_shelves;
-        if (shelf >= s.shelves) shelf -= s.shelves, shelf_phase ^= 1;
+        if (++slot == s.slots) slot = 0, slot_phase ^= 1;
     }
-    // The unit's k-th shelf, and its phase.
-    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const {
-        return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0);
-    }
-    __device__ __forceinline__ int phase_of(int k, const WideShape& s) const { return shelf_phase ^ int(shelf + k >= s.shelves); }
 };
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together. PHASES: the two launches.
@@ -1438,19 +1429,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
-    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
-    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
+    __shared__ Deviations made[kMostSlots][kConsumers][kWideSlots];
+    __shared__ int made_of[kMostSlots][kConsumers];  // values of each channel
+    __shared__ uint64_t bars[2 * kMostStages + 4 * kMostSlots];
+    const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
+                   posted = v_full + 8 * kMostSlots, norm_full = posted + 8 * kMostSlots, v_empty = norm_full + 8 * kMostSlots;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
             mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
-        for (int i = 0; i < kUnderWay; ++i) {
+        for (int i = 0; i < kMostSlots; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
+            mbarrier_init(v_empty + 8 * i, kWriters);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1460,7 +1451,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int tasks = (rows * s.width + kTileN - 1) / kTileN;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    const uint32_t held = shared_address(stages) + s.stages * stage_bytes;
+    const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0), slot_bytes = int(sizeof(T)) * s.slice_channels * s.plane;
     const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
@@ -1471,11 +1462,11 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
     const auto skew_of = [&](int64_t at) { return s.whole ? 0 : int(at) & (V - 1); };  // held packs are aligned where the output's are
-    const auto held_begin = [&](const Walk& unit, int k, int c) {  // on the unit's k-th shelf
-        return held + int(sizeof(T)) * (unit.shelf_of(k, s) * s.shelf_channels + c % kShelf) * s.plane;
-    };
-    const auto total_of = [&](int unit, int group, int which) {  // 0: of v, 1: of its square
-        return Total{reinterpret_cast<unsigned long long*>(p.mailbox) + ((int64_t(unit) * s.groups + group) * 2 + which) * (2 * s.line), s.line};
+    // Of v; the one of its square is two lines behind it. Worked out before what a warp waits for, not when time counts.
+    const auto total_of = [&](int unit, int group) {
+        auto* words = reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line);
+        asm volatile("" : "+l"(words));
+        return words;
     };
 
     if (warpgroup < kConsumers) {
@@ -1486,9 +1477,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         float slope = 0, offset = 0;
         int own_rows = 0;  // none of a channel that does not exist
         bool all_exist = false;  // the warp's channels
+        uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c * s.plane)) + (PHASES ? 0 : held);
+        uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
+        asm volatile("" : "+r"(own_v), "+r"(own_made));
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
                 const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
                     (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
@@ -1505,15 +1499,15 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             }
             const int channel = first_channel(at_unit.part) + c;
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
-            const uint32_t v =
-                int(sizeof(T)) * 2 * t + (PHASES ? 0 : held_begin(at_unit, warp, c) + int(sizeof(T)) * skew_of(out_begin(sample, channel)));
-            const uint32_t x_begin = (shared_address(stages) + stage * stage_bytes) / 16;
-            const auto await_place = [&] {
-                if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
-                else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+            uint32_t v = own_v;
+            if (!PHASES) v += slot * slot_bytes;
+            if (!PHASES && !s.whole) v += int(sizeof(T)) * skew_of(out_begin(sample, channel));
+            const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
+            const auto await_slot = [&] {
+                mbarrier_wait((writes ? norm_full : PHASES ? posted : v_empty) + 8 * slot, at_unit.slot_phase ^ int(!writes));
             };
             Deviations all = {};
-            int values = 0, inner_values = 0, task = turn;  // inner_values: a quad's, of tiles that nothing interrupts
+            int values = 0, task = turn;
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
                 float d[kTileN / 2], sum = 0, square = 0;
@@ -1545,8 +1539,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 // The thread's next two values: where they are; bound: where the row's outputs end.
                 int row, column, bound;
                 uint32_t at;
-                const auto begin = [&] {
-                    column = tile_column + 2 * t, row = tile_row;
+                const auto begin = [&](int first_row, int first_column) {
+                    column = first_column + 2 * t, row = first_row;
                     if (column >= s.width) column -= s.width, ++row;
                     bound = row < own_rows ? s.columns : 0;
                     at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
@@ -1576,7 +1570,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         if (PAIRS) store_shared_if(valid, to, pair);
                         else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
                     } else if (writes) {
-                        const Deviations norm = made[place][0][c];
+                        const Deviations norm = made[slot][0][c];
                         const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
                         round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
                         T* const out = static_cast<T*>(p.out) + out_begin(sample, channel) + to / sizeof(T);
@@ -1603,42 +1597,48 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int k = 4 * j + i;
                     return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
-                if (task == turn) await_place();
+                if (task == turn) await_slot();
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
                 if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
                 if (task == turn) {
-                    begin();
+                    begin(tile_row, tile_column);
                     set_anchor(value(0, 0));
                 }
-                // No row ends here, and no output is missing but some of the last eight: nothing to ask.
-                if (all_exist && tile_column + kTileN <= s.width) {
-                    const int rest = s.columns - tile_column - (kTileN - 8);
-                    const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
-                    inner_values += kTileN - 8 + min(rest, 8);
-                    at = v + int(sizeof(T)) * (tile_row * s.columns + tile_column);
-                    Pack<T, 2> pairs[kTileN / 8];
 #pragma unroll
-                    for (int j = 0; j < kTileN / 8; ++j) {
-                        const bool inner = j < kTileN / 8 - 1;
-                        pairs[j] = pack(value(j, 0), value(j, 1));
-                        add(inner || valid, inner || next_valid, pairs[j]);
+                for (int run = 0; run < kTileN / kRun; ++run) {
+                    const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width), run_column = pixel - run_row * s.width;
+                    // No row ends here, and no output is missing but some of the last eight: nothing to ask.
+                    if (all_exist && run_row < rows && run_column + kRun <= s.width) {
+                        const int rest = s.columns - run_column - (kRun - 8);
+                        const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
+                        values += kRun / 4 - 2 + int(valid) + int(next_valid);
+                        const uint32_t to = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                        Pack<T, 2> pairs[kRun / 8];
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) {
+                            const bool inner = j < kRun / 8 - 1;
+                            pairs[j] = pack(value(run * (kRun / 8) + j, 0), value(run * (kRun / 8) + j, 1));
+                            add(inner || valid, inner || next_valid, pairs[j]);
+                        }
+                        // All stores behind all sums: a register that a store has not read yet is not to be written.
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) {
+                            const bool inner = j < kRun / 8 - 1;
+                            keep(to + 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
+                        }
+                    } else {
+                        begin(run_row, run_column);
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) values += take(value(run * (kRun / 8) + j, 0), value(run * (kRun / 8) + j, 1));
                     }
-                    // All stores behind all sums: a register that a store has not read yet is not to be written.
-#pragma unroll
-                    for (int j = 0; j < kTileN / 8; ++j) {
-                        const bool inner = j < kTileN / 8 - 1;
-                        keep(at + 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
-                    }
-                } else {
-                    begin();
-#pragma unroll
-                    for (int j = 0; j < kTileN / 8; ++j) values += take(value(j, 0), value(j, 1));
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
                 if (__any_sync(~0u, !(square < INFINITY))) {
-                    begin();
+                    begin(tile_row, tile_column);
                     sum = square = 0;
+                    int own_sample = sample, own_channel = channel;
+                    asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
 #pragma unroll 1
                     for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
@@ -1648,7 +1648,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<KS>(p, s, sample, channel, first_row + r, there) * (1 << kHeldExponent<T>);
+                            v1 = convolve_value<KS>(p, s, own_sample, own_channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
                         if (j == 0 && task == turn) set_anchor(v0);
                         take(v0, v1);
@@ -1658,19 +1658,24 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             }
             if (task == turn) {  // all of a small band were the others'
                 mbarrier_arrive(x_empty + 8 * stage);
-                await_place();
+                await_slot();
             }
             turn = task - tasks;
             if (!writes) {  // then the norm is there
                 for (int mask = 1; mask < 4; mask *= 2) {
                     all.sum += __shfl_xor_sync(~0u, all.sum, mask);
                     all.square += __shfl_xor_sync(~0u, all.square, mask);
-                    values += __shfl_xor_sync(~0u, values, mask);
                 }
-                if (t == 0) made[place][warpgroup][c] = all;
-                if (threadIdx.x % 128 == 0) made_of[place][warpgroup] = values + inner_values;
+                if (t == 0) {
+                    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
+                        ::"r"(own_made + slot * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
+                }
+                if (warp == 0) {
+                    for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
+                    if (lane == 0) made_of[slot][warpgroup] = values;
+                }
             }
-            mbarrier_arrive(v_full + 8 * place);
+            mbarrier_arrive(v_full + 8 * slot);
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
@@ -1683,11 +1688,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            Walk later = at_unit;
-            later.next(s);
-            if (tid < s.in_channels && later.unit < s.units) {  // into L2
-                const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
-                prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+            if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
+                Walk later = at_unit;
+                later.next(s);
+                if (tid < s.in_channels && later.unit < s.units) {
+                    const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
+                    prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+                }
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
             if (!SPLIT && PAIRS && (PHASES || s.slabs > 1)) {  // two pixels at a time: faster, but where there is little to bring
@@ -1781,18 +1788,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         if (writes) return;
-        const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+        const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
-            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
-            for (int first = 0; first * d < channels; first += at_once) {
-                const int group = first + lane / s.channel_share, c = group * d + sub;
+            const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
+            int c = (lane >> share_bits) * d + sub;
+            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
                 if (sub < d && c < channels) {
 #pragma unroll
                     for (int k = 0; k < kConsumers; ++k) {
-                        const Deviations some = made[place][k][c];
-                        const int values = made_of[place][k];
+                        const Deviations some = made[slot][k][c];
+                        const int values = made_of[slot][k];
                         const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // none: what the anchor is, is chance
                         sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                     }
@@ -1800,25 +1808,26 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
                 }
-                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * place);  // all is read
+                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * slot);  // all is read
                 if (sub == 0 && c < channels) {
                     const bool doubtful = !(square < INFINITY);
-                    total_of(at_unit.unit, group, 0).post(sum * kUnit, s.inverse_step, doubtful);
-                    total_of(at_unit.unit, group, 1).post(square * (kUnit * kUnit), s.inverse_step, doubtful);
+                    Total{total, s.line}.post(sum * kUnit, s.inverse_step, doubtful);
+                    Total{total + 2 * s.line, s.line}.post(square * (kUnit * kUnit), s.inverse_step, doubtful);
                 }
             }
         }
     } else if (role == 1) {  // makes the norm of all bands' sums, a lane of each channel
         if (PHASES && !writes) return;
+        const int group = s.slices == 1 ? quotient(lane, s.group_channels) : 0;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int place = at_unit.place, first = first_channel(at_unit.part);
+            const int slot = at_unit.slot, first = first_channel(at_unit.part);
             const bool own = lane < channel_count(at_unit.part);
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
-            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
+            unsigned long long* const total = total_of(at_unit.unit, group);
+            mbarrier_wait((writes ? v_full : posted) + 8 * slot, at_unit.slot_phase ^ int(writes));
             if (own) {
-                const int group = s.slices == 1 ? lane / s.group_channels : 0;
-                const Total of_v = total_of(at_unit.unit, group, 0), of_square = total_of(at_unit.unit, group, 1);
+                const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
                 double mean, square;
                 bool there;
                 do {
@@ -1829,62 +1838,71 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const double variance = there ? fma(-mean, mean, square) : NAN, held_mean = mean / kUnit;
                 const float hi = float(held_mean), lo = float(held_mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
-                made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+                // Where the mean is no more than a few standard deviations, one fma gives as good a value.
+                const double far = held_mean * a;
+                if (fabs(far) <= 4 && mean * mean <= 64 * variance) made[slot][0][lane] = {0, a, float(beta - far)};
+                else made[slot][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
             }
-            mbarrier_arrive(norm_full + 8 * place);
+            mbarrier_arrive(norm_full + 8 * slot);
         }
     } else if (!PHASES) {
-        const int values = rows * s.columns;
+        const int values = rows * s.columns, first = role - 2;
+        const bool at_once = s.whole && values <= 32 * 4 * V;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int channels = channel_count(at_unit.part);
-            int c = role - 2;
-            int64_t at = out_begin(at_unit.sample, first_channel(at_unit.part) + c);
-            asm volatile("" : "+l"(at));  // a thread's own number, not one that all share: those take longer to come by
-            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
-            for (int k = 0; k < s.unit_shelves; ++k) {
-                for (; c < min(channels, (k + 1) * kShelf); c += kWriters, at += kWriters * out_image) {
-                    const Deviations norm = made[at_unit.place][0][c];  // mean, factor, offset
-                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
-                    const uint32_t v = held_begin(at_unit, k, c);
-                    T* const out = static_cast<T*>(p.out) + at;
-                    const auto write = [&](uint32_t from, int head, int packs) {  // from: where the first value is held
-                        constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
-                        T* to = out + (head + lane * V);
-                        from += int(sizeof(T)) * (head + lane * V);
-#pragma unroll 1
-                        for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch) {
-                            Pack<T, V> batch[kBatch];
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
+            mbarrier_wait(norm_full + 8 * at_unit.slot, at_unit.slot_phase);
+            // A lane of each channel keeps what the warp needs of it.
+            const Deviations of_lane = made[at_unit.slot][0][lane];  // mean, factor, offset
+            uint32_t v = held + at_unit.slot * slot_bytes + first * int(sizeof(T)) * s.plane + 16 * lane;
+            for (int c = first; c < channels; c += kWriters, own += kWriters * out_image, v += kWriters * int(sizeof(T)) * s.plane) {
+                const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
+                const float offset = __shfl_sync(~0u, of_lane.square, c);
+                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
+                // left: until the channel's last pack; around: the mean is taken off first.
+                const auto normalized = [&](T w, auto around) {
+                    return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
+                };
+                const auto write = [&](T* to, uint32_t from, int left, auto around) {
+                    Pack<T, V> batch[kBatch];
 #pragma unroll
-                            for (int b = 0; b < kBatch; ++b) load_shared_if(left > 32 * b, from + 32 * 16 * b, batch[b]);
+                    for (int b = 0; b < kBatch; ++b) {
+                        if (left > 32 * b) load_shared(from + 32 * 16 * b, batch[b]);
+                    }
 #pragma unroll
-                            for (int b = 0; b < kBatch; ++b) {
+                    for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-                                for (int j = 0; j < V; j += 2) {
-                                    T* const two = batch[b].value + j;
-                                    round_pair(normalized(two[0]), normalized(two[1]), two, bf16);
-                                }
-                            }
-#pragma unroll
-                            for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, batch[b]);
-                            to += 32 * kBatch * V, from += 32 * kBatch * 16;
-                        }
-                    };
-                    if (s.whole) {
-                        write(v, 0, values / V);
-                    } else {
-                        const int skew = skew_of(at), head = min(-skew & (V - 1), values), packs = int(uint32_t(values - head) / V);
-                        write(v + int(sizeof(T)) * skew, head, packs);
-                        if (lane < values - packs * V) {  // a lane for each value outside whole packs
-                            const int loose = lane < head ? lane : packs * V + lane;
-                            Pack<T, 2> pair;
-                            load_shared(v + int(sizeof(T)) * (skew + loose), pair.value[0]);
-                            round_pair(normalized(pair.value[0]), 0, pair.value, bf16);
-                            out[loose] = pair.value[0];
+                        for (int j = 0; j < V; j += 2) {
+                            T* const two = batch[b].value + j;
+                            round_pair(normalized(two[0], around), normalized(two[1], around), two, bf16);
                         }
                     }
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) store_if(left >= 32 * b + 1, to + 32 * b * V, batch[b]);
+                };
+                if (at_once && mean == 0) {
+                    write(own, v, values / V - lane, std::false_type{});
+                } else {
+                    const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
+                    const int packs = int(uint32_t(values - head) / V);
+                    T* here = own;
+                    asm volatile("" : "+l"(here));  // or what follows from it is kept for each channel
+                    T* to = here + head;
+                    uint32_t from = v + int(sizeof(T)) * (skew + head);
+#pragma unroll 1
+                    for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * 16) {
+                        write(to, from, left, std::true_type{});
+                    }
+                    if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                        const int loose = lane < head ? lane : packs * V + lane;
+                        Pack<T, 2> pair;
+                        load_shared(v + int(sizeof(T)) * (skew + loose) - 16 * lane, pair.value[0]);
+                        round_pair(normalized(pair.value[0], std::true_type{}), 0, pair.value, bf16);
+                        here[loose - lane * V] = pair.value[0];
+                    }
                 }
-                mbarrier_arrive(v_empty + 8 * at_unit.shelf_of(k, s));
             }
+            mbarrier_arrive(v_empty + 8 * at_unit.slot);
         }
     }
 #endif
@@ -2098,7 +2116,6 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, chunk_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
-    s.shelf_channels = s.slice_channels < kShelf ? s.slice_channels : kShelf, s.unit_shelves = int(divide_up(s.slice_channels, kShelf));
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
         const int members = bands * s.slices;
@@ -2106,28 +2123,29 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
         const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
-        const int64_t shelf_bytes = plane * s.shelf_channels * value_bytes, held_most = phases ? 0 : s.unit_shelves * shelf_bytes;
-        if (held_most + stage_bytes > shared_most) break;
+        const int64_t slot_bytes = phases ? 0 : plane * s.slice_channels * value_bytes;
+        if (slot_bytes + stage_bytes > shared_most) break;
         if (phases ? members >= Total::kMostTerms : members > sms || members > 255) continue;
         const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms));
-        const int tasks = int(divide_up(int64_t(most) * s.width, kTileN));
-        for (int stages = 1; stages <= kMostStages; ++stages) {
-            const int64_t room = (shared_most - stages * stage_bytes) / shelf_bytes, most_shelves = kUnderWay * s.unit_shelves;
-            const int shelves = int(phases ? 0 : room < most_shelves ? room : most_shelves);
-            if (stages * stage_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
-            // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
-            const double bring = 300 + 0.7 * pixels * s.slabs, make = 1000 + tasks * (1200 + 200.0 * pieces * ks * s.slabs) / kConsumers;
-            const double write = phases ? 0 : 500 + divide_up(s.slice_channels, kWriters) * (200 + values * 1.5 / pack);
-            const double life = phases ? make : make + (members == 1 ? 2000 : 10000) + write;
-            const double wait = phases ? 0 : life * s.unit_shelves / shelves;
-            const double period = fmax(fmax(make + (stages == 1 ? bring : 0), wait), fmax(write, 2000.0));
-            const double cost = rounds * period + life;
-            if (best == 0 || cost < best) {
-                best = cost;
-                s.bands = bands, s.band_rows = most, s.teams = teams, s.shelves = shelves, s.stages = stages;
-                s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                plan->shared_bytes = int(shelves * shelf_bytes + stages * stage_bytes);
+        const int runs = int(divide_up(int64_t(most) * s.width, kRun));
+        for (int slots = 2; slots <= kMostSlots; ++slots) {
+            for (int stages = 1; stages <= kMostStages; ++stages) {
+                if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
+                // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
+                // its slot's use.
+                const double bring = 300 + 0.7 * pixels * s.slabs, run = 450 + 50.0 * ks * s.slabs;
+                const double make = phases || s.slabs > 1 ? 600 + runs * run / kConsumers : divide_up(runs, 4 * kConsumers) * 4 * run;
+                const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (200 + values * 2.4 / pack);
+                const double life = make + (members == 1 ? 2500 : 5000) + write;
+                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
+                const double cost = rounds * period + life;
+                if (best == 0 || cost < best) {
+                    best = cost;
+                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
+                    s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
+                    plan->shared_bytes = int(slots * slot_bytes + stages * stage_bytes);
+                }
             }
         }
     }
