@@ -1840,7 +1840,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
-                if (fabs(far) <= 4 && mean * mean <= 64 * variance) made[slot][0][lane] = {0, a, float(beta - far)};
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[slot][0][lane] = {0, a, float(beta - far)};
                 else made[slot][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
             }
             mbarrier_arrive(norm_full + 8 * slot);
