@@ -1299,6 +1299,9 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// Two warpgroups at a barrier: one goes on when the other one has been there.
+__device__ __forceinline__ void bar_sync(int bar) { asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void bar_arrive(int bar) { asm volatile("bar.arrive %0, 256;" ::"r"(bar) : "memory"); }
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
 }
@@ -1480,6 +1483,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c * s.plane)) + (PHASES ? 0 : held);
         uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
         asm volatile("" : "+r"(own_v), "+r"(own_made));
+        if (warpgroup == kConsumers - 1) bar_arrive(1);  // the first one's turn
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
@@ -1522,7 +1526,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
+                if (s.chunks == 1) bar_sync(1 + warpgroup);  // one warpgroup's products go beside the others' sigmoids
                 multiply(0);
+                if (s.chunks == 1) bar_arrive(1 + (warpgroup + 1) % kConsumers);
 #pragma unroll 1
                 for (int chunk = 1; chunk < s.chunks; ++chunk) {
                     Fragment<T> ahead[kSteps<KS>];
