@@ -1169,31 +1169,35 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
 // of two, since fp16 has bfloat16's precision but not its range.
 //
-// Warps share the work by kind, and up to kMostSlots units are in a block at a time. The producers bring x, a unit ahead. The consumers take
+// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take
 // tiles of 128 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
-// to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits in
-// a slot. The mailbox adds integers: their order is nothing to the sum, and it counts its terms, so that who reads it needs neither a flag nor
-// a fence.
+// to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits on
+// shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing
+// to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
 //
 // Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
 // they are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
-constexpr int kTileN = 128;      // pixels, of a wgmma and of a task
-constexpr int kRun = 64;         // pixels of a tile that are finished together
-constexpr int kConsumers = 2, kProducers = 1, kOthers = 2;  // warpgroups
-constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
-constexpr int kWideBlock = 128 * (kConsumers + kProducers + kOthers);
-constexpr int kConsumerRegisters = 136, kProducerRegisters = 96, kOtherRegisters = 56;
-static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <=
-    65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
-static_assert(kProducerRegisters <= 65536 / kWideBlock / 8 * 8, "only the consumers take more than they are launched with");
-constexpr int kMostSlots = 3, kMostStages = 2;
+// What a block is made of: more consumers for float's products, which are two halves', wider tiles for 16 bits.
+template <typename T> struct Wide {
+    static constexpr bool kFloat = sizeof(T) == 4;
+    static constexpr int kTileN = kFloat ? 64 : 128;  // pixels, of a wgmma and of a task
+    static constexpr int kConsumers = kFloat ? 3 : 2, kProducers = kFloat ? 2 : 1, kOthers = 2;  // warpgroups
+    static constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
+    static constexpr int kBlock = 128 * (kConsumers + kProducers + kOthers), kLaunched = 65536 / kBlock / 8 * 8;  // registers
+    static constexpr int kConsumerRegisters = kFloat ? 88 : 136, kProducerRegisters = kFloat ? 72 : 96, kOtherRegisters = kFloat ? 48 : 56;
+    static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <= kLaunched * (kBlock / 128));
+    static_assert(kProducerRegisters <= kLaunched, "only the consumers take more than they are launched with");
+};
+constexpr int kRun = 64;  // pixels of a tile that are finished in one go, where no row ends among them
+constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
 
 struct WideShape : ConvShape {
     int phase;               // 1 or 2, of two
-    int slots, stages;       // of v: units that wait for their statistics; of x
+    int stages, shelves, unit_shelves;  // of x; of v, in shared memory and of a unit
+    int shelf_channels;
     int chunks;              // of K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
@@ -1341,28 +1345,33 @@ __device__ __forceinline__ void round_pair(float a, float b, __half* to, bool bf
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n128k16, a from registers.
-__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
+// d = a * b + (keep ? d : 0), m64n64k16 or m64n128k16, a from registers.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
+        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
+        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+}
+__device__ __forceinline__ void wgmma(float (&d)[64], const uint4& a, uint64_t b, bool keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
         "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
         " {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"
         : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+}
 #undef D16
 #undef D4
-}
-
-__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint2& a, uint64_t b, bool keep) {
+template <int N> __device__ __forceinline__ void wgmma(float (&d)[N], const uint2& a, uint64_t b, bool keep) {
     wgmma(d, make_uint4(a.x, 0, a.y, 0), b, keep);
 }
 
 // All products are done; d's registers are the compiler's again.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
+template <int N> __device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
@@ -1410,7 +1419,7 @@ __device__ __forceinline__ float convolve_value(
 // What each role goes through, unit by unit.
 struct Walk {
     int unit, sample, part;  // part: which of the sample's units
-    int stage = 0, stage_phase = 0, slot = 0, slot_phase = 0;
+    int stage = 0, stage_phase = 0, place = 0, place_phase = 0, shelf = 0, shelf_phase = 0;
     __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
         part = unit - sample * s.units_per_sample;
     }
@@ -1418,33 +1427,41 @@ struct Walk {
         unit += s.teams, sample += s.team_samples, part += s.team_parts;
         if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++slot == s.slots) slot = 0, slot_phase ^= 1;
+        if (++place == kUnderWay) place = 0, place_phase ^= 1;
+        shelf += s.unit_shelves;
+        if (shelf >= s.shelves) shelf -= s.shelves, shelf_phase ^= 1;
     }
+    // The unit's k-th shelf, and its phase.
+    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const {
+        return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0);
+    }
+    __device__ __forceinline__ int phase_of(int k, const WideShape& s) const { return shelf_phase ^ int(shelf + k >= s.shelves); }
 };
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together. PHASES: the two launches.
 template <typename T, int KS, bool PAIRS, bool PHASES>
-__global__ void __launch_bounds__(kWideBlock, 1)
+__global__ void __launch_bounds__(Wide<T>::kBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SPLIT = kSplit<T>;
-    constexpr int V = kPack<T>;
+    using W = Wide<T>;
+    constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Deviations made[kMostSlots][kConsumers][kWideSlots];
-    __shared__ int made_of[kMostSlots][kConsumers];  // values of each channel
-    __shared__ uint64_t bars[2 * kMostStages + 4 * kMostSlots];
+    __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
+    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
+    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   posted = v_full + 8 * kMostSlots, norm_full = posted + 8 * kMostSlots, v_empty = norm_full + 8 * kMostSlots;
+                   posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
             mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
-        for (int i = 0; i < kMostSlots; ++i) {
+        for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
-            mbarrier_init(v_empty + 8 * i, kWriters);
         }
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1454,7 +1471,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int tasks = (rows * s.width + kTileN - 1) / kTileN;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0), slot_bytes = int(sizeof(T)) * s.slice_channels * s.plane;
+    const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0);
     const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
@@ -1473,20 +1490,21 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     };
 
     if (warpgroup < kConsumers) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(W::kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
         constexpr bool kAhead = !SPLIT && KS == 3 && !PHASES;
         Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
         int own_rows = 0;  // none of a channel that does not exist
         bool all_exist = false;  // the warp's channels
-        uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c * s.plane)) + (PHASES ? 0 : held);
+        const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
+        uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
         uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
         asm volatile("" : "+r"(own_v), "+r"(own_made));
         if (warpgroup == kConsumers - 1) bar_arrive(1);  // the first one's turn
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
                 const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
                     (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
@@ -1504,11 +1522,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const int channel = first_channel(at_unit.part) + c;
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
             uint32_t v = own_v;
-            if (!PHASES) v += slot * slot_bytes;
+            if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
             if (!PHASES && !s.whole) v += int(sizeof(T)) * skew_of(out_begin(sample, channel));
             const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
-            const auto await_slot = [&] {
-                mbarrier_wait((writes ? norm_full : PHASES ? posted : v_empty) + 8 * slot, at_unit.slot_phase ^ int(!writes));
+            const auto await_place = [&] {
+                if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
+                else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             };
             Deviations all = {};
             int values = 0, task = turn;
@@ -1558,10 +1577,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     return pair;
                 };
                 // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first) {
-                    first = to_acc(pack(first, first).value[0]);
+                const auto set_anchor = [&](float first, int lane_of_it) {
+                    all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
+                };
+                const auto first_output = [&] {
                     const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    all.anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
+                    return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
                 };
                 // Two neighbouring values: into the thread's sums.
                 const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
@@ -1576,7 +1597,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         if (PAIRS) store_shared_if(valid, to, pair);
                         else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
                     } else if (writes) {
-                        const Deviations norm = made[slot][0][c];
+                        const Deviations norm = made[place][0][c];
                         const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
                         round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
                         T* const out = static_cast<T*>(p.out) + out_begin(sample, channel) + to / sizeof(T);
@@ -1603,19 +1624,17 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int k = 4 * j + i;
                     return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
-                if (task == turn) await_slot();
+                if (task == turn) await_place();
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
                 if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
-                if (task == turn) {
-                    begin(tile_row, tile_column);
-                    set_anchor(value(0, 0));
-                }
 #pragma unroll
                 for (int run = 0; run < kTileN / kRun; ++run) {
                     const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width), run_column = pixel - run_row * s.width;
+                    const auto of_run = [&](int j, int i) { return value(run * (kRun / 8) + j, i); };
                     // No row ends here, and no output is missing but some of the last eight: nothing to ask.
-                    if (all_exist && run_row < rows && run_column + kRun <= s.width) {
+                    if (all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width) {
+                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), lane & 28);
                         const int rest = s.columns - run_column - (kRun - 8);
                         const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
                         values += kRun / 4 - 2 + int(valid) + int(next_valid);
@@ -1624,7 +1643,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            pairs[j] = pack(value(run * (kRun / 8) + j, 0), value(run * (kRun / 8) + j, 1));
+                            pairs[j] = pack(of_run(j, 0), of_run(j, 1));
                             add(inner || valid, inner || next_valid, pairs[j]);
                         }
                         // All stores behind all sums: a register that a store has not read yet is not to be written.
@@ -1635,8 +1654,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         }
                     } else {
                         begin(run_row, run_column);
+                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), first_output());
 #pragma unroll
-                        for (int j = 0; j < kRun / 8; ++j) values += take(value(run * (kRun / 8) + j, 0), value(run * (kRun / 8) + j, 1));
+                        for (int j = 0; j < kRun / 8; ++j) values += take(of_run(j, 0), of_run(j, 1));
                     }
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
@@ -1656,7 +1676,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             if (r >= own_rows || there >= s.columns) continue;
                             v1 = convolve_value<KS>(p, s, own_sample, own_channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
-                        if (j == 0 && task == turn) set_anchor(v0);
+                        if (j == 0 && task == turn) set_anchor(v0, first_output());
                         take(v0, v1);
                     }
                 }
@@ -1664,7 +1684,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             }
             if (task == turn) {  // all of a small band were the others'
                 mbarrier_arrive(x_empty + 8 * stage);
-                await_slot();
+                await_place();
             }
             turn = task - tasks;
             if (!writes) {  // then the norm is there
@@ -1674,17 +1694,17 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
                 if (t == 0) {
                     asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
-                        ::"r"(own_made + slot * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
+                        ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
                 }
                 if (warp == 0) {
                     for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
-                    if (lane == 0) made_of[slot][warpgroup] = values;
+                    if (lane == 0) made_of[place][warpgroup] = values;
                 }
             }
-            mbarrier_arrive(v_full + 8 * slot);
+            mbarrier_arrive(v_full + 8 * place);
         }
     } else if (warpgroup < kConsumers + kProducers) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kProducerRegisters));
         constexpr int kThreads = 128 * kProducers, kAtOnce = 4;  // pixels that a thread asks for at a time
         constexpr int kItems = 8 / kProducers;  // what it has in registers before there is room for them
         const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
@@ -1790,23 +1810,23 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         }
     }
     if (warpgroup < kConsumers + kProducers) return;
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         if (writes) return;
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
             int c = (lane >> share_bits) * d + sub;
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
+            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
             for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
                 if (sub < d && c < channels) {
 #pragma unroll
                     for (int k = 0; k < kConsumers; ++k) {
-                        const Deviations some = made[slot][k][c];
-                        const int values = made_of[slot][k];
+                        const Deviations some = made[place][k][c];
+                        const int values = made_of[place][k];
                         const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // none: what the anchor is, is chance
                         sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                     }
@@ -1814,7 +1834,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
                 }
-                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * slot);  // all is read
+                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * place);  // all is read
                 if (sub == 0 && c < channels) {
                     const bool doubtful = !(square < INFINITY);
                     Total{total, s.line}.post(sum * kUnit, s.inverse_step, doubtful);
@@ -1826,12 +1846,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         if (PHASES && !writes) return;
         const int group = s.slices == 1 ? quotient(lane, s.group_channels) : 0;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, first = first_channel(at_unit.part);
+            const int place = at_unit.place, first = first_channel(at_unit.part);
             const bool own = lane < channel_count(at_unit.part);
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
             unsigned long long* const total = total_of(at_unit.unit, group);
-            mbarrier_wait((writes ? v_full : posted) + 8 * slot, at_unit.slot_phase ^ int(writes));
+            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
             if (own) {
                 const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
                 double mean, square;
@@ -1846,22 +1866,26 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
-                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[slot][0][lane] = {0, a, float(beta - far)};
-                else made[slot][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
+                else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
             }
-            mbarrier_arrive(norm_full + 8 * slot);
+            mbarrier_arrive(norm_full + 8 * place);
         }
     } else if (!PHASES) {
         const int values = rows * s.columns, first = role - 2;
         const bool at_once = s.whole && values <= 32 * 4 * V;
+        const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int channels = channel_count(at_unit.part);
             T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
-            mbarrier_wait(norm_full + 8 * at_unit.slot, at_unit.slot_phase);
+            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
-            const Deviations of_lane = made[at_unit.slot][0][lane];  // mean, factor, offset
-            uint32_t v = held + at_unit.slot * slot_bytes + first * int(sizeof(T)) * s.plane + 16 * lane;
-            for (int c = first; c < channels; c += kWriters, own += kWriters * out_image, v += kWriters * int(sizeof(T)) * s.plane) {
+            const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
+            const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
+            const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
+            const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
+            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+                const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
                 constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
@@ -1886,7 +1910,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) store_if(left >= 32 * b + 1, to + 32 * b * V, batch[b]);
                 };
-                if (at_once && mean == 0) {
+                if (c >= channels) {  // none in this unit
+                } else if (at_once && mean == 0) {
                     write(own, v, values / V - lane, std::false_type{});
                 } else {
                     const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
@@ -1907,8 +1932,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
+                mbarrier_arrive(empty);
             }
-            mbarrier_arrive(v_empty + 8 * at_unit.slot);
         }
     }
 #endif
@@ -2117,11 +2142,13 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, bool phases, int sms, int shared_most) {
+template <typename T> static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, bool phases, int sms, int shared_most) {
     WideShape& s = plan->shape;
+    constexpr int kTileN = Wide<T>::kTileN, kConsumers = Wide<T>::kConsumers, value_bytes = sizeof(T);
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, chunk_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
+    s.shelf_channels = s.slice_channels < kShelf ? s.slice_channels : kShelf, s.unit_shelves = int(divide_up(s.slice_channels, kShelf));
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
         const int members = bands * s.slices;
@@ -2129,29 +2156,29 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
         const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
-        const int64_t slot_bytes = phases ? 0 : plane * s.slice_channels * value_bytes;
-        if (slot_bytes + stage_bytes > shared_most) break;
+        const int64_t shelf_bytes = plane * s.shelf_channels * value_bytes, held_most = phases ? 0 : s.unit_shelves * shelf_bytes;
+        if (held_most + stage_bytes > shared_most) break;
         if (phases ? members >= Total::kMostTerms : members > sms || members > 255) continue;
         const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms));
-        const int runs = int(divide_up(int64_t(most) * s.width, kRun));
-        for (int slots = 2; slots <= kMostSlots; ++slots) {
-            for (int stages = 1; stages <= kMostStages; ++stages) {
-                if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
-                // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
-                // its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, run = 450 + 50.0 * ks * s.slabs;
-                const double make = phases || s.slabs > 1 ? 600 + runs * run / kConsumers : divide_up(runs, 4 * kConsumers) * 4 * run;
-                const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (200 + values * 2.4 / pack);
-                const double life = make + (members == 1 ? 2500 : 5000) + write;
-                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
-                const double cost = rounds * period + life;
-                if (best == 0 || cost < best) {
-                    best = cost;
-                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
-                    s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                    plan->shared_bytes = int(slots * slot_bytes + stages * stage_bytes);
-                }
+        const int tasks = int(divide_up(int64_t(most) * s.width, kTileN));
+        for (int stages = 1; stages <= kMostStages; ++stages) {
+            const int64_t room = (shared_most - stages * stage_bytes) / shelf_bytes, most_shelves = kUnderWay * s.unit_shelves;
+            const int shelves = int(phases ? 0 : room < most_shelves ? room : most_shelves);
+            if (stages * stage_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
+            // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
+            const double bring = 300 + 0.7 * pixels * s.slabs;
+            const double make = 1000 + tasks * (400 + kTileN * (6.25 + 1.5625 * pieces * ks * s.slabs)) / kConsumers;
+            const double write = phases ? 0 : 500 + divide_up(s.slice_channels, Wide<T>::kWriters) * (200 + values * 1.5 / pack);
+            const double life = phases ? make : make + (members == 1 ? 2000 : 10000) + write;
+            const double wait = phases ? 0 : life * s.unit_shelves / shelves;
+            const double period = fmax(fmax(make + (stages == 1 ? bring : 0), wait), fmax(write, 2000.0));
+            const double cost = rounds * period + life;
+            if (best == 0 || cost < best) {
+                best = cost;
+                s.bands = bands, s.band_rows = most, s.teams = teams, s.shelves = shelves, s.stages = stages;
+                s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
+                plan->shared_bytes = int(shelves * shelf_bytes + stages * stage_bytes);
             }
         }
     }
@@ -2198,10 +2225,10 @@ static cudaError_t launch_wide_convolution(
     const int shared_most = device.shared_bytes - int(attributes.sharedSizeBytes);
     int resident = 0;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_most);
-    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Wide<T>::kBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), PHASES, device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution<T>(&plan, sizes, PHASES, device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -2214,11 +2241,11 @@ static cudaError_t launch_wide_convolution(
     const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
     if constexpr (PHASES) {
         for (plan.shape.phase = 1; plan.shape.phase <= 2; ++plan.shape.phase) {
-            kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+            kernel<<<grid, Wide<T>::kBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
         }
         return cudaGetLastError();
     } else {
-        return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+        return launch_together(kernel, grid, Wide<T>::kBlock, plan.shared_bytes, stream, operands, plan.shape);
     }
 }
 #endif  // CUDART_VERSION >= 12040
