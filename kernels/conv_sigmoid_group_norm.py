@@ -1529,7 +1529,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
                 else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             };
-            Deviations all = {};
+            char* const out = static_cast<char*>(p.out) + (PHASES ? int(sizeof(T)) * out_begin(sample, channel) : 0);
+            Deviations all = {}, norm = {};
             int values = 0, task = turn;
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
@@ -1591,21 +1592,21 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 };
-                // To where they go; next: how much further on the second one goes.
-                const auto keep = [&](uint32_t to, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
+                // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
+                const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
                     if (!PHASES) {
+                        to += further;
                         if (PAIRS) store_shared_if(valid, to, pair);
                         else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
                     } else if (writes) {
-                        const Deviations norm = made[place][0][c];
                         const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
                         round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
-                        T* const out = static_cast<T*>(p.out) + out_begin(sample, channel) + to / sizeof(T);
+                        T* const at = reinterpret_cast<T*>(out + to + further);
                         if (PAIRS) {
-                            if (valid) *reinterpret_cast<Pack<T, 2>*>(out) = pair;
+                            if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
                         } else {
-                            if (valid) out[0] = pair.value[0];
-                            if (next_valid) out[next] = pair.value[1];
+                            if (valid) at[0] = pair.value[0];
+                            if (next_valid) at[next] = pair.value[1];
                         }
                     }
                 };
@@ -1613,7 +1614,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     bool wraps = !PAIRS && column + 1 == s.width;
                     const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
                     const Pack<T, 2> pair = pack(v0, v1);
-                    keep(at, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                    keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
                     add(valid, next_valid, pair);
                     column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
                     column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
@@ -1624,7 +1625,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int k = 4 * j + i;
                     return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
                 };
-                if (task == turn) await_place();
+                if (task == turn) {
+                    await_place();
+                    if (writes) norm = made[place][0][c];
+                }
                 wgmma_wait(d);
                 if (s.chunks > 1) load_fragments(0, a);
                 if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
@@ -1650,7 +1654,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            keep(to + 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
+                            keep(to, 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
                         }
                     } else {
                         begin(run_row, run_column);
