@@ -1446,6 +1446,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     using W = Wide<T>;
     constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
+    static_assert(kWriters <= kShelf, "each writer has channels of each shelf");
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
@@ -1461,7 +1462,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1936,7 +1937,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
-                mbarrier_arrive(empty);
+                if (c / kShelf != (c + kWriters) / kShelf) mbarrier_arrive(empty);  // its last channel of the shelf
             }
         }
     }
