@@ -1169,18 +1169,18 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
 // of two, since fp16 has bfloat16's precision but not its range.
 //
-// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers take
-// tiles of 128 pixels in turn and make v: one warpgroup's products go beside the others' sigmoids. One warp adds the band's sums of each group
-// to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers write. v waits on
-// shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers: their order is nothing
-// to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
+// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers
+// take tiles in turn, and turns at their products, so that one warpgroup's go beside the others' sigmoids. One warp adds the band's sums
+// of each group to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers
+// write. v waits on shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers:
+// their order is nothing to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
 //
 // Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
 // they are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
-// What a block is made of: more consumers for float's products, which are two halves', wider tiles for 16 bits.
+// What a block is made of. Float has twice the products of 16 bits: three warpgroups take narrow tiles there, two take wide ones here.
 template <typename T> struct Wide {
     static constexpr bool kFloat = sizeof(T) == 4;
     static constexpr int kTileN = kFloat ? 64 : 128;  // pixels, of a wgmma and of a task
@@ -1188,8 +1188,8 @@ template <typename T> struct Wide {
     static constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
     static constexpr int kBlock = 128 * (kConsumers + kProducers + kOthers), kLaunched = 65536 / kBlock / 8 * 8;  // registers
     static constexpr int kConsumerRegisters = kFloat ? 88 : 136, kProducerRegisters = kFloat ? 72 : 96, kOtherRegisters = kFloat ? 48 : 56;
-    static_assert(kConsumerRegisters * kConsumers + kProducerRegisters * kProducers + kOtherRegisters * kOthers <= kLaunched * (kBlock / 128));
-    static_assert(kProducerRegisters <= kLaunched, "only the consumers take more than they are launched with");
+    static_assert(kProducerRegisters <= kLaunched && kConsumerRegisters * kConsumers + kProducerRegisters * kProducers +
+        kOtherRegisters * kOthers <= kLaunched * (kBlock / 128), "the consumers take what the others give");
 };
 constexpr int kRun = 64;  // pixels of a tile that are finished in one go, where no row ends among them
 constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
@@ -1209,14 +1209,15 @@ struct WideShape : ConvShape {
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// Of a channel's values that a warpgroup has made: one of them, the sum of what the others differ from it, and of its squares. The norm takes
-// its place later on: mean, factor, offset.
+// Of a channel's values that a warpgroup has made: one of them, the sum of what the others differ from it, and of its squares. Later on the
+// norm takes its place: mean, factor, offset.
 struct Deviations {
     float anchor, sum, square;
 };
 
-// A sum in the mailbox, in steps and in 2^-40 of them. Each word has the number of its terms on top, modulo 256; below that the first one has
-// how many are NaN. A word has a line of L2 to itself where blocks share it: else their additions and questions would wait for each other.
+// A sum in the mailbox, in steps and in 2^-40 of them. Each word has the number of its terms on top, modulo 256; below that the first one
+// has how many are NaN. A word has a line of L2 to itself where blocks share it: else their additions and questions would wait for each
+// other.
 struct Total {
     static constexpr int kCounted = 56, kDoubtful = 48, kPart = 40;
     static constexpr int kMostTerms = 1 << (kCounted - kPart);
@@ -1228,7 +1229,8 @@ struct Total {
         const double all = (sum > 0 ? sum : 0) * inverse_step, whole = __dadd_rd(all, kInteger);
         const double part = (all - (whole - kInteger)) * double(1ll << kPart) + kInteger;
         const long long mask = (1ll << 52) - 1;
-        add(words, doubtful ? 1ll << kDoubtful : __double_as_longlong(whole) & mask), add(words + line, doubtful ? 0 : __double_as_longlong(part) & mask);
+        add(words, doubtful ? 1ll << kDoubtful : __double_as_longlong(whole) & mask);
+        add(words + line, doubtful ? 0 : __double_as_longlong(part) & mask);
     }
     // False while not all terms are there, and where more than 255 are NaN.
     __device__ __forceinline__ bool read(int terms, double& sum) const {
@@ -1320,8 +1322,11 @@ template <typename T> __device__ __forceinline__ void load_shared(uint32_t from,
     if constexpr (sizeof(T) == 16) {
         uint4& w = *reinterpret_cast<uint4*>(&v);
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
-    } else if constexpr (sizeof(T) == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
-    else asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t*>(&v)) : "r"(from) : "memory");
+    } else if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
+    } else {
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t*>(&v)) : "r"(from) : "memory");
+    }
 }
 // Of one or two values.
 template <typename P> __device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, const P& pack) {
@@ -1453,8 +1458,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
     __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
     __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
-    const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages, v_full = x_empty + 8 * kMostStages,
-                   posted = v_full + 8 * kUnderWay, norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
+    const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
+                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
+                   norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
             mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
@@ -1482,7 +1488,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const auto out_begin = [&](int sample, int channel) {
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
-    const auto skew_of = [&](int64_t at) { return s.whole ? 0 : int(at) & (V - 1); };  // held packs are aligned where the output's are
     // Of v; the one of its square is two lines behind it. Worked out before what a warp waits for, not when time counts.
     const auto total_of = [&](int unit, int group) {
         auto* words = reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line);
@@ -1524,7 +1529,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
             uint32_t v = own_v;
             if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
-            if (!PHASES && !s.whole) v += int(sizeof(T)) * skew_of(out_begin(sample, channel));
+            if (!PHASES && !s.whole) v += int(sizeof(T)) * (int(out_begin(sample, channel)) & (V - 1));  // packs as the output's
             const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
             const auto await_place = [&] {
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
@@ -1635,7 +1640,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
 #pragma unroll
                 for (int run = 0; run < kTileN / kRun; ++run) {
-                    const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width), run_column = pixel - run_row * s.width;
+                    const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
+                    const int run_column = pixel - run_row * s.width;
                     const auto of_run = [&](int j, int i) { return value(run * (kRun / 8) + j, i); };
                     // No row ends here, and no output is missing but some of the last eight: nothing to ask.
                     if (all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width) {
@@ -1776,7 +1782,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                                 for (int i = 0; i < kAtOnce; ++i) {
                                     if (!decltype(all)::value) from_acc(0.0f, raw[i][c]);
-                                    if (decltype(all)::value || begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                                    const bool exists = decltype(all)::value || begin + (half + i) * kThreads < pixels;
+                                    if (exists) raw[i][c] = __ldg(from + i * kThreads);
                                 }
                                 from += c < last ? uint32_t(image) : 0u;  // a channel that does not exist has weights of 0
                             }
@@ -1832,7 +1839,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     for (int k = 0; k < kConsumers; ++k) {
                         const Deviations some = made[place][k][c];
                         const int values = made_of[place][k];
-                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // none: what the anchor is, is chance
+                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
                         sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                     }
                 }
@@ -1867,7 +1874,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 } while (!PHASES && !there);
                 mean *= s.step, square *= s.step;
                 const double variance = there ? fma(-mean, mean, square) : NAN, held_mean = mean / kUnit;
-                const float hi = float(held_mean), lo = float(held_mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
+                const float hi = float(held_mean), lo = float(held_mean - hi);
+                const float rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
