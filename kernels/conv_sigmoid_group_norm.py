@@ -1169,47 +1169,83 @@ convolve_and_normalize(const __grid_constant__ ConvOperands p, const __grid_cons
 // T is float, or __half for both 16-bit types: there is no lo then, bfloat16 is converted as float is, and v is held as fp16, times a power
 // of two, since fp16 has bfloat16's precision but not its range.
 //
-// Warps share the work by kind, and up to `slots` units are under way in a block. The producers bring x, a unit ahead. The consumers make v
-// in a slot of shared memory, one tile's products beside the sigmoids of the one before. One warp posts the band's sums of each group to
-// the team's mailbox; the exchangers read the posts of all its blocks, and turn them into the norm's constants; the writers write. A post is 16
-// bytes, read and written as one, and carries a tag: there is no second hop, no flag and no fence.
+// Warps share the work by kind, and up to kUnderWay units are in a block at a time. The producers bring x, a unit ahead. The consumers
+// take tiles in turn, and turns at their products, so that one warpgroup's go beside the others' sigmoids. One warp adds the band's sums
+// of each group to the unit's in the mailbox; one waits until those of all bands are in them, and makes the norm's constants; the writers
+// write. v waits on shelves of eight channels, a consumer warp's share of a unit, which come free one by one. The mailbox adds integers:
+// their order is nothing to the sum, and it counts its terms, so that who reads it needs neither a flag nor a fence.
 //
 // Where a unit does not fit into all blocks' shared memory, it takes two launches, which make v twice: phase 1 posts its sums; in phase 2
-// the posts are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
+// they are there from the beginning, and the consumers write the output themselves. Nothing is held, no block waits for another.
 
 #if CUDART_VERSION >= 12040
 constexpr int kWideSlots = 32;   // channels of a block
-constexpr int kTaskPixels = 256; // what a warpgroup takes at a time
-constexpr int kTileN = 64;       // pixels, of a wgmma
-constexpr int kConsumers = 2;    // warpgroups; there is one of producers
-constexpr int kExchangers = 4, kWriters = 3;  // warps; between them the one that posts
-constexpr int kWideBlock = 128 * (kConsumers + 3);
-constexpr int kConsumerRegisters = 136, kProducerRegisters = 80, kOtherRegisters = 64;
-constexpr int kMostSlots = 3, kMostStages = 2;
-static_assert(kExchangers + 1 + kWriters == 8 && kConsumerRegisters * kConsumers + kProducerRegisters + 2 * kOtherRegisters <=
-    65536 / kWideBlock / 8 * 8 * (kWideBlock / 128), "what an SM's registers come to, a thread of each warpgroup");
+// What a block is made of. Float has twice the products of 16 bits: three warpgroups take narrow tiles there, two take wide ones here.
+template <typename T> struct Wide {
+    static constexpr bool kFloat = sizeof(T) == 4;
+    static constexpr int kTileN = kFloat ? 64 : 128;  // pixels, of a wgmma and of a task
+    static constexpr int kConsumers = kFloat ? 3 : 2, kProducers = kFloat ? 2 : 1, kOthers = 2;  // warpgroups
+    static constexpr int kWriters = 4 * kOthers - 2;  // warps; the other two post and gather
+    static constexpr int kBlock = 128 * (kConsumers + kProducers + kOthers), kLaunched = 65536 / kBlock / 8 * 8;  // registers
+    static constexpr int kConsumerRegisters = kFloat ? 88 : 136, kProducerRegisters = kFloat ? 72 : 96, kOtherRegisters = kFloat ? 48 : 56;
+    static_assert(kProducerRegisters <= kLaunched && kConsumerRegisters * kConsumers + kProducerRegisters * kProducers +
+        kOtherRegisters * kOthers <= kLaunched * (kBlock / 128), "the consumers take what the others give");
+};
+constexpr int kRun = 64;  // pixels of a tile that are finished in one go, where no row ends among them
+constexpr int kUnderWay = 3, kMostStages = 2, kShelf = 8, kMostShelves = kUnderWay * kWideSlots / kShelf;
 
 struct WideShape : ConvShape {
     int phase;               // 1 or 2, of two
-    int slots, stages;       // of v: units that wait for their statistics; of x
+    int stages, shelves, unit_shelves;  // of x; of v, in shared memory and of a unit
+    int shelf_channels;
     int chunks;              // of K: of a slab each, of two for 1x1 kernels of 16 bits
     int band_rows;           // the last band may have fewer
     int pixels;              // most of a stage
     bool whole;              // bands and images are whole packs of 16 bytes
-    int team_samples, team_parts;      // how far it is from a team's unit to its next one
-    int groups, share, channel_share;  // of a unit, in a block; lanes of a group in the exchange, for its posts and for its channels
-    float inverse_width;
-    double inverse_count;  // of a group's values
+    int team_samples, team_parts;  // how far it is from a team's unit to its next one
+    int groups, channel_share, line;  // of a unit, in a block; lanes of a group's channels; words between two of a Total
+    uint32_t inverse_width;  // of 2^32
+    double step, inverse_step;  // of a sum in the mailbox; the first one also over the values of a group
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
 
-// Sums of v and of its squares, whose difference is as good in float64 as v is. A message is a band's sums of a group, read and written as
-// one; the last two bits are a tag, which changes each time that its place is used.
-struct alignas(16) Sums {
-    double v = 0, square = 0;
-    __device__ __forceinline__ void add(const Sums& other) { v += other.v, square += other.square; }
-    __device__ __forceinline__ void add_across_lanes(int count) {  // neighbouring ones, a power of two
-        for (int mask = 1; mask < count; mask *= 2) v += __shfl_xor_sync(~0u, v, mask), square += __shfl_xor_sync(~0u, square, mask);
+// Of a channel's values that a warpgroup has made: one of them, the sum of what the others differ from it, and of its squares. Later on the
+// norm takes its place: mean, factor, offset.
+struct Deviations {
+    float anchor, sum, square;
+};
+
+// A sum in the mailbox, in steps and in 2^-40 of them. Each word has the number of its terms on top, modulo 256; below that the first one
+// has how many are NaN. A word has a line of L2 to itself where blocks share it: else their additions and questions would wait for each
+// other.
+struct Total {
+    static constexpr int kCounted = 56, kDoubtful = 48, kPart = 40;
+    static constexpr int kMostTerms = 1 << (kCounted - kPart);
+    unsigned long long* words;
+    int line;  // from one word to the next
+    __device__ __forceinline__ void post(double sum, double inverse_step, bool doubtful) const {
+        // Added to 2^52, a double's last bits are an integer's: faster than a conversion.
+        constexpr double kInteger = 1ll << 52;
+        const double all = (sum > 0 ? sum : 0) * inverse_step, whole = __dadd_rd(all, kInteger);
+        const double part = (all - (whole - kInteger)) * double(1ll << kPart) + kInteger;
+        const long long mask = (1ll << 52) - 1;
+        add(words, doubtful ? 1ll << kDoubtful : __double_as_longlong(whole) & mask);
+        add(words + line, doubtful ? 0 : __double_as_longlong(part) & mask);
+    }
+    // False while not all terms are there, and where more than 255 are NaN.
+    __device__ __forceinline__ bool read(int terms, double& sum) const {
+        const unsigned long long a = get(words), b = get(words + line);
+        const double parts = double(b & (1ull << kCounted) - 1) / double(1ll << kPart);
+        sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + parts;
+        return ((int(a >> kCounted) ^ terms) & 255) == 0 && ((int(b >> kCounted) ^ terms) & 255) == 0;
+    }
+    static __device__ __forceinline__ void add(unsigned long long* to, long long value) {
+        asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value + (1ll << kCounted)) : "memory");
+    }
+    static __device__ __forceinline__ unsigned long long get(const unsigned long long* from) {
+        unsigned long long word;
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+        return word;
     }
 };
 
@@ -1257,8 +1293,8 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ void mbarrier_init(uint32_t bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals));
+__device__ __forceinline__ void mbarrier_init(uint32_t bar, int warps) {  // all threads of them arrive
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(32 * warps));
 }
 __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
     asm volatile(
@@ -1266,21 +1302,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t bar, int parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 10000000;\n@done bra DONE;\nbra WAIT;\nDONE:\n}"
         ::"r"(bar), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void warp_arrives(uint32_t bar) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// Two warpgroups at a barrier: one goes on when the other one has been there.
+__device__ __forceinline__ void bar_sync(int bar) { asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory"); }
+__device__ __forceinline__ void bar_arrive(int bar) { asm volatile("bar.arrive %0, 256;" ::"r"(bar) : "memory"); }
 __device__ __forceinline__ void prefetch(uintptr_t begin, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void post(Sums* to, const Sums& sums, uint32_t tag) {
-    const uint64_t square = (__double_as_longlong(sums.square) & ~uint64_t(3)) | tag;
-    asm volatile("{\n.reg .b128 w;\nmov.b128 w, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], w;\n}"
-        ::"l"(to), "l"(__double_as_longlong(sums.v)), "l"(square) : "memory");
-}
-__device__ __forceinline__ void read(const Sums* from, Sums& sums) {
-    asm volatile("{\n.reg .b128 w;\n.reg .b64 a, b;\nld.relaxed.gpu.global.b128 w, [%2];\nmov.b128 {a, b}, w;\n"
-        "mov.b64 %0, a;\nmov.b64 %1, b;\n}" : "=d"(sums.v), "=d"(sums.square) : "l"(from) : "memory");
 }
 // Of 16 bytes, without a branch around them, and in the order in which they are written.
 template <typename P> __device__ __forceinline__ void store_if(bool condition, void* to, const P& pack) {
@@ -1289,11 +1318,26 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
 }
-template <typename P> __device__ __forceinline__ void load_shared_if(bool condition, uint32_t from, P& pack) {
-    static_assert(sizeof(P) == 16, "a whole pack");
-    uint4& w = *reinterpret_cast<uint4*>(&pack);
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from), "r"(int(condition)) : "memory");
+template <typename T> __device__ __forceinline__ void load_shared(uint32_t from, T& v) {
+    if constexpr (sizeof(T) == 16) {
+        uint4& w = *reinterpret_cast<uint4*>(&v);
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w) : "r"(from) : "memory");
+    } else if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(*reinterpret_cast<uint32_t*>(&v)) : "r"(from) : "memory");
+    } else {
+        asm volatile("ld.shared.b16 %0, [%1];" : "=h"(*reinterpret_cast<uint16_t*>(&v)) : "r"(from) : "memory");
+    }
+}
+// Of one or two values.
+template <typename P> __device__ __forceinline__ void store_shared_if(bool condition, uint32_t to, const P& pack) {
+    const auto* const w = reinterpret_cast<const std::conditional_t<sizeof(P) == 2, uint16_t, uint32_t>*>(&pack);
+#define STORE(type, values, ...) \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p st.shared." type " [%0], " values ";\n}" \
+        ::"r"(to), "r"(int(condition)), __VA_ARGS__ : "memory")
+    if constexpr (sizeof(P) == 8) STORE("v2.b32", "{%2, %3}", "r"(w[0]), "r"(w[1]));
+    else if constexpr (sizeof(P) == 4) STORE("b32", "%2", "r"(w[0]));
+    else STORE("b16", "%2", "h"(w[0]));
+#undef STORE
 }
 // Two values as they are held, or as a 16-bit type is written.
 __device__ __forceinline__ void round_pair(float a, float b, float* to, bool) { to[0] = a, to[1] = b; }
@@ -1306,37 +1350,44 @@ __device__ __forceinline__ void round_pair(float a, float b, __half* to, bool bf
 __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
 
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
-__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint4& a, uint64_t b, bool keep) {
+// d = a * b + (keep ? d : 0), m64n64k16 or m64n128k16, a from registers.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
         " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
         " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
-        : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
-#undef D4
+        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
-
-__device__ __forceinline__ void wgmma(float (&d)[kTileN / 2], const uint2& a, uint64_t b, bool keep) {
+__device__ __forceinline__ void wgmma(float (&d)[64], const uint4& a, uint64_t b, bool keep) {
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+        " {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"
+        : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+}
+#undef D16
+#undef D4
+template <int N> __device__ __forceinline__ void wgmma(float (&d)[N], const uint2& a, uint64_t b, bool keep) {
     wgmma(d, make_uint4(a.x, 0, a.y, 0), b, keep);
 }
 
-// All but the last UNDER_WAY groups are done; d's registers are the compiler's again.
-template <int UNDER_WAY> __device__ __forceinline__ void wgmma_wait(float (&d)[kTileN / 2]) {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(UNDER_WAY) : "memory");
+// All products are done; d's registers are the compiler's again.
+template <int N> __device__ __forceinline__ void wgmma_wait(float (&d)[N]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < kTileN / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i]) :: "memory");
 }
 
 // A pixel's channels in two halves, done here and not where they are stored. What is beyond fp16's reach becomes NaN, in both types.
 __device__ __forceinline__ void split(const float (&x)[8], float scale, bool, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
+    const __half2 scales = __float2half2_rn(scale);  // a power of two, or NaN
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-        const float v0 = x[2 * k] * scale, v1 = x[2 * k + 1] * scale;
-        h[k] = bits_of(__floats2half2_rn(v0, v1));
+        h[k] = bits_of(__hmul2(__floats2half2_rn(x[2 * k], x[2 * k + 1]), scales));
         const float2 f = floats_of(h[k]);
-        l[k] = bits_of(__floats2half2_rn(v0 - f.x, v1 - f.y));
-        asm volatile("" : "+r"(h[k]), "+r"(l[k]));
+        l[k] = bits_of(__floats2half2_rn(fmaf(x[2 * k], scale, -f.x), fmaf(x[2 * k + 1], scale, -f.y)));
     }
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
@@ -1372,7 +1423,8 @@ __device__ __forceinline__ float convolve_value(
 
 // What each role goes through, unit by unit.
 struct Walk {
-    int unit, sample, part, stage = 0, stage_phase = 0, slot = 0, slot_phase = 0, tag = 1;  // part: which of the sample's units
+    int unit, sample, part;  // part: which of the sample's units
+    int stage = 0, stage_phase = 0, place = 0, place_phase = 0, shelf = 0, shelf_phase = 0;
     __device__ __forceinline__ explicit Walk(const WideShape& s) : unit(blockIdx.z), sample(quotient(unit, s.units_per_sample)) {
         part = unit - sample * s.units_per_sample;
     }
@@ -1380,44 +1432,53 @@ struct Walk {
         unit += s.teams, sample += s.team_samples, part += s.team_parts;
         if (part >= s.units_per_sample) part -= s.units_per_sample, ++sample;
         if (++stage == s.stages) stage = 0, stage_phase ^= 1;
-        if (++slot == s.slots) {
-            slot = 0, slot_phase ^= 1;
-            if (slot_phase == 0) tag ^= 3;
-        }
+        if (++place == kUnderWay) place = 0, place_phase ^= 1;
+        shelf += s.unit_shelves;
+        if (shelf >= s.shelves) shelf -= s.shelves, shelf_phase ^= 1;
     }
+    // The unit's k-th shelf, and its phase.
+    __device__ __forceinline__ int shelf_of(int k, const WideShape& s) const {
+        return shelf + k - (shelf + k >= s.shelves ? s.shelves : 0);
+    }
+    __device__ __forceinline__ int phase_of(int k, const WideShape& s) const { return shelf_phase ^ int(shelf + k >= s.shelves); }
 };
 
 // PAIRS: rows of even length, of x and of the output, so that two neighbouring values go together. PHASES: the two launches.
 template <typename T, int KS, bool PAIRS, bool PHASES>
-__global__ void __launch_bounds__(kWideBlock, 1)
+__global__ void __launch_bounds__(Wide<T>::kBlock, 1)
 convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid_constant__ WideShape s) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SPLIT = kSplit<T>;
-    constexpr int V = kPack<T>;
+    using W = Wide<T>;
+    constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
+    static_assert(kWriters <= kShelf, "each writer has channels of each shelf");
+    constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
-    __shared__ Sums sums[kMostSlots][kConsumers][kWideSlots];  // of a unit's channels, of what each warpgroup has made; then the norm
-    __shared__ uint64_t bars[3 * kMostStages + 3 * kMostSlots];
-    const uint32_t x_full = shared_address(bars), x_empty = x_full + 8 * kMostStages, x_half = x_empty + 8 * kMostStages,
-                   v_full = x_half + 8 * kMostStages, v_empty = v_full + 8 * kMostSlots, norm_full = v_empty + 8 * kMostSlots;
+    __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
+    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
+    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
+    const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
+                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
+                   norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, 4), mbarrier_init(x_empty + 8 * i, 4 * kConsumers), mbarrier_init(x_half + 8 * i, 4);
+            mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
-        for (int i = 0; i < kMostSlots; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(norm_full + 8 * i, kExchangers);
-            mbarrier_init(v_empty + 8 * i, kWriters);
+        for (int i = 0; i < kUnderWay; ++i) {
+            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands, member = slice * s.bands + band;
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+    const int band = blockIdx.x, slice = blockIdx.y, members = s.slices * s.bands;
     const int first_row = band * s.band_rows, rows = min(s.band_rows, s.rows - first_row);
-    const int tasks = (rows * s.width + kTaskPixels - 1) / kTaskPixels;
+    const int tasks = (rows * s.width + kTileN - 1) / kTileN;
     const int64_t image = int64_t(s.height) * s.width, out_image = int64_t(s.rows) * s.columns;
     const int slab_bytes = s.pixels * 16, plane_bytes = s.slabs * slab_bytes, stage_bytes = (SPLIT ? 2 : 1) * plane_bytes;
-    T* const held = reinterpret_cast<T*>(stages + s.stages * stage_bytes);
+    const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0);
     const bool bf16 = p.type == 3;
 
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
@@ -1427,122 +1488,62 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const auto out_begin = [&](int sample, int channel) {
         return (int64_t(sample) * s.out_channels + channel) * out_image + int64_t(first_row) * s.columns;
     };
-    const auto held_begin = [&](int slot, int c, int64_t begin) {  // its packs aligned where the output's are
-        return held + (slot * s.slice_channels + c) * s.plane + (int(begin) & (V - 1));
-    };
-    const auto norm_of = [&](int slot, int c) { return reinterpret_cast<float4*>(&sums[slot][0][c]); };  // mean, factor, offset
-    // A unit's posts of a group. A place is used again 2 * slots units later: by then all have posted the unit halfway, whose slot they had
-    // from the one before, whose posts they have read.
-    const auto posts_of = [&](const Walk& unit, int group) {
-        const int place = unit.slot + unit.slot_phase * s.slots;
-        const int64_t at = PHASES ? unit.unit : int64_t(place) * s.teams + blockIdx.z;
-        return reinterpret_cast<Sums*>(p.mailbox) + (at * s.groups + group) * members;
-    };
-    const auto tag_of = [](const Walk& unit) { return PHASES ? 1 : unit.tag; };
-    const auto row_of = [&](int pixel) { return int((float(pixel) + 0.5f) * s.inverse_width); };
-    const auto outputs_before = [&](int pixel) {  // of the band's
-        const int n = min(pixel, rows * s.width), row = row_of(n);
-        return row * s.columns + min(n - row * s.width, s.columns);
+    // Of v; the one of its square is two lines behind it. Worked out before what a warp waits for, not when time counts.
+    const auto total_of = [&](int unit, int group) {
+        auto* words = reinterpret_cast<unsigned long long*>(p.mailbox) + (int64_t(unit) * s.groups + group) * (4 * s.line);
+        asm volatile("" : "+l"(words));
+        return words;
     };
 
     if (warpgroup < kConsumers) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(W::kConsumerRegisters));
         const int g = lane / 4, t = lane % 4, c = channel_of_row(warp * 8 + g);
         constexpr bool kAhead = !SPLIT && KS == 3 && !PHASES;
         Fragment<T> a[kSteps<KS>];
         float slope = 0, offset = 0;
+        int own_rows = 0;  // none of a channel that does not exist
+        bool all_exist = false;  // the warp's channels
+        const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
+        uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
+        uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
+        asm volatile("" : "+r"(own_v), "+r"(own_made));
+        if (warpgroup == kConsumers - 1) bar_arrive(1);  // the first one's turn
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, slot = at_unit.slot, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            const Fragment<T>* const fragments =
-                reinterpret_cast<const Fragment<T>*>(p.fragments) + int64_t(q) * s.chunks * (kSteps<KS> * 128) + threadIdx.x % 128;
+            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
+                const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
+                    (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
 #pragma unroll
-                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + (chunk * kSteps<KS> + i) * 128);
+                for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + i * 128);
             };
             if (known != q) {
                 known = q;
+                own_rows = c < channel_count(at_unit.part) ? rows : 0;
+                all_exist = __all_sync(~0u, own_rows > 0);
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0, a);
             }
             const int channel = first_channel(at_unit.part) + c;
-            const bool present = c < channel_count(at_unit.part);
-            const int own_rows = present ? rows : 0;
-            T* const v = held_begin(slot, c, out_begin(sample, channel));
-            const auto await_slot = [&] {
-                mbarrier_wait((writes ? norm_full : v_empty) + 8 * slot, at_unit.slot_phase ^ int(!writes));
+            // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
+            uint32_t v = own_v;
+            if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
+            if (!PHASES && !s.whole) v += int(sizeof(T)) * (int(out_begin(sample, channel)) & (V - 1));  // packs as the output's
+            const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
+            const auto await_place = [&] {
+                if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
+                else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
             };
+            char* const out = static_cast<char*>(p.out) + (PHASES ? int(sizeof(T)) * out_begin(sample, channel) : 0);
+            Deviations all = {}, norm = {};
+            int values = 0, task = turn;
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
-            // The second warpgroup begins when the first one's first products are there: then one's products go with the other's sigmoids.
-            if (warpgroup > 0) mbarrier_wait(x_half + 8 * stage, at_unit.stage_phase);
-            Sums& made = sums[slot][warpgroup][c];
-            int task = turn;
             for (; task < tasks; task += kConsumers) {
-                float anchor, sum, square;
-                int row, column, bound;  // of the thread's next two values; bound: where the row's outputs end
-                T* at;
-                const auto begin_row = [&] { bound = row < own_rows ? s.columns : 0; };
-                const auto begin = [&] {
-                    const int pixel = task * kTaskPixels + 2 * t;
-                    row = row_of(pixel), column = pixel - row * s.width;
-                    at = v + row * s.columns + column;
-                    anchor = sum = square = 0;
-                    begin_row();
-                };
-                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
-                const auto pack = [](float v0, float v1) {
-                    Pack<T, 2> pair;
-                    round_pair(v0, v1, pair.value, false);
-                    return pair;
-                };
-                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first) {
-                    first = to_acc(pack(first, first).value[0]);
-                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    anchor = __shfl_sync(~0u, first, outputs ? (lane & 28) + __ffs(outputs) - 1 : lane);
-                };
-                // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
-                    const float d0 = valid ? to_acc(pair.value[0]) - anchor : 0.0f, d1 = next_valid ? to_acc(pair.value[1]) - anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                };
-                // Into memory; next: where the second one goes.
-                const auto store = [&](T* to, int next, bool valid, bool next_valid, const Pack<T, 2>& pair) {
-                    if (PAIRS) {
-                        if (valid) *reinterpret_cast<Pack<T, 2>*>(to) = pair;
-                    } else {
-                        if (valid) to[0] = pair.value[0];
-                        if (next_valid) to[next] = pair.value[1];
-                    }
-                };
-                const auto write = [&](T* from, int next, bool valid, bool next_valid, Pack<T, 2> pair) {  // where it would be held
-                    const float4 norm = *norm_of(slot, c);
-                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.x, norm.y, norm.z); };
-                    round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
-                    store(static_cast<T*>(p.out) + out_begin(sample, channel) + (from - v), next, valid, next_valid, pair);
-                };
-                const auto advance = [&](int pixels) {
-                    column += pixels, at += pixels;
-                    const bool wraps = column >= s.width;
-                    column -= wraps ? s.width : 0, at -= wraps ? KS - 1 : 0, row += wraps;
-                    begin_row();
-                };
-                const auto take = [&](float v0, float v1) {
-                    const bool wraps = !PAIRS && column + 1 == s.width, valid = column < bound;
-                    const bool next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    const Pack<T, 2> pair = pack(v0, v1);
-                    const int next = wraps ? s.columns - column : 1;
-                    if (!PHASES) store(at, next, valid, next_valid, pair);
-                    if (writes) write(at, next, valid, next_valid, pair);
-                    add(valid, next_valid, pair);
-                    advance(8);
-                };
-                begin();
-                const auto multiply = [&](int chunk, int part, float (&d)[kTileN / 2]) {
-                    const uint32_t begin = (shared_address(stages) + stage * stage_bytes + chunk * kChunkSlabs<T, KS> * slab_bytes) / 16;
-                    const uint32_t x = begin + task * kTaskPixels + part * kTileN;
+                float d[kTileN / 2], sum = 0, square = 0;
+                const int first = task * kTileN, tile_row = __umulhi(first, s.inverse_width), tile_column = first - tile_row * s.width;
+                const auto multiply = [&](int chunk) {
+                    const uint32_t x = x_begin + chunk * (kChunkSlabs<T, KS> * s.pixels) + first;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                     for (int k = 0; k < kProducts<T, KS>; ++k) {
@@ -1551,86 +1552,132 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
-                const auto finish = [&](int part, const float (&d)[kTileN / 2]) {
-                    const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
-                        const int k = 4 * j + i;
-                        return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
-                    };
-                    if (part == 0) set_anchor(value(0, 0));
-                    // No row ends here, and no output is missing but the last two: nothing to ask.
-                    if (__all_sync(~0u, column + kTileN - 15 < bound && column + kTileN - 7 < s.width)) {
-                        const int last = column + kTileN - 8;
-                        const bool valid = last < bound, next_valid = PAIRS ? valid : last + 1 < bound;
-                        Pack<T, 2> v[kTileN / 8];
+                if (s.chunks == 1) bar_sync(1 + warpgroup);  // one warpgroup's products go beside the others' sigmoids
+                multiply(0);
+                if (s.chunks == 1) bar_arrive(1 + (warpgroup + 1) % kConsumers);
+#pragma unroll 1
+                for (int chunk = 1; chunk < s.chunks; ++chunk) {
+                    Fragment<T> ahead[kSteps<KS>];
+                    if (kAhead) load_fragments(chunk, ahead);  // beside the products
+                    wgmma_wait(d);
+                    if (!kAhead) load_fragments(chunk, ahead);
 #pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) {
-                            const bool inner = j < kTileN / 8 - 1;
-                            v[j] = pack(value(j, 0), value(j, 1));
-                            add(inner || valid, inner || next_valid, v[j]);
+                    for (int i = 0; i < kSteps<KS>; ++i) {
+                        a[i] = ahead[i];
+                        if (kAhead) a[i].x ^= s.phase, a[i].y ^= s.phase;  // 0, or ptxas loads into a itself, and lines all products up
+                    }
+                    multiply(chunk);
+                }
+                // The thread's next two values: where they are; bound: where the row's outputs end.
+                int row, column, bound;
+                uint32_t at;
+                const auto begin = [&](int first_row, int first_column) {
+                    column = first_column + 2 * t, row = first_row;
+                    if (column >= s.width) column -= s.width, ++row;
+                    bound = row < own_rows ? s.columns : 0;
+                    at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
+                };
+                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
+                const auto pack = [](float v0, float v1) {
+                    Pack<T, 2> pair;
+                    round_pair(v0, v1, pair.value, false);
+                    return pair;
+                };
+                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+                const auto set_anchor = [&](float first, int lane_of_it) {
+                    all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
+                };
+                const auto first_output = [&] {
+                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                    return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
+                };
+                // Two neighbouring values: into the thread's sums.
+                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                    const float d0 = valid ? to_acc(pair.value[0]) - all.anchor : 0.0f;
+                    const float d1 = next_valid ? to_acc(pair.value[1]) - all.anchor : 0.0f;
+                    sum += d0 + d1;
+                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                };
+                // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
+                const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
+                    if (!PHASES) {
+                        to += further;
+                        if (PAIRS) store_shared_if(valid, to, pair);
+                        else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
+                    } else if (writes) {
+                        const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
+                        round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
+                        T* const at = reinterpret_cast<T*>(out + to + further);
+                        if (PAIRS) {
+                            if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
+                        } else {
+                            if (valid) at[0] = pair.value[0];
+                            if (next_valid) at[next] = pair.value[1];
                         }
-                        // All stores behind all sums: a register that a store has not read yet is not to be written.
-                        const auto all = [&](const auto& to_memory) {
-#pragma unroll
-                            for (int j = 0; j < kTileN / 8; ++j) {
-                                const bool inner = j < kTileN / 8 - 1;
-                                to_memory(at + 8 * j, 1, inner || valid, inner || next_valid, v[j]);
-                            }
-                        };
-                        if (!PHASES) all(store);
-                        if (writes) all(write);
-                        advance(kTileN);
-                    } else {
-#pragma unroll
-                        for (int j = 0; j < kTileN / 8; ++j) take(value(j, 0), value(j, 1));
                     }
                 };
-                // Two tiles at a time: the second one's products go with the first one's sigmoids. One in phases, which take registers.
-                constexpr int kAtOnce = PHASES ? 1 : 2;
-                const int parts = (min(kTaskPixels, rows * s.width - task * kTaskPixels) + kTileN - 1) / kTileN;
-#pragma unroll 1
-                for (int part = 0; part < parts; part += kAtOnce) {
-                    float even[kTileN / 2], odd[kTileN / 2];
-                    const int last = s.chunks - 1;
-                    const auto multiply_all = [&](int chunk) {
-                        multiply(chunk, part, even);
-                        if (kAtOnce > 1) multiply(chunk, part + 1, odd);
-                    };
-#pragma unroll 1
-                    for (int chunk = 0; chunk < last; ++chunk) {
-                        multiply_all(chunk);
-                        Fragment<T> ahead[kSteps<KS>];
-                        if (kAhead) load_fragments(chunk + 1, ahead);  // beside these products
-                        wgmma_wait<0>(even);
-                        if (kAtOnce > 1) wgmma_wait<0>(odd);
-                        if (!kAhead) load_fragments(chunk + 1, ahead);
+                const auto take = [&](float v0, float v1) {
+                    bool wraps = !PAIRS && column + 1 == s.width;
+                    const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                    const Pack<T, 2> pair = pack(v0, v1);
+                    keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                    add(valid, next_valid, pair);
+                    column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
+                    column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
+                    bound = row < own_rows ? s.columns : 0;
+                    return int(valid) + int(next_valid);
+                };
+                const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
+                    const int k = 4 * j + i;
+                    return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                };
+                if (task == turn) {
+                    await_place();
+                    if (writes) norm = made[place][0][c];
+                }
+                wgmma_wait(d);
+                if (s.chunks > 1) load_fragments(0, a);
+                if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
 #pragma unroll
-                        for (int i = 0; i < kSteps<KS>; ++i) {
-                            a[i] = ahead[i];
-                            if (kAhead) a[i].x ^= s.phase, a[i].y ^= s.phase;  // 0, or ptxas loads into a itself, and lines all products up
+                for (int run = 0; run < kTileN / kRun; ++run) {
+                    const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
+                    const int run_column = pixel - run_row * s.width;
+                    const auto of_run = [&](int j, int i) { return value(run * (kRun / 8) + j, i); };
+                    // No row ends here, and no output is missing but some of the last eight: nothing to ask.
+                    if (all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width) {
+                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), lane & 28);
+                        const int rest = s.columns - run_column - (kRun - 8);
+                        const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
+                        values += kRun / 4 - 2 + int(valid) + int(next_valid);
+                        const uint32_t to = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                        Pack<T, 2> pairs[kRun / 8];
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) {
+                            const bool inner = j < kRun / 8 - 1;
+                            pairs[j] = pack(of_run(j, 0), of_run(j, 1));
+                            add(inner || valid, inner || next_valid, pairs[j]);
                         }
-                    }
-                    multiply_all(last);
-                    wgmma_wait<kAtOnce - 1>(even);
-                    if (kAtOnce == 1 && last > 0) load_fragments(0, a);
-                    if (warpgroup == 0 && part == 0 && task == turn) warp_arrives(x_half + 8 * stage);
-                    if (part == 0 && task == turn) await_slot();
-                    const auto release_x = [&] {
-                        if (part + kAtOnce >= parts && task + kConsumers >= tasks) warp_arrives(x_empty + 8 * stage);
-                    };
-                    if (kAtOnce == 1) release_x();
-                    finish(part, even);
-                    if (kAtOnce > 1) {
-                        wgmma_wait<0>(odd);
-                        if (last > 0) load_fragments(0, a);
-                        release_x();
-                        finish(part + 1, odd);
+                        // All stores behind all sums: a register that a store has not read yet is not to be written.
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) {
+                            const bool inner = j < kRun / 8 - 1;
+                            keep(to, 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
+                        }
+                    } else {
+                        begin(run_row, run_column);
+                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), first_output());
+#pragma unroll
+                        for (int j = 0; j < kRun / 8; ++j) values += take(of_run(j, 0), of_run(j, 1));
                     }
                 }
                 // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
-                if (__any_sync(~0u, present && !(fabsf(sum) < INFINITY && square < INFINITY))) {
-                    begin();
+                if (__any_sync(~0u, !(square < INFINITY))) {
+                    begin(tile_row, tile_column);
+                    sum = square = 0;
+                    int own_sample = sample, own_channel = channel;
+                    asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
 #pragma unroll 1
-                    for (int j = 0; j < kTaskPixels / 8; ++j) {
+                    for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
 #pragma unroll 1
                         for (int k = 0; k < 2; ++k) {
@@ -1638,52 +1685,57 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const int r = row + wraps, there = wraps ? 0 : column + k;
                             v0 = v1, v1 = 0;
                             if (r >= own_rows || there >= s.columns) continue;
-                            v1 = convolve_value<KS>(p, s, sample, channel, first_row + r, there) * (1 << kHeldExponent<T>);
+                            v1 = convolve_value<KS>(p, s, own_sample, own_channel, first_row + r, there) * (1 << kHeldExponent<T>);
                         }
-                        if (j == 0) set_anchor(v0);
+                        if (j == 0 && task == turn) set_anchor(v0, first_output());
                         take(v0, v1);
                     }
                 }
-                for (int mask = 1; mask < 4; mask *= 2) {
-                    sum += __shfl_xor_sync(~0u, sum, mask);
-                    square += __shfl_xor_sync(~0u, square, mask);
-                }
-                if (t == 0 && !writes) {  // then the norm is there
-                    Sums some;
-                    const double count = outputs_before((task + 1) * kTaskPixels) - outputs_before(task * kTaskPixels);
-                    const double origin = count > 0 ? anchor : 0.0f, far = count * origin;
-                    some.v = far + sum, some.square = fma(origin, far + 2 * double(sum), double(square));
-                    if (task != turn) some.add(made);
-                    made = some;
-                }
+                all.sum += sum, all.square += square;
             }
-            if (task == turn) {  // all of a small band were the other's
-                if (warpgroup == 0) warp_arrives(x_half + 8 * stage);
-                warp_arrives(x_empty + 8 * stage);
-                await_slot();
-                if (t == 0 && !writes) made = Sums();
+            if (task == turn) {  // all of a small band were the others'
+                mbarrier_arrive(x_empty + 8 * stage);
+                await_place();
             }
             turn = task - tasks;
-            warp_arrives(v_full + 8 * slot);
+            if (!writes) {  // then the norm is there
+                for (int mask = 1; mask < 4; mask *= 2) {
+                    all.sum += __shfl_xor_sync(~0u, all.sum, mask);
+                    all.square += __shfl_xor_sync(~0u, all.square, mask);
+                }
+                if (t == 0) {
+                    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
+                        ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
+                }
+                if (warp == 0) {
+                    for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
+                    if (lane == 0) made_of[place][warpgroup] = values;
+                }
+            }
+            mbarrier_arrive(v_full + 8 * place);
         }
-    } else if (warpgroup == kConsumers) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-        constexpr int kThreads = 128, kItems = 8;  // pixels of a thread, in registers before there is room for them
+    } else if (warpgroup < kConsumers + kProducers) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kProducerRegisters));
+        constexpr int kThreads = 128 * kProducers, kAtOnce = 4;  // pixels that a thread asks for at a time
+        constexpr int kItems = 8 / kProducers;  // what it has in registers before there is room for them
         const int tid = threadIdx.x - 128 * kConsumers, pixels = (rows + KS - 1) * s.width;
         const auto band_of_x = [&](int of_sample, int channel) {
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
+        const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
-            Walk later = at_unit;
-            later.next(s);
-            if (tid < s.in_channels && later.unit < s.units) {  // into L2
-                const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
-                prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+            if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
+                Walk later = at_unit;
+                later.next(s);
+                if (tid < s.in_channels && later.unit < s.units) {
+                    const uintptr_t from = uintptr_t(band_of_x(later.sample, tid)), begin = from & ~uintptr_t(15);
+                    prefetch(begin, uint32_t(from + pixels * sizeof(T) - begin) & ~15u);
+                }
             }
             const float input_scale = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q].input_scale;
             if (!SPLIT && PAIRS && (PHASES || s.slabs > 1)) {  // two pixels at a time: faster, but where there is little to bring
-                constexpr int kPairs = kItems / 2;
+                constexpr int kPairs = 4;
                 for (int slab = 0, begin = 2 * tid; slab < s.slabs;) {
                     const int last = s.in_channels - slab * 8 - 1;
                     uint32_t raw[kPairs][8];
@@ -1713,7 +1765,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             at[0] = make_uint4(h[0][0], h[0][1], h[0][2], h[0][3]), at[1] = make_uint4(h[1][0], h[1][1], h[1][2], h[1][3]);
                         }
                     }
-                    begin += kItems * kThreads;
+                    begin += 2 * kPairs * kThreads;
                     if (begin - 2 * tid >= pixels) begin = 2 * tid, ++slab;
                 }
             } else {
@@ -1721,23 +1773,37 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int last = s.in_channels - slab * 8 - 1;
                     uint4 hi[kItems], lo[kItems];
 #pragma unroll
-                    for (int half = 0; half < kItems; half += kItems / 2) {
-                        T raw[kItems / 2][8];
-                        const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
+                    for (int half = 0; half < kItems; half += kAtOnce) {
+                        T raw[kAtOnce][8];
+                        const auto ask = [&](auto all) {  // all: none lies behind the last pixel
+                            const T* from = band_of_x(sample, slab * 8) + begin + half * kThreads;
 #pragma unroll
-                        for (int c = 0; c < 8; ++c) {
+                            for (int c = 0; c < 8; ++c) {
 #pragma unroll
-                            for (int i = 0; i < kItems / 2; ++i) {
-                                from_acc(0.0f, raw[i][c]);
-                                if (begin + (half + i) * kThreads < pixels) raw[i][c] = __ldg(from + i * kThreads);
+                                for (int i = 0; i < kAtOnce; ++i) {
+                                    if (!decltype(all)::value) from_acc(0.0f, raw[i][c]);
+                                    const bool exists = decltype(all)::value || begin + (half + i) * kThreads < pixels;
+                                    if (exists) raw[i][c] = __ldg(from + i * kThreads);
+                                }
+                                from += c < last ? uint32_t(image) : 0u;  // a channel that does not exist has weights of 0
                             }
-                            from += c < last ? image : 0;  // a channel that does not exist has weights of 0
-                        }
+                        };
+                        if (begin + (half + kAtOnce - 1) * kThreads < pixels) ask(std::true_type{});
+                        else ask(std::false_type{});
 #pragma unroll
-                        for (int i = 0; i < kItems / 2; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
+                        for (int i = 0; i < kAtOnce; ++i) split(raw[i], input_scale, bf16, hi[half + i], lo[half + i]);
                         asm volatile("" : "+r"(begin));  // the second half is not asked for before the first is there: registers
                     }
-                    if (slab == 0 && begin == tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    if (slab == 0 && begin == tid) {
+                        // The wait takes its address from all that is to be stored, or ptxas leaves the splitting for after it.
+                        uint32_t all = 0;
+#pragma unroll
+                        for (int i = 0; i < kItems; ++i) {
+                            const uint4& last_made = SPLIT ? lo[i] : hi[i];
+                            all |= last_made.x | last_made.y | last_made.z | last_made.w;
+                        }
+                        mbarrier_wait(x_empty + 8 * at_unit.stage + (all & nothing), at_unit.stage_phase ^ 1);
+                    }
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
                     for (int i = 0; i < kItems; ++i) {
@@ -1752,116 +1818,135 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
-            warp_arrives(x_full + 8 * at_unit.stage);
+            mbarrier_arrive(x_full + 8 * at_unit.stage);
         }
     }
-    if (warpgroup <= kConsumers) return;
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kOtherRegisters));
-    const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + 1), 0);
-    if (role < kExchangers) {
-        if (PHASES && !writes) return;
-        constexpr int kBatch = 4;  // posts of a lane that are asked for together
-        const int share = s.share, sub = lane & (share - 1), group = (32 * role + lane) / share;
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, first = first_channel(at_unit.part), channels = channel_count(at_unit.part);
-            // A lane's group, and one of its channels.
-            const int d = s.slices == 1 ? s.group_channels : channels, c = group * d + sub;
-            const bool exists = group * d < channels, own = exists && sub < d;
-            const float gamma = own ? value_at(p.gamma, first + c, p.parameter_type) : 0.0f;
-            const float beta = own ? value_at(p.beta, first + c, p.parameter_type) : 0.0f;
-            const Sums* const posts = posts_of(at_unit, group);
-            if (writes) mbarrier_wait(v_empty + 8 * slot, at_unit.slot_phase ^ 1);
-            else mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-            Sums all;  // every block adds all posts, in one order
-            for (int base = sub; exists && base < members; base += share * kBatch) {
-                Sums some[kBatch];
-                uint32_t missing = 0;
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    if (base + i * share < members) missing |= 1u << i;
-                }
-                while (missing) {
-                    const Sums* from = posts + base;
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i, from += share) {
-                        if (missing >> i & 1) read(from, some[i]);
-                    }
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) {
-                        if ((__double2loint(some[i].square) & 3) == tag_of(at_unit)) missing &= ~(1u << i);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) all.add(some[i]);
-            }
-            __syncwarp();
-            all.add_across_lanes(share);
-            const double mean = all.v * s.inverse_count, square = all.square * s.inverse_count, variance = fma(-mean, mean, square);
-            const float hi = float(mean), lo = float(mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
-            constexpr float kUnit = 1.0f / (1 << kHeldExponent<T>);
-            const float a = gamma * reciprocal_sqrt(rounded * (kUnit * kUnit) + s.eps) * kUnit;
-            if (own) *norm_of(slot, c) = make_float4(hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN, 0);
-            warp_arrives(norm_full + 8 * slot);
-        }
-    } else if (role == kExchangers) {
+    if (warpgroup < kConsumers + kProducers) return;
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kOtherRegisters));
+    const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
+    if (role == 0) {  // posts the band's sums
         if (writes) return;
-        const int sub = lane & (s.channel_share - 1), at_once = 32 / s.channel_share;  // groups
+        const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
-            mbarrier_wait(v_full + 8 * slot, at_unit.slot_phase);
-            for (int first = 0; first * d < channels; first += at_once) {
-                const int group = first + lane / s.channel_share, c = group * d + sub;
-                Sums all;
+            const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
+            unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
+            int c = (lane >> share_bits) * d + sub;
+            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
+            for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
+                double sum = 0, square = 0;
                 if (sub < d && c < channels) {
-                    for (int k = 0; k < kConsumers; ++k) all.add(sums[slot][k][c]);
+#pragma unroll
+                    for (int k = 0; k < kConsumers; ++k) {
+                        const Deviations some = made[place][k][c];
+                        const int values = made_of[place][k];
+                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
+                        sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
+                    }
                 }
-                all.add_across_lanes(s.channel_share);
-                if (sub == 0 && c < channels) post(posts_of(at_unit, group) + member, all, tag_of(at_unit));
+                for (int mask = 1; mask < s.channel_share; mask *= 2) {
+                    sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
+                }
+                if ((first + at_once) * d >= channels) mbarrier_arrive(posted + 8 * place);  // all is read
+                if (sub == 0 && c < channels) {
+                    const bool doubtful = !(square < INFINITY);
+                    Total{total, s.line}.post(sum * kUnit, s.inverse_step, doubtful);
+                    Total{total + 2 * s.line, s.line}.post(square * (kUnit * kUnit), s.inverse_step, doubtful);
+                }
             }
-            for (int i = 0; PHASES && i < kExchangers; ++i) warp_arrives(norm_full + 8 * slot);  // in their place
         }
-    } else {
-        T* const gout = static_cast<T*>(p.out);
-        const int values = rows * s.columns;
+    } else if (role == 1) {  // makes the norm of all bands' sums, a lane of each channel
+        if (PHASES && !writes) return;
+        const int group = s.slices == 1 ? quotient(lane, s.group_channels) : 0;
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int slot = at_unit.slot, channels = channel_count(at_unit.part);
-            const int64_t begin = out_begin(at_unit.sample, first_channel(at_unit.part));
-            mbarrier_wait((writes ? v_full : norm_full) + 8 * slot, at_unit.slot_phase);
-            for (int c = role - kExchangers - 1; !PHASES && c < channels; c += kWriters) {
-                const int64_t at = begin + c * out_image;
-                const float4 norm = *norm_of(slot, c);
-                const auto normalized = [&](float w) { return fmaf(w - norm.x, norm.y, norm.z); };
-                const T* const v = held_begin(slot, c, at);
-                const int head = min(-int(at) & (V - 1), values), packs = int(uint32_t(values - head) / V);
+            const int place = at_unit.place, first = first_channel(at_unit.part);
+            const bool own = lane < channel_count(at_unit.part);
+            const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
+            const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
+            unsigned long long* const total = total_of(at_unit.unit, group);
+            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
+            if (own) {
+                const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
+                double mean, square;
+                bool there;
+                do {
+                    there = of_v.read(members, mean);
+                    there = of_square.read(members, square) && there;
+                } while (!PHASES && !there);
+                mean *= s.step, square *= s.step;
+                const double variance = there ? fma(-mean, mean, square) : NAN, held_mean = mean / kUnit;
+                const float hi = float(held_mean), lo = float(held_mean - hi);
+                const float rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
+                const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
+                // Where the mean is no more than a few standard deviations, one fma gives as good a value.
+                const double far = held_mean * a;
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
+                else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+            }
+            mbarrier_arrive(norm_full + 8 * place);
+        }
+    } else if (!PHASES) {
+        const int values = rows * s.columns, first = role - 2;
+        const bool at_once = s.whole && values <= 32 * 4 * V;
+        const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+            const int channels = channel_count(at_unit.part);
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
+            mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
+            // A lane of each channel keeps what the warp needs of it.
+            const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
+            const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
+            const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
+            const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
+            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+                const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
+                const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
+                const float offset = __shfl_sync(~0u, of_lane.square, c);
                 constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
-                T* to = gout + at + head + lane * V;
-                uint32_t from = shared_address(v + head + lane * V);
-                int left = packs - lane;
-#pragma unroll 1
-                for (int first = 0; first < packs; first += 32 * kBatch, left -= 32 * kBatch) {
+                // left: until the channel's last pack; around: the mean is taken off first.
+                const auto normalized = [&](T w, auto around) {
+                    return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
+                };
+                const auto write = [&](T* to, uint32_t from, int left, auto around) {
                     Pack<T, V> batch[kBatch];
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) load_shared_if(left > 32 * b, from + 32 * 16 * b, batch[b]);
+                    for (int b = 0; b < kBatch; ++b) {
+                        if (left > 32 * b) load_shared(from + 32 * 16 * b, batch[b]);
+                    }
 #pragma unroll
                     for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
                         for (int j = 0; j < V; j += 2) {
                             T* const two = batch[b].value + j;
-                            round_pair(normalized(to_acc(two[0])), normalized(to_acc(two[1])), two, bf16);
+                            round_pair(normalized(two[0], around), normalized(two[1], around), two, bf16);
                         }
                     }
 #pragma unroll
-                    for (int b = 0; b < kBatch; ++b) store_if(left > 32 * b, to + 32 * b * V, batch[b]);
-                    to += 32 * kBatch * V, from += 32 * kBatch * 16;
+                    for (int b = 0; b < kBatch; ++b) store_if(left >= 32 * b + 1, to + 32 * b * V, batch[b]);
+                };
+                if (c >= channels) {  // none in this unit
+                } else if (at_once && mean == 0) {
+                    write(own, v, values / V - lane, std::false_type{});
+                } else {
+                    const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
+                    const int packs = int(uint32_t(values - head) / V);
+                    T* here = own;
+                    asm volatile("" : "+l"(here));  // or what follows from it is kept for each channel
+                    T* to = here + head;
+                    uint32_t from = v + int(sizeof(T)) * (skew + head);
+#pragma unroll 1
+                    for (int left = packs - lane; left + lane > 0; left -= 32 * kBatch, to += 32 * kBatch * V, from += 32 * kBatch * 16) {
+                        write(to, from, left, std::true_type{});
+                    }
+                    if (lane < values - packs * V) {  // a lane for each value outside whole packs
+                        const int loose = lane < head ? lane : packs * V + lane;
+                        Pack<T, 2> pair;
+                        load_shared(v + int(sizeof(T)) * (skew + loose) - 16 * lane, pair.value[0]);
+                        round_pair(normalized(pair.value[0], std::true_type{}), 0, pair.value, bf16);
+                        here[loose - lane * V] = pair.value[0];
+                    }
                 }
-                if (!s.whole && lane < values - packs * V) {  // a lane for each value outside whole packs
-                    const int loose = lane < head ? lane : packs * V + lane;
-                    Pack<T, 2> pair;
-                    round_pair(normalized(to_acc(v[loose])), 0, pair.value, bf16);
-                    gout[at + loose] = pair.value[0];
-                }
+                if (c / kShelf != (c + kWriters) / kShelf) mbarrier_arrive(empty);  // its last channel of the shelf
             }
-            warp_arrives(v_empty + 8 * slot);
         }
     }
 #endif
@@ -2070,11 +2155,13 @@ struct WidePlan {
 };
 
 // False where another way is better.
-static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int value_bytes, bool phases, int sms, int shared_most) {
+template <typename T> static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, bool phases, int sms, int shared_most) {
     WideShape& s = plan->shape;
+    constexpr int kTileN = Wide<T>::kTileN, kConsumers = Wide<T>::kConsumers, value_bytes = sizeof(T);
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, chunk_slabs = ks == 3 || pieces == 2 ? 1 : 2;
     double best = 0;
+    s.shelf_channels = s.slice_channels < kShelf ? s.slice_channels : kShelf, s.unit_shelves = int(divide_up(s.slice_channels, kShelf));
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
         const int most = int(divide_up(s.rows, divide_up(s.rows, own))), bands = int(divide_up(s.rows, most));
         const int members = bands * s.slices;
@@ -2082,36 +2169,36 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
         const int64_t stage_bytes = pixels * s.slabs * pieces * 16;
         const bool whole = values % pack == 0 && int64_t(s.rows) * s.columns % pack == 0;
         const int64_t plane = divide_up(values + (whole ? 0 : pack - 1) - pack, 2 * pack) * 2 * pack + pack;
-        const int64_t slot_bytes = phases ? 0 : plane * s.slice_channels * value_bytes;
-        if (slot_bytes + stage_bytes > shared_most) break;
-        if (!phases && members > sms) continue;
+        const int64_t shelf_bytes = plane * s.shelf_channels * value_bytes, held_most = phases ? 0 : s.unit_shelves * shelf_bytes;
+        if (held_most + stage_bytes > shared_most) break;
+        if (phases ? members >= Total::kMostTerms : members > sms || members > 255) continue;
         const int most_teams = members < sms ? sms / members : 1, teams = most_teams < s.units ? most_teams : s.units;
         const int rounds = int(divide_up(s.units, teams) * divide_up(members, sms));
-        const int tiles = int(divide_up(int64_t(most) * s.width, kTileN));
-        for (int slots = 2; slots <= kMostSlots; ++slots) {
-            for (int stages = 1; stages <= kMostStages; ++stages) {
-                if (slots * slot_bytes + stages * stage_bytes > shared_most) continue;
-                // Cycles of a unit: to bring x, to make v, to write it (in phases, to read the posts), and from the first of v to the end of
-                // its slot's use.
-                const double bring = 300 + 0.7 * pixels * s.slabs, tile = 450 + 50.0 * ks * s.slabs;
-                const double make = phases || s.slabs > 1 ? 600 + tiles * tile / kConsumers : divide_up(tiles, 4 * kConsumers) * 4 * tile;
-                const double write = phases ? 10.0 * members : 500 + divide_up(s.slice_channels, kWriters) * (100 + values * 1.2 / pack);
-                const double life = make + (members == 1 ? 2500 : 5000) + write;
-                const double period = fmax(fmax(make + (stages == 1 ? bring : 0), life / slots), fmax(write, 3000.0));
-                const double cost = rounds * period + life;
-                if (best == 0 || cost < best) {
-                    best = cost;
-                    s.bands = bands, s.band_rows = most, s.teams = teams, s.slots = slots, s.stages = stages;
-                    s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
-                    plan->shared_bytes = int(slots * slot_bytes + stages * stage_bytes);
-                }
+        const int tasks = int(divide_up(int64_t(most) * s.width, kTileN));
+        for (int stages = 1; stages <= kMostStages; ++stages) {
+            const int64_t room = (shared_most - stages * stage_bytes) / shelf_bytes, most_shelves = kUnderWay * s.unit_shelves;
+            const int shelves = int(phases ? 0 : room < most_shelves ? room : most_shelves);
+            if (stages * stage_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
+            // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
+            const double bring = 300 + 0.7 * pixels * s.slabs;
+            const double make = 1000 + tasks * (400 + kTileN * (6.25 + 1.5625 * pieces * ks * s.slabs)) / kConsumers;
+            const double write = phases ? 0 : 500 + divide_up(s.slice_channels, Wide<T>::kWriters) * (200 + values * 1.5 / pack);
+            const double life = phases ? make : make + (members == 1 ? 2000 : 10000) + write;
+            const double wait = phases ? 0 : life * s.unit_shelves / shelves;
+            const double period = fmax(fmax(make + (stages == 1 ? bring : 0), wait), fmax(write, 2000.0));
+            const double cost = rounds * period + life;
+            if (best == 0 || cost < best) {
+                best = cost;
+                s.bands = bands, s.band_rows = most, s.teams = teams, s.shelves = shelves, s.stages = stages;
+                s.plane = int(plane), s.pixels = int(pixels), s.whole = whole;
+                plan->shared_bytes = int(shelves * shelf_bytes + stages * stage_bytes);
             }
         }
     }
     if (best == 0) return false;
     // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped. Each is taken to read as much
     // again as its first tap's pixels.
-    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + (kTaskPixels + 2 + kTileN) * 16;
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + 2 * (kTileN + 2) * 16;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
     const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
@@ -2126,12 +2213,14 @@ static bool plan_wide_convolution(WidePlan* plan, const int64_t* sizes, int valu
     plan->slices = s.units_per_sample * s.slices;
     plan->fragment_words = int64_t(plan->slices) * s.chunks * (ks == 3 ? kSteps<3> : kSteps<1>) * 128 * 2 * pieces;
     s.groups = s.slices == 1 ? s.unit_channels / s.group_channels : 1;
-    for (s.share = 32; s.groups * s.share > 32 * kExchangers;) s.share /= 2;
     for (s.channel_share = 1; s.channel_share < (s.slices == 1 ? s.group_channels : s.slice_channels);) s.channel_share *= 2;
     s.team_samples = s.teams / s.units_per_sample, s.team_parts = s.teams % s.units_per_sample;
-    s.inverse_width = 1.0f / float(s.width), s.inverse_count = 1.0 / (double(s.rows) * s.columns * s.group_channels);
-    const int64_t places = phases ? s.units : int64_t(2) * s.slots * s.teams;
-    plan->mail_words = places * s.groups * s.slices * s.bands * (sizeof(Sums) / 8);
+    const double count = double(s.rows) * s.columns * s.group_channels;
+    s.inverse_width = uint32_t((1ll << 32) / s.width + 1), s.inverse_step = 1.0;  // exact for what a block has of pixels
+    while (s.inverse_step * count < double(1ll << 46)) s.inverse_step *= 2;  // a Total has room for the sum
+    s.step = 1 / (s.inverse_step * count);
+    s.line = s.bands * s.slices > 1 ? 16 : 1;
+    plan->mail_words = int64_t(s.units) * s.groups * 4 * s.line;
     return true;
 }
 
@@ -2149,10 +2238,10 @@ static cudaError_t launch_wide_convolution(
     const int shared_most = device.shared_bytes - int(attributes.sharedSizeBytes);
     int resident = 0;
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_most);
-    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kWideBlock, shared_most);
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Wide<T>::kBlock, shared_most);
     if (error != cudaSuccess) return error;
     WidePlan plan = {};
-    if (resident < 1 || !plan_wide_convolution(&plan, sizes, sizeof(T), PHASES, device.sms, shared_most)) return cudaSuccess;
+    if (resident < 1 || !plan_wide_convolution<T>(&plan, sizes, PHASES, device.sms, shared_most)) return cudaSuccess;
     *workspace_bytes = plan.workspace();
     if (given.x == nullptr) return cudaSuccess;
     plan.shape.eps = float(eps);
@@ -2165,11 +2254,11 @@ static cudaError_t launch_wide_convolution(
     const dim3 grid(plan.shape.bands, plan.shape.slices, plan.shape.teams);
     if constexpr (PHASES) {
         for (plan.shape.phase = 1; plan.shape.phase <= 2; ++plan.shape.phase) {
-            kernel<<<grid, kWideBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
+            kernel<<<grid, Wide<T>::kBlock, plan.shared_bytes, stream>>>(operands, plan.shape);
         }
         return cudaGetLastError();
     } else {
-        return launch_together(kernel, grid, kWideBlock, plan.shared_bytes, stream, operands, plan.shape);
+        return launch_together(kernel, grid, Wide<T>::kBlock, plan.shared_bytes, stream, operands, plan.shape);
     }
 }
 #endif  // CUDART_VERSION >= 12040
