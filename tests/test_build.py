@@ -90,12 +90,14 @@ def test_cuda_compiles_for_every_architecture_without_a_spill(stem, tmp_path):
 
 @stems
 def test_cold_import_takes_seconds_and_warm_import_adds_little(stem, tmp_path):
-    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    cold = float(run_python(IMPORT_TIMED, kernel_file(stem), **options))
-    # The best of three: what else the machine does can only add to it.
-    assert any(float(run_python(IMPORT_TIMED, kernel_file(stem), **options)) <= 0.3 for _ in range(3))
+    # The best of two, and of three: what else the machine does can only add to it.
+    def seconds(built: str) -> float:
+        return float(run_python(IMPORT_TIMED, kernel_file(stem), cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / built))
+
     # Before 2.8 PyTorch puts its own headers before every source, which take longer than the source.
-    assert cold <= (12 if "no_implicit_headers" in signature(load_inline).parameters else 30)
+    limit = 12 if "no_implicit_headers" in signature(load_inline).parameters else 30
+    assert any(seconds(f"built {attempt}") <= limit for attempt in range(2))
+    assert any(seconds("built 0") <= 0.3 for _ in range(3))
 
 
 # ---- what may be missing
