@@ -30,7 +30,6 @@ FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 HOST_CALLS = 9
 LONGEST_HIDDEN_US = 2000.0
 BOOTSTRAP_DRAWS = 2000
-PLACEMENT = 0.002  # two copies of one Model have been 0.15% apart, run after run: it matters to the caches where the weights lie
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
@@ -122,9 +121,8 @@ class Samples:
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
         """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next.
 
-        Its ends are the 0.5% and 99.5% quantiles, and `PLACEMENT` beyond. For few rounds, and for rounds that depend on each other, a
-        bootstrap is too sure of itself, and of where the contenders' weights lie in memory it knows nothing: thus equal contenders come out
-        as equal in 95 of 100 runs or more, which is what the 95% promises.
+        Its ends are the 0.5% and 99.5% quantiles. For few rounds, and for rounds that depend on each other, a bootstrap is too sure of
+        itself: with these quantiles equal contenders come out as equal in 95 of 100 runs or more, which is what the 95% promises.
         """
         rows = torch.tensor([self.ms[of], self.ms[over]], dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
@@ -134,8 +132,7 @@ class Samples:
         drawn = rows[:, (starts + torch.arange(block)).flatten(1)[:, :rounds] % rounds]
         medians = drawn.median(dim=2).values  # four times as quick as quantile(0.5), and of an even number the lower of the middle two
         ratios = medians[1] / medians[0]
-        low, high = ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
-        return [low * (1 - PLACEMENT), high * (1 + PLACEMENT)]
+        return ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
 
 
 def verdict(interval: list[float]) -> str:

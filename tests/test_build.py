@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from cases import FIRST, SOLUTIONS, STEMS, solution
 from processes import PRELUDE, finish, run_python, save_case, start_python
 from sources import one_of_each_build
-from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME, load_inline
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS, CUDA_HOME
 
 stems = pytest.mark.parametrize("stem", STEMS)
 builders = pytest.mark.parametrize("stem", one_of_each_build())
@@ -90,14 +89,11 @@ def test_cuda_compiles_for_every_architecture_without_a_spill(stem, tmp_path):
 
 @stems
 def test_cold_import_takes_seconds_and_warm_import_adds_little(stem, tmp_path):
-    # The best of two, and of three: what else the machine does can only add to it.
-    def seconds(built: str) -> float:
-        return float(run_python(IMPORT_TIMED, kernel_file(stem), cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / built))
-
-    # Before 2.8 PyTorch puts its own headers before every source, which take longer than the source.
-    limit = 12 if "no_implicit_headers" in signature(load_inline).parameters else 30
-    assert any(seconds(f"built {attempt}") <= limit for attempt in range(2))
-    assert any(seconds("built 0") <= 0.3 for _ in range(3))
+    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    cold = float(run_python(IMPORT_TIMED, kernel_file(stem), **options))
+    # The best of three: what else the machine does can only add to it.
+    assert any(float(run_python(IMPORT_TIMED, kernel_file(stem), **options)) <= 0.3 for _ in range(3))
+    assert cold <= 12
 
 
 # ---- what may be missing
@@ -133,7 +129,7 @@ def test_what_is_missing_is_named_in_one_line(stem, missing, tmp_path):
     named = {"CXX": tmp_path / "nowhere" / "clang++"} if "CXX" in missing else {"CXX": None}
     blocked = 'sys.modules["ninja"] = None\n' if missing == "ninja" else ""
     options = {"cwd": tmp_path, "python": python, "PATH": tools, "TORCH_EXTENSIONS_DIR": tmp_path / "built", **named}
-    code, _, err = finish(start_python(blocked + IMPORT, kernel_file(stem), **options))
+    code, _, err = finish(start_python(blocked + IMPORT, kernel_file(stem), **options), timeout=30)
     last_line = err.strip().splitlines()[-1]
     assert code != 0
     assert "install" in last_line
@@ -154,7 +150,7 @@ def test_without_nvcc_the_toolkit_is_asked_for(stem, missing, tmp_path):
     nowhere = None if missing == "nvcc" else tmp_path / "nowhere"
     environment = {"CUDA_HOME": nowhere, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
     as_found = f"import torch.utils.cpp_extension as extension\nextension.CUDA_HOME = {nowhere and str(nowhere)!r}\n"
-    code, _, err = finish(start_python(WITH_A_GPU + as_found + IMPORT, kernel_file(stem), cwd=tmp_path, **environment))
+    code, _, err = finish(start_python(WITH_A_GPU + as_found + IMPORT, kernel_file(stem), cwd=tmp_path, **environment), timeout=30)
     last_line = err.strip().splitlines()[-1]
     assert code != 0 and all(word in last_line for word in ("nvcc", f"CUDA_HOME ({nowhere})", "install the CUDA toolkit 13.0")), err
 
@@ -279,7 +275,7 @@ def test_a_killed_build_does_not_stop_the_next_one(stem, tmp_path):
     built = tmp_path / "built"
     saved, options = saved_case(stem, tmp_path), {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": built}
     first = start_python(IMPORT, kernel_file(stem), **options)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 30
     while not any(built.rglob("*.cpp")) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert any(built.rglob("*.cpp")), "it did not begin to build"
@@ -287,4 +283,4 @@ def test_a_killed_build_does_not_stop_the_next_one(stem, tmp_path):
     assert first.poll() is None, "it had ended before it could be killed"
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    run_python(IMPORT_AND_CHECK, kernel_file(stem), saved, **options)
+    run_python(IMPORT_AND_CHECK, kernel_file(stem), saved, timeout=60, **options)

@@ -392,8 +392,7 @@ def test_statistics_of_known_samples():
     assert samples.spread("new") == [2.0, 4.0]
     assert samples.speedup("new", over="eager") == 10.0
     # Drawn in pairs, the ratio of every round is 10: an unpaired bootstrap would spread.
-    around = [10 * (1 - timing.PLACEMENT), 10 * (1 + timing.PLACEMENT)]
-    assert samples.speedup_interval("new", over="eager", seed=0) == pytest.approx(around)
+    assert samples.speedup_interval("new", over="eager", seed=0) == pytest.approx([10.0, 10.0])
 
 
 @pytest.mark.parametrize("disturbance", ["none", "spikes", "shared by a round and the next ones", "a coarse clock"])
@@ -416,12 +415,6 @@ def test_equal_contenders_are_not_told_apart(rounds, disturbance):
     assert sum(low <= 1 <= high for low, high in intervals) >= 95
 
 
-def test_copies_that_lie_elsewhere_in_memory_are_not_told_apart():
-    ms = [1 + 0.001 * i for i in range(40)]
-    samples = timing.Samples({"new": ms, "eager": [1.0015 * t for t in ms]})
-    assert timing.verdict(samples.speedup_interval("new", over="eager", seed=0)) == timing.AMBIGUOUS
-
-
 def test_where_the_model_itself_is_off_float64_decides():
     case = Case(None, None, "cpu", torch.float32, "highest", False, None, 0)
     exact, eager = torch.tensor([100.0, 0.0], dtype=torch.float64), torch.tensor([100.0, 0.05])
@@ -431,7 +424,7 @@ def test_where_the_model_itself_is_off_float64_decides():
         examination._judge("batch 3", {"output": new}, {"output": eager}, None, {}, exact_answer)
         return examination.verdict.reasons
 
-    better, worse = torch.tensor([100.0, 0.0005]), torch.tensor([100.0, 0.2])
+    better, worse = torch.tensor([100.0, 0.0005]), torch.tensor([100.0, -0.06])
     assert reasons(better, lambda: {"output": exact}) == []
     assert "1 of 2 elements" in reasons(better, None)[0]
     assert "1 of 2 elements" in reasons(worse, lambda: {"output": exact})[0]
