@@ -3306,6 +3306,11 @@ def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
             if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
                 cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
         options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
+        if not options:  # before 2.8 it puts PyTorch's widest headers before each source, thrice the source's time: empty ones are found first
+            os.mkdir(os.path.join(build, "torch"))
+            for header in ("extension.h", "types.h"):
+                open(os.path.join(build, "torch", header), "w").close()
+            cpp_flags, cuda_flags = [*cpp_flags, "-I."], cuda_flags and [*cuda_flags, "-I."]
         cpp_extension.load_inline(
             name=namespace,
             cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
