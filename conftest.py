@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: idle threads do not keep a busy machine's cores
 
@@ -11,6 +12,7 @@ import torch
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "ahead(call): the fixture `ahead` gives what call(**parameters) has returned in another thread")
     for expected in (
         "input's size at dim=. does not match num_features:UserWarning",  # the Model of linear_instance_norm_residual normalises one channel
         "Initializing zero-element tensors is a no-op:UserWarning",  # layers with no input features
@@ -42,6 +44,33 @@ def pytest_runtest_call():
         for version, pattern, what in LACKING:
             if torch.__version__ < version and re.search(pattern, said):
                 outcome.force_exception(pytest.skip.Exception(f"PyTorch {torch.__version__} has not: {what}"))
+
+
+# A long compilation runs on a core that the tests leave idle: it begins with the session, and whoever wants its result has a late turn.
+# Who measures time comes last, when nothing else runs.
+MEASURED = ("::test_cold_import", "tests/test_harness.py")
+_one_at_a_time = ThreadPoolExecutor(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: (any(name in item.nodeid for name in MEASURED), item.get_closest_marker("ahead") is not None))
+
+
+def pytest_runtestloop(session):
+    if not session.config.option.collectonly:
+        for item in session.items:
+            if marker := item.get_closest_marker("ahead"):
+                item.ahead = _one_at_a_time.submit(marker.kwargs["call"], **item.callspec.params)
+
+
+def pytest_sessionfinish():
+    _one_at_a_time.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture
+def ahead(request):
+    return request.node.ahead.result()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["on cpu", "on cuda"])
