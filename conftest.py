@@ -61,7 +61,8 @@ def pytest_runtestloop(session):
     if not session.config.option.collectonly:
         for item in session.items:
             if marker := item.get_closest_marker("ahead"):
-                item.ahead = _one_at_a_time.submit(marker.kwargs["call"], **item.callspec.params)
+                parameters = item.callspec.params if hasattr(item, "callspec") else {}
+                item.ahead = _one_at_a_time.submit(marker.kwargs["call"], **parameters)
 
 
 def pytest_sessionfinish():

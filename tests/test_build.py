@@ -75,12 +75,11 @@ def compile_for_every_architecture(stem: str) -> subprocess.CompletedProcess | N
 @stems
 @pytest.mark.ahead(call=compile_for_every_architecture)
 def test_cuda_compiles_for_every_architecture_without_a_spill(stem, ahead):
-    done = ahead
-    if done is None:
+    if ahead is None:
         assert not os.environ.get("CI"), "no nvcc, which continuous integration must have"
         pytest.skip("no nvcc on this machine")
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report
+    report = ahead.stdout + ahead.stderr
+    assert ahead.returncode == 0, report
     assert "warning" not in report, report
     kernels = {arch: report.count(f"' for 'sm_{arch}'") for arch in ARCHITECTURES}
     assert min(kernels.values()) > 0 and len(set(kernels.values())) == 1, kernels

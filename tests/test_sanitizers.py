@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -41,29 +42,36 @@ def sanitizer_libraries() -> list[str]:
     return paths if all(Path(path).is_absolute() for path in paths) else []
 
 
-def test_no_fault_of_memory_or_arithmetic(tmp_path):
+def run_all_with_sanitizers() -> tuple[list[tuple[int, str, str]], list[bytes]] | None:
+    """What the processes, one for each pair, ended with, and the libraries that they built."""
+    libraries = sanitizer_libraries()
+    if not libraries or shutil.which("c++") is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        compiler, built = Path(folder, "c++-with-sanitizers"), Path(folder, "built")
+        compiler.write_text(COMPILER)
+        compiler.chmod(0o755)
+        environment = {
+            "CXX": compiler,
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0:protect_shadow_gap=0",  # Python leaks at exit; CUDA's libraries want the gap
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_EXTENSIONS_DIR": built,
+        }
+        ended = [finish(start_python(RUN_ALL, stem, cwd=ROOT, **environment), timeout=300) for stem in STEMS]
+        return ended, [path.read_bytes() for path in built.glob("*.so")]
+
+
+@pytest.mark.ahead(call=run_all_with_sanitizers)
+def test_no_fault_of_memory_or_arithmetic(ahead):
     """Forward and gradients of small cases of every pair, in every dtype, also at odd offsets, also empty.
 
     The CPU's strings only, whatever devices there are.
     """
-    libraries = sanitizer_libraries()
-    if not libraries or shutil.which("c++") is None:
+    if ahead is None:
         pytest.skip("needs g++ with libasan and libubsan")
-    compiler = tmp_path / "c++-with-sanitizers"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    environment = {
-        "CXX": compiler,
-        "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0:protect_shadow_gap=0",  # Python leaks at exit; CUDA's libraries want the gap
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_EXTENSIONS_DIR": tmp_path / "built",
-    }
-    for several in (STEMS[::2], STEMS[1::2]):  # each build wants a gigabyte
-        processes = [start_python(RUN_ALL, stem, cwd=ROOT, **environment) for stem in several]
-        for process in processes:
-            code, out, err = finish(process, timeout=300)
-            assert code == 0 and int(out.removeprefix("ran ")) > 100, f"exit code {code}:\n{out}\n{err}"
-    built = [path.read_bytes() for path in (tmp_path / "built").glob("*.so")]
+    ended, built = ahead
+    for code, out, err in ended:
+        assert code == 0 and int(out.removeprefix("ran ")) > 100, f"exit code {code}:\n{out}\n{err}"
     assert len(built) == len(STEMS) and all(b"__asan_report_load" in text and b"__ubsan_handle" in text for text in built)
