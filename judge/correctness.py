@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from judge.compare import TOLERANCE, Errors, compare, first_changed, is_constant, same_bits, same_form
 from judge.machine import synchronize
-from judge.observe import GRADIENT, behaviour, by_name, clone_all, named_outputs, observe, perturb, poisoned, snapshot
+from judge.observe import GRADIENT, behaviour, by_name, clone_all, named_outputs, observe, perturb, poisoned, relocate, snapshot
 from judge.pairs import RAISED, CandidateRaised, Problem, last_line, to_device
 
 SEEDS = 3
@@ -73,9 +73,9 @@ class Examination:
 
     def run(self) -> Verdict:
         """Each step adds its reasons; one that finds any ends the examination, as later ones would only echo it."""
-        steps = (self._same_start, self._seeds, self._no_stale_answers, self._nan_in_nan_out, self._other_grad_mode, self._other_stream)
+        later = self._no_stale_answers, self._moved_weights, self._nan_in_nan_out, self._other_grad_mode, self._other_stream
         try:
-            for step in steps:
+            for step in (self._same_start, self._seeds, *later):
                 step()
                 if self.verdict.reasons:
                     break
@@ -184,6 +184,9 @@ class Examination:
 
     def _give_weights(self) -> None:
         self.new.load_state_dict(self.model.state_dict(), strict=True)
+        self._freeze()
+
+    def _freeze(self) -> None:
         if self.case.frozen:
             try:
                 self.new.freeze_weight()
@@ -332,6 +335,16 @@ class Examination:
         del kept
         self._judge("other inputs in between", seen, observe(self.model, others, case.backward, seed), None, {})
         self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between")
+
+    def move(self) -> None:
+        """The weights of both to other places in memory, in pairs of places that change from call to call."""
+        relocate(self.model, self.new)
+        self._freeze()
+
+    def _moved_weights(self) -> None:
+        """The answer does not depend on where the weights lie: `.to` moves them, and so does timing."""
+        self.move()
+        self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changes when the weights move in memory, as .to moves them")
 
     def _other_batches(self) -> None:
         """Other numbers of samples get their answers too, unless the Model itself refuses them.

@@ -13,6 +13,7 @@ Races between two accesses of a library's own kernel, as racecheck reports them 
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import functools
@@ -21,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,6 +43,7 @@ from torch import library
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
 RACE = re.compile(r"Race reported between \w+ access at .*\n(?:=+ +and \w+ access at .*\n?)*")
 LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
+HOST_US = 100.0  # of a call: what it takes under a sanitizer is a multiple of this and of the GPU's time
 PRODUCTS = test_float32_gemm.CASES + test_float32_gemm.ODD + test_float32_gemm.LARGE
 
 
@@ -135,25 +138,32 @@ def profile_all(stem: str, path: Path) -> None:
             call()
             torch.cuda._sleep(1)
         torch.cuda.synchronize()
-    built, launched = built_kernels(stem), [set()]
+    built, launched, us = built_kernels(stem), [set()], [0.0]
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         if "spin_kernel" in event.name:
             launched.append(set())
+            us.append(0.0)
+        else:
+            us[-1] += event.time_range.elapsed_us()
         launched[-1] |= {name_of(event.name)} & built
     assert len(launched) == len(calls) + 1
     reached = set().union(*launched)
     calls = [sorted(names) for names in launched[:-1]]
-    path.write_text(json.dumps({"calls": calls, "built": sorted(built), "unreached": sorted(built - reached)}))
+    path.write_text(json.dumps({"calls": calls, "us": us[:-1], "built": sorted(built), "unreached": sorted(built - reached)}))
 
 
-def in_order(launched: list[list[str]]) -> list[int]:
-    """First the calls that launch kernels which no smaller one does, then the others."""
-    seen, first = set(), []
-    for index, names in enumerate(launched):
-        if not seen.issuperset(names):
-            first.append(index)
-            seen.update(names)
-    return [*first, *(index for index in range(len(launched)) if index not in set(first))]
+def in_order(launched: list[list[str]], us: list[float]) -> list[int]:
+    """First a few calls that launch all kernels in little time, the longest of them ahead; then the others, by time.
+
+    Each of the few is the one that launches the most kernels not yet launched for its time, which a sanitizer multiplies.
+    """
+    wanted, few = set().union(*launched), []
+    while wanted:
+        best = max(range(len(launched)), key=lambda index: len(wanted.intersection(launched[index])) / (us[index] + HOST_US))
+        few.append(best)
+        wanted.difference_update(launched[best])
+    others = sorted(set(range(len(launched))).difference(few), key=us.__getitem__)
+    return sorted(few, key=us.__getitem__, reverse=True) + others
 
 
 @contextlib.contextmanager
@@ -176,7 +186,8 @@ def prefilled() -> Iterator[None]:
 def call_all(stem: str, path: Path, claims: Path, deadline: float) -> None:
     """Makes the calls that no other process has claimed, those first that reach a new kernel."""
     calls = calls_of(stem)
-    for index in in_order(json.loads(path.read_text())["calls"]):
+    reach = json.loads(path.read_text())
+    for index in in_order(reach["calls"], reach["us"]):
         if time.monotonic() > deadline:
             break
         try:
@@ -199,7 +210,9 @@ def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subpro
         # No kernel is left out by its name: racecheck dies of an error of its own where one runs between others that it watches.
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000" if tool == "racecheck" else "5", *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    return subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+    atexit.register(lambda: process.poll() is None and os.killpg(process.pid, signal.SIGKILL))
+    return process
 
 
 def of_libraries(said: str, built: set[str]) -> int:
@@ -250,6 +263,7 @@ def main() -> int:
         with prefilled() if options.tools == "initcheck" else contextlib.nullcontext():
             call_all(options.pairs, options.call, options.claims, options.until)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no process is left behind
     folder = Path(tempfile.mkdtemp())
     found, stems, gpu, reach = 0, options.pairs.split(","), itertools.count(), {}
     profiling = {stem: start("--pairs", stem, "--profile", folder / stem, output=folder / f"{stem}.log", gpu=next(gpu)) for stem in stems}
@@ -272,7 +286,7 @@ def main() -> int:
             try:
                 process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
         found += not report(tool, stem, reach[stem], [log.read_text() for log in processes])
     shutil.rmtree(folder)
     return 1 if found else 0
