@@ -41,6 +41,7 @@ import test_implicit_gemm
 import test_instance_norm_backward
 import torch
 from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
+from processes import visible_gpus
 from torch import library, nn
 
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
@@ -213,9 +214,8 @@ def call_all(stem: str, plain: bool, path: Path, claims: Path, deadline: float) 
 
 
 def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subprocess.Popen:
-    command, environment = [sys.executable, __file__, *map(str, arguments)], {**os.environ}
-    if not environment.get("CUDA_VISIBLE_DEVICES"):
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu % torch.cuda.device_count())
+    command, gpus = [sys.executable, __file__, *map(str, arguments)], visible_gpus()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[gpu % len(gpus)]}
     if tool:
         # No kernel is left out by its name: racecheck dies of an error of its own where one runs between others that it watches.
         command = ["compute-sanitizer", "--tool", tool, *OPTIONS.get(tool, ("--print-limit", "5")), *command]
