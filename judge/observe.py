@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import warnings
 from typing import Callable
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 GRADIENT = "gradient of "  # what the names of gradients begin with, beside "output"
+unforeseen = random.SystemRandom()
 
 
 def perturb(model: torch.nn.Module, seed: int) -> None:
@@ -23,6 +25,15 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
             tensor.mul_(factors)
         else:
             tensor.copy_(factors.sub_(1.0))
+
+
+def relocate(*modules: torch.nn.Module) -> None:
+    """Moves the modules' parameters and buffers to other places in memory, drawn among a few. As with `.to`, they stay the same objects."""
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    for tensor in unforeseen.sample(tensors, len(tensors)):
+        spare = [torch.empty_like(tensor) for _ in range(unforeseen.randrange(3))]  # where the tensor would have come to lie
+        tensor.data = tensor.detach().clone()
+        del spare
 
 
 def clone_all(tensors: list) -> list:

@@ -3,9 +3,10 @@
 All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
 Before every call the cache is flushed, on a GPU for as long as the slowest host needs to launch a call: what is timed there is the GPU's
 work, and the host's time is told apart. Between rounds the inputs get new values that nobody can foresee, so that nothing remembered or
-made ahead helps. Medians over rounds;
-a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the pairing. What says that the rounds were
-disturbed (their spread, a drift) is said with the result.
+made ahead helps. Every few rounds the weights move to other places in memory: one of two equal modules may be 0.2% faster for as long as
+they stay where they are. Medians over rounds; a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the
+pairing, in blocks whose weights lay in the same places. What says that the rounds were disturbed (their spread, a drift) is said with the
+result.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Samples:
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     host_us: dict[str, float] = field(default_factory=dict)
+    block: int = 0  # rounds between two moves of the weights
 
     def median(self, name: str) -> float:
         return _quantile(self.ms[name], 0.5)
@@ -119,7 +121,8 @@ class Samples:
         return found
 
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
-        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next.
+        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next, and weights
+        lie well or badly until they move.
 
         Its ends are the 0.5% and 99.5% quantiles. For few rounds, and for rounds that depend on each other, a bootstrap is too sure of
         itself: with these quantiles equal contenders come out as equal in 95 of 100 runs or more, which is what the 95% promises.
@@ -127,12 +130,17 @@ class Samples:
         rows = torch.tensor([self.ms[of], self.ms[over]], dtype=torch.float64)
         generator = torch.Generator().manual_seed(seed)
         rounds = rows.shape[1]
-        block = int(rounds ** (1 / 3))
-        starts = torch.randint(rounds, (BOOTSTRAP_DRAWS, -(-rounds // block), 1), generator=generator)
+        block = self.block or rounds_a_block(rounds)
+        blocks = -(-rounds // block)
+        starts = block * torch.randint(blocks, (BOOTSTRAP_DRAWS, blocks, 1), generator=generator)
         drawn = rows[:, (starts + torch.arange(block)).flatten(1)[:, :rounds] % rounds]
         medians = drawn.median(dim=2).values  # four times as quick as quantile(0.5), and of an even number the lower of the middle two
         ratios = medians[1] / medians[0]
         return ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
+
+
+def rounds_a_block(rounds: float) -> int:
+    return max(1, int((rounds / 2) ** (1 / 3)))
 
 
 def verdict(interval: list[float]) -> str:
@@ -173,8 +181,12 @@ def measure(
     seconds_each: float,
     seed: int,
     inspect: Callable[[object], None] | None = None,
+    move: Callable[[], None] | None = None,
 ) -> Samples:
     """Times all contenders in interleaved rounds. `renew(f)` gives the inputs new values, scaled by f, between rounds.
+
+    `move` gives the weights other places in memory, between blocks of rounds. The calls right behind it, which may have to find that out,
+    are not timed.
 
     `inspect` sees what `new` gave in some of the rounds, INSPECTED_ROUNDS at least. Which ones is drawn when the answer is there, so that no
     call can know; such a round gives no samples, as what comes after an inspection is not what comes after a call.
@@ -189,12 +201,31 @@ def measure(
     if device == "cuda":
         samples.host_us = {name: host_us(call) for name, call in contenders.items()}
         flush.hide(max(samples.host_us.values()))
+
+    def one_round(look: Callable[[object], None] | None = None) -> dict[str, float]:
+        taken = {}
+        for name in order.sample(sorted(contenders), len(contenders)):
+            flush()
+            taken[name] = stopwatch(contenders[name], look if name == "new" else None)
+        return taken
+
+    if move:
+        begin = perf_counter()
+        one_round()
+        foreseen = seconds_each * len(contenders) / (perf_counter() - begin)
+        samples.block = rounds_a_block(max(MIN_ROUNDS, min(MAX_ROUNDS, foreseen)))
     deadline = perf_counter() + seconds_each * len(contenders)
+    to_move = 0
     for turn in itertools.count():
         done = turn - len(inspected)
         enough = done >= MIN_ROUNDS and (perf_counter() > deadline or done >= MAX_ROUNDS)
         if enough and (not inspect or len(inspected) >= INSPECTED_ROUNDS):
             break
+        if move and done == to_move:
+            move()
+            for call in contenders.values():
+                stopwatch(call)
+            to_move += samples.block
 
         def look(result, turn=turn):
             if inspect and unforeseen.random() < INSPECTED_SHARE:
@@ -202,10 +233,7 @@ def measure(
                 inspect(result)
 
         renew(unforeseen.uniform(0.9, 1.0))
-        taken = {}
-        for name in order.sample(sorted(contenders), len(contenders)):
-            flush()
-            taken[name] = stopwatch(contenders[name], look if name == "new" else None)
+        taken = one_round(look)
         if turn not in inspected:
             for name, ms in taken.items():
                 samples.ms[name].append(ms)
@@ -223,6 +251,21 @@ def peak_memory(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+class Captured:
+    """A call as the replay of a CUDA graph, which knows the addresses of all that was there when it was captured."""
+
+    def __init__(self, call: Callable[[], object]):
+        self._call = call
+        self.capture()
+
+    def capture(self) -> None:
+        self._replay = self.output = None  # room for the next
+        self._replay, self.output = in_cuda_graph(self._call)
+
+    def __call__(self) -> None:
+        self._replay()
 
 
 def in_cuda_graph(call: Callable[[], object]) -> tuple[Callable[[], None], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,13 +191,19 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                     x.mul_(factor)
 
     def inspect(result) -> None:
-        examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
+        examination.while_timed(result, inputs, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
+
+    def move() -> None:
+        examination.move()
+        for call in contenders.values():
+            if isinstance(call, timing.Captured):
+                call.capture()
 
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
         clocks_before = machine.clocks(case.device)
-        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect)
+        samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect, move)
         if case.device == "cuda":
             run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
         run.interference = [*samples.interference(), *_foreign_load(run)]
@@ -248,14 +255,16 @@ def _contenders(
             contenders[name] = lambda: step(model, model)
         elif name in COMPILE_MODES:
             say(f"compiling the Model ({name})")
-            compiled = torch.compile(model, mode=COMPILE_MODES[name], dynamic=False)
+            owner = model
             try:
                 if name == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
+                    owner = copy.deepcopy(model)  # and whose weights stay where they are
                     for x in inputs:
                         if isinstance(x, torch.Tensor):
                             torch._dynamo.mark_static_address(x)
-                step(compiled, model)
-                contenders[name] = lambda compiled=compiled: step(compiled, model)
+                compiled = torch.compile(owner, mode=COMPILE_MODES[name], dynamic=False)
+                step(compiled, owner)
+                contenders[name] = lambda compiled=compiled, owner=owner: step(compiled, owner)
             except Exception as error:  # noqa: BLE001 - a baseline that fails is no fault of the candidate
                 run.notes.append(_without_paths(f"no {name} baseline: {last_line(error)}"))
         elif case.device != "cuda":
@@ -287,13 +296,13 @@ def _differentiable(result) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
-def _captured(call: Callable[[], object], examination: Examination) -> Callable[[], object]:
-    replay, output = timing.in_cuda_graph(call)
-    replay()
-    for replayed, expected in zip(tree_flatten(output)[0], tree_flatten(call())[0]):
+def _captured(call: Callable[[], object], examination: Examination) -> timing.Captured:
+    captured = timing.Captured(call)
+    captured()
+    for replayed, expected in zip(tree_flatten(captured.output)[0], tree_flatten(call())[0]):
         if isinstance(expected, torch.Tensor) and not examination.close(GRADIENT, replayed, expected):
             raise RuntimeError("its replay gives another answer")
-    return replay
+    return captured
 
 
 def _set_roof(run: Run, case: Case, ceilings: Ceilings, say: Callable[[str], None]) -> None:

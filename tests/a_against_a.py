@@ -3,6 +3,7 @@
 python tests/a_against_a.py [RUNS] [SECONDS_EACH]       100 runs, 0.3 seconds for each contender
 """
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from judge import timing  # noqa: E402
+from judge.observe import relocate  # noqa: E402
 from judge.pairs import Problem  # noqa: E402
 
 
@@ -20,12 +22,13 @@ def main(runs: int = 100, seconds_each: float = 0.3) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problem = Problem(ROOT / "models" / "linear_swish_group_norm.py")
     inputs = problem.inputs(32, device, torch.float32, 0)
+    first, second = (problem.make(problem.model_class, 0).to(device) for _ in range(2))
+    contenders = {"new": lambda: first(*inputs), "eager": lambda: second(*inputs)}
+    move = functools.partial(relocate, first, second)
     verdicts, disturbed, widths = Counter(), 0, []
     for seed in range(runs):
-        first, second = (problem.make(problem.model_class, seed).to(device) for _ in range(2))
         with torch.no_grad():
-            contenders = {"new": lambda model=first: model(*inputs), "eager": lambda model=second: model(*inputs)}
-            samples = timing.measure(contenders, lambda factor: None, device, seconds_each, seed)
+            samples = timing.measure(contenders, lambda factor: None, device, seconds_each, seed, move=move)
         interval = samples.speedup_interval("new", over="eager", seed=seed)
         verdicts[timing.verdict(interval)] += 1
         disturbed += bool(samples.interference())

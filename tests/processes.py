@@ -80,8 +80,11 @@ def pool(processes: int):
     """A multiprocessing pool whose processes take the GPUs in turn, and one thread each."""
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ[name] = "1"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    return multiprocessing.get_context("spawn").Pool(processes, _on_one_gpu, (visible.split(","),))
+    return multiprocessing.get_context("spawn").Pool(processes, _on_one_gpu, (visible_gpus(),))
+
+
+def visible_gpus() -> list[str]:
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
 
 
 def _on_one_gpu(gpus: list[str]) -> None:

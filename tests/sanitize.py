@@ -1,18 +1,21 @@
 """Every kernel under compute-sanitizer: forward and gradients of the tests' cases, in every dtype, those first that reach a new kernel.
 
-    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 120] [--processes 1]
+    python tests/sanitize.py [--tools initcheck,synccheck,racecheck,memcheck] [--pairs NAME,...] [--seconds 60] [--processes 4]
     python tests/sanitize.py --reach     only says how many kernels of the built library the calls launch, and which they do not
 
-First all calls run once under PyTorch's profiler, which says which of them launches which kernels. Then one process for each pair and tool,
-or as many as are asked for, who share its calls; all at once, on the GPUs in turn. A line for each pair and tool says how many calls were made
-in the seconds, how many kernels they launched, and what the tool found. Exit code 1 if that was anything, or if a tool did not get through
-all kernels. Every tensor is an allocation of its own, so that the tools know its borders.
+First all calls run once under PyTorch's profiler, which says which of them launches which kernels, and for how long. Then one process for
+each pair and tool, several for racecheck, which is the slowest; all at once, on the GPUs in turn. They begin with the calls that are enough
+to launch every kernel. A line for each pair and tool says how many calls were made in the seconds, how many kernels they launched, and what
+the tool found; under it, where. Exit code 1 if any of that is ours, or if a tool did not get through all kernels. Every tensor is an
+allocation of its own, so that the tools know its borders.
 PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 
-Races between two accesses of a library's own kernel, as racecheck reports them of cuBLAS, are counted apart and are no fault of ours.
+What a tool finds in a library's kernel is ours as long as it is not shown that it is not: a race, where both accesses are a library's; a
+read of what nobody wrote, where the same instruction of the same kernel does it without our code too, in the same calls of the Model.
 """
 
 import argparse
+import atexit
 import contextlib
 import copy
 import functools
@@ -21,10 +24,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,11 +41,16 @@ import test_implicit_gemm
 import test_instance_norm_backward
 import torch
 from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
-from torch import library
+from processes import visible_gpus
+from torch import library, nn
 
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
 RACE = re.compile(r"Race reported between \w+ access at .*\n(?:=+ +and \w+ access at .*\n?)*")
+FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+(0x\w+)", re.MULTILINE)
+OFFSET = re.compile(r"(\+0x\w+)?$")
+OPTIONS = {"initcheck": ("--print-limit", "100000", "--show-backtrace", "no"), "racecheck": ("--print-limit", "1000")}
 LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
+HOST_US = 100.0  # of a call: what it takes under a sanitizer is a multiple of this and of the GPU's time
 PRODUCTS = test_float32_gemm.CASES + test_float32_gemm.ODD + test_float32_gemm.LARGE
 
 
@@ -58,27 +68,30 @@ def cases_of(stem: str) -> list[Case]:
 
 
 @functools.lru_cache(maxsize=1)
-def drawn(case: Case) -> tuple:
-    return build(case)[1:]
+def drawn(case: Case) -> tuple[nn.Module, nn.Module, list]:
+    return build(case)
 
 
-def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
-    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, and badly scaled rows."""
+def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], None]]]:
+    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, and badly scaled rows.
+
+    plain: of the Model instead of ModelNew, so with none of our code.
+    """
     calls = []
 
     def add(case, dtype, how, call, change=lambda new, inputs: inputs, tf32=False):
         def whole():
             torch.backends.cuda.matmul.allow_tf32 = tf32
-            new, inputs = drawn(case)
-            new, inputs = copy.deepcopy(new).to("cuda", dtype), converted(inputs, "cuda", dtype)
+            model, new, inputs = drawn(case)
+            new, inputs = copy.deepcopy(model if plain else new).to("cuda", dtype), converted(inputs, "cuda", dtype)
             call(new, change(new, inputs))
 
         calls.append((f"{case} in {dtype}, {how}", whole))
 
     def add_tail(tail, dtype):
         def whole():
-            _, ours, (*inputs, gradient) = tail.build("cuda", dtype)
-            ours(*(t.requires_grad_() for t in inputs)).backward(gradient)
+            model, ours, (*inputs, gradient) = tail.build("cuda", dtype)
+            (model if plain else ours)(*(t.requires_grad_() for t in inputs)).backward(gradient)
 
         calls.append((f"{tail} in {dtype}", whole))
 
@@ -94,7 +107,8 @@ def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
         return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
 
     def frozen(new, inputs):
-        new.eval().freeze_weight()
+        if not plain:
+            new.eval().freeze_weight()
         return inputs
 
     for case in cases_of(stem):
@@ -135,25 +149,32 @@ def profile_all(stem: str, path: Path) -> None:
             call()
             torch.cuda._sleep(1)
         torch.cuda.synchronize()
-    built, launched = built_kernels(stem), [set()]
+    built, launched, us = built_kernels(stem), [set()], [0.0]
     for event in sorted(profile.events(), key=lambda event: event.time_range.start):
         if "spin_kernel" in event.name:
             launched.append(set())
+            us.append(0.0)
+        else:
+            us[-1] += event.time_range.elapsed_us()
         launched[-1] |= {name_of(event.name)} & built
     assert len(launched) == len(calls) + 1
     reached = set().union(*launched)
     calls = [sorted(names) for names in launched[:-1]]
-    path.write_text(json.dumps({"calls": calls, "built": sorted(built), "unreached": sorted(built - reached)}))
+    path.write_text(json.dumps({"calls": calls, "us": us[:-1], "built": sorted(built), "unreached": sorted(built - reached)}))
 
 
-def in_order(launched: list[list[str]]) -> list[int]:
-    """First the calls that launch kernels which no smaller one does, then the others."""
-    seen, first = set(), []
-    for index, names in enumerate(launched):
-        if not seen.issuperset(names):
-            first.append(index)
-            seen.update(names)
-    return [*first, *(index for index in range(len(launched)) if index not in set(first))]
+def in_order(launched: list[list[str]], us: list[float]) -> list[int]:
+    """First a few calls that launch all kernels in little time, the longest of them ahead; then the others, by time.
+
+    Each of the few is the one that launches the most kernels not yet launched for its time, which a sanitizer multiplies.
+    """
+    wanted, few = set().union(*launched), []
+    while wanted:
+        best = max(range(len(launched)), key=lambda index: len(wanted.intersection(launched[index])) / (us[index] + HOST_US))
+        few.append(best)
+        wanted.difference_update(launched[best])
+    others = sorted(set(range(len(launched))).difference(few), key=us.__getitem__)
+    return sorted(few, key=us.__getitem__, reverse=True) + others
 
 
 @contextlib.contextmanager
@@ -173,10 +194,11 @@ def prefilled() -> Iterator[None]:
     del aten
 
 
-def call_all(stem: str, path: Path, claims: Path, deadline: float) -> None:
+def call_all(stem: str, plain: bool, path: Path, claims: Path, deadline: float) -> None:
     """Makes the calls that no other process has claimed, those first that reach a new kernel."""
-    calls = calls_of(stem)
-    for index in in_order(json.loads(path.read_text())["calls"]):
+    calls = calls_of(stem, plain)
+    reach = json.loads(path.read_text())
+    for index in in_order(reach["calls"], reach["us"]):
         if time.monotonic() > deadline:
             break
         try:
@@ -192,64 +214,75 @@ def call_all(stem: str, path: Path, claims: Path, deadline: float) -> None:
 
 
 def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subprocess.Popen:
-    command, environment = [sys.executable, __file__, *map(str, arguments)], {**os.environ}
-    if not environment.get("CUDA_VISIBLE_DEVICES"):
-        environment["CUDA_VISIBLE_DEVICES"] = str(gpu % torch.cuda.device_count())
+    command, gpus = [sys.executable, __file__, *map(str, arguments)], visible_gpus()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[gpu % len(gpus)]}
     if tool:
         # No kernel is left out by its name: racecheck dies of an error of its own where one runs between others that it watches.
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000" if tool == "racecheck" else "5", *command]
+        command = ["compute-sanitizer", "--tool", tool, *OPTIONS.get(tool, ("--print-limit", "5")), *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    return subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(command, env=environment, stdout=output.open("w"), stderr=subprocess.STDOUT, start_new_session=True)
+    atexit.register(lambda: process.poll() is None and os.killpg(process.pid, signal.SIGKILL))
+    return process
 
 
-def of_libraries(said: str, built: set[str]) -> int:
-    """How many of the races found are between accesses of kernels that are not ours."""
-    return sum(not {name_of(site) for site in re.findall(r"access at (.+?)\+0x", race)} & built for race in RACE.findall(said))
+def found_in(said: str) -> Counter[tuple[str, ...]]:
+    """What was printed of a process's faults: how often each kind of them, at which instructions; of a race, in which kernels."""
+    faults = Counter((what, f"{kernel}+{offset}") for what, kernel, offset in FAULT.findall(said))
+    faults.update(("Race", *sorted(set(re.findall(r"access at (.+?)\+0x", race)))) for race in RACE.findall(said))
+    return faults
 
 
-def report(tool: str, stem: str, reach: dict, logs: list[str]) -> bool:
-    """Whether all that is to be called was, without a fault of ours; what the processes that shared it said, summed up and printed."""
+def told(fault: tuple[str, ...], count: int) -> str:
+    what, *sites = fault
+    return f"{count} times {what} in {' and '.join(name_of(site) + OFFSET.search(site)[0] for site in sites)}"
+
+
+def is_a_librarys(fault: tuple[str, ...], built: set[str], without_ours: Counter[tuple[str, ...]]) -> bool:
+    """Whether it is shown that it is not ours."""
+    what, *sites = fault
+    return not {name_of(site) for site in sites} & built and (what == "Race" or fault in without_ours)
+
+
+def report(tool: str, stem: str, reach: dict, logs: list[str], without_ours: Counter[tuple[str, ...]]) -> bool:
+    """Whether all kernels were launched, without a fault of ours; what the processes that shared the calls said, summed up and printed."""
     took = {int(call): float(seconds) for said in logs for call, seconds in re.findall(r"^call (\d+) took (.+) s$", said, re.MULTILINE)}
     kernels, wanted = (set().union(*(reach["calls"][i] for i in indices)) for indices in (took, range(len(reach["calls"]))))
-    faults, foreign, ended = 0, 0, 0
-    for said in logs:
-        summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
-        ended += bool(summary)
-        faults += int(summary[1]) if summary else 0
-        foreign += of_libraries(said, set(reach["built"]))
-    parts = [f"{len(took)} of {len(reach['calls'])} calls", f"{len(kernels)} of {len(wanted)} kernels", f"{faults} errors"]
-    parts += [f"{foreign} of them in libraries' kernels"] if foreign else []
+    summaries = [re.search(r"SUMMARY: (\d+) (?:error|hazard)", said) for said in logs]
+    ended, total = sum(map(bool, summaries)), sum(int(summary[1]) for summary in summaries if summary)
+    faults = sum(map(found_in, logs), Counter())
+    libraries = {fault: count for fault, count in faults.items() if is_a_librarys(fault, set(reach["built"]), without_ours)}
+    ours = max(total, faults.total()) - sum(libraries.values())  # with those that were not printed
+    parts = [f"{len(took)} of {len(reach['calls'])} calls", f"{len(kernels)} of {len(wanted)} kernels"]
+    parts += [f"{ours} errors", *([f"and {sum(libraries.values())} of libraries' own"] if libraries else [])]
     parts += [f"{len(logs) - ended} of {len(logs)} processes cut off"] if ended < len(logs) else []
     parts += [f"{sum(took.values()):.0f} s, the longest call {max(took.values(), default=0):.0f} s"]
     print(f"{tool}, {stem}: {', '.join(parts)}", flush=True)
-    for said in logs if faults > foreign or ended < len(logs) else ():
-        lines = [line for line in said.splitlines() if not re.match(r"call \d+ took", line)]
-        begin = next((i for i, line in enumerate(lines) if re.match("=========.*(Error|Invalid|Race|Uninit|Barrier|leak)", line)), None)
-        if begin is not None:
-            print("\n".join(lines[max(0, begin - 1) : begin + 60]), flush=True)
-            break
-    return faults == foreign and ended == len(logs) and kernels == wanted
+    for fault, count in faults.most_common():
+        print(f"    {'a library' if fault in libraries else 'ours'}: {told(fault, count)}", flush=True)
+    return not ours and ended == len(logs) and kernels == wanted
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
-    parser.add_argument("--seconds", type=float, default=120, help="of each tool, its start included; the last calls may take half of it")
-    parser.add_argument("--processes", type=int, default=1, help="that share the calls of a pair under a tool (default 1)")
+    parser.add_argument("--seconds", type=float, default=60, help="of each tool, its start included; the last calls may take half of it")
+    parser.add_argument("--processes", type=int, default=4, help="that share the calls of a pair under racecheck (default 4)")
     parser.add_argument("--reach", action="store_true")
     parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
     parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.profile:
         profile_all(options.pairs, options.profile)
         return 0
     if options.call:
         with prefilled() if options.tools == "initcheck" else contextlib.nullcontext():
-            call_all(options.pairs, options.call, options.claims, options.until)
+            call_all(options.pairs, options.plain, options.call, options.claims, options.until)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no process is left behind
     folder = Path(tempfile.mkdtemp())
     found, stems, gpu, reach = 0, options.pairs.split(","), itertools.count(), {}
     profiling = {stem: start("--pairs", stem, "--profile", folder / stem, output=folder / f"{stem}.log", gpu=next(gpu)) for stem in stems}
@@ -260,20 +293,26 @@ def main() -> int:
         print(f"{stem}: {len(reach[stem]['calls'])} calls launch {len(built) - len(unreached)} of {len(built)} kernels", flush=True)
         for kernel in unreached:
             print(f"    not {kernel}", flush=True)
-    until, running = time.monotonic() + options.seconds, []
-    for tool, stem in itertools.product([] if options.reach else options.tools.split(","), stems):
-        claims = folder / f"{tool}, {stem}"
+    until, running = time.monotonic() + options.seconds, {}
+    tools = [] if options.reach else options.tools.split(",")
+    for tool, plain, stem in [(tool, plain, stem) for tool in tools for plain in {False, tool == "initcheck"} for stem in stems]:
+        claims = folder / f"{tool}, {stem}, {plain}"
         claims.mkdir()
-        asked = "--tools", tool, "--pairs", stem, "--call", folder / stem, "--claims", claims, "--until", until
-        logs = [folder / f"{tool}, {stem}, {i}" for i in range(options.processes)]
-        running.append((tool, stem, {log: start(*asked, output=log, gpu=next(gpu), tool=tool) for log in logs}))
-    for tool, stem, processes in running:
-        for process in processes.values():
-            try:
-                process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-        found += not report(tool, stem, reach[stem], [log.read_text() for log in processes])
+        asked = "--tools", tool, "--pairs", stem, "--call", folder / stem, "--claims", claims, "--until", until, *["--plain"] * plain
+        logs = [folder / f"{tool}, {stem}, {plain}, {i}" for i in range(options.processes if tool == "racecheck" else 1)]
+        running[tool, stem, plain] = {log: start(*asked, output=log, gpu=next(gpu), tool=tool) for log in logs}
+    for process in itertools.chain.from_iterable(processes.values() for processes in running.values()):
+        try:
+            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    said = {key: [log.read_text() for log in logs] for key, logs in running.items()}
+    without_ours = sum((found_in(text) for (*_, plain), texts in said.items() if plain for text in texts), Counter())
+    for (tool, stem, plain), texts in said.items():
+        found += not plain and not report(tool, stem, reach[stem], texts, without_ours)
+    for fault, count in without_ours.items():
+        print(f"without our code: {told(fault, count)}")
     shutil.rmtree(folder)
     return 1 if found else 0
 

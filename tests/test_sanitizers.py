@@ -1,4 +1,7 @@
-"""The C++ strings built with AddressSanitizer and UndefinedBehaviorSanitizer: the first fault of memory or arithmetic ends the process."""
+"""The C++ strings built with AddressSanitizer and UndefinedBehaviorSanitizer: the first fault of memory or arithmetic ends the process.
+
+And how sanitize.py, which needs a GPU, reads its tools.
+"""
 
 import shutil
 import subprocess
@@ -6,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import sanitize
 from cases import ROOT, STEMS
 from processes import finish, start_python
 
@@ -75,3 +79,25 @@ def test_no_fault_of_memory_or_arithmetic(ahead):
     for code, out, err in ended:
         assert code == 0 and int(out.removeprefix("ran ")) > 100, f"exit code {code}:\n{out}\n{err}"
     assert len(built) == len(STEMS) and all(b"__asan_report_load" in text and b"__ubsan_handle" in text for text in built)
+
+
+def test_what_is_a_librarys_own_is_told_by_name_and_the_rest_is_ours():
+    """As compute-sanitizer prints it. A library's kernel that reads what nobody wrote may read a tensor of ours."""
+    built = {"sums<float,1"}
+    sites = "void sums<float, (int)1>(float *)+0x40", "void at::reduce<double>(T1)+0x80", "void at::reduce<double>(T1)+0x90"
+    ours, known, other = (f"========= Uninitialized read\n=========     at {site}\n=========     by thread (0,0,0)\n" for site in sites)
+    without_ours = sanitize.found_in(known)
+    faults = sanitize.found_in(3 * known + other + ours)
+    assert sorted(faults.values()) == [1, 1, 3]
+    assert [count for fault, count in faults.items() if sanitize.is_a_librarys(fault, built, without_ours)] == [3]
+    assert "3 times Uninitialized read in at::reduce<double+0x80" in map(sanitize.told, faults, faults.values())
+    race = "========= Error: Race reported between Read access at {}+0x10\n=========     and Write access at {}+0x20 [48 hazards]\n"
+    library, mixed = (sanitize.found_in(race.format("nvjet_sm90", other)) for other in ("nvjet_sm90", "void sums<float, 1>(float *)"))
+    assert all(sanitize.is_a_librarys(fault, built, without_ours) for fault in library)
+    assert not any(sanitize.is_a_librarys(fault, built, without_ours) for fault in mixed)
+    assert len(library) == len(mixed) == 1
+
+
+def test_a_few_calls_launch_every_kernel():
+    launched, us = [["a"], ["a", "b"], ["c"], ["a", "b", "c"], ["b"]], [1.0, 2.0, 3.0, 9000.0, 4.0]
+    assert sanitize.in_order(launched, us) == [2, 1, 0, 4, 3]
