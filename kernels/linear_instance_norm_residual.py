@@ -1657,7 +1657,7 @@ struct GivenGradient {
     }
 };
 
-// A block owns every so-many-th row; kRowsAhead of them are on their way. pieces may be null: then it is for the sums alone.
+// A block owns every so-many-th row; kRowsAhead of them are on their way.
 template <int kPieces, class Source>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
@@ -1715,7 +1715,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             counts[i][0] = counts[i][1] = __half2();
         }
         __syncthreads();
-        for (int r = warp; r < recent && scales != nullptr; r += warps) {
+        for (int r = warp; r < recent; r += warps) {
             const int lane = tid % 32;
             const float magnitudes = sum_across_lanes(lane < warps ? row_sums[r][0][lane] : 0.0f);
             const float lost = sum_across_lanes(lane < warps ? row_sums[r][1][lane] : 0.0f);
@@ -1780,7 +1780,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
                 if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
-            if (pieces != nullptr && column(i) < padded) {
+            if (column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
             }
         }
@@ -1810,7 +1810,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
         }
     }
-    if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
+    if (tid % 32 == 0) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
         float4* to = reinterpret_cast<float4*>(of.partials + (int64_t(blockIdx.x) * kSums + k) * columns);
@@ -1956,7 +1956,6 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     for (int k = kColumnSums; k < kSums; ++k) {
         if (results.to[k - kColumnSums] != nullptr) results.to[k - kColumnSums][column] = float(total[k]);
     }
-    if (of.scales == nullptr) return;
     RowScale result;
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
     result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[0] * total[0] < kFewProducts * total[1], total[2]);
@@ -2043,14 +2042,13 @@ struct SplitGradient {
 };
 
 template <int kPieces, class Source>
-static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, bool sums_alone, int64_t m,
-    int64_t n, void* workspace, void* partials, const Device& device, cudaStream_t stream) {
-    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, 1, sums_alone ? 0 : kPieces);
+static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, int64_t m, int64_t n,
+    void* workspace, void* partials, const Device& device, cudaStream_t stream) {
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, 1, kPieces);
     SplitGradient split(workspace, w, m, static_cast<float*>(partials));
     const int blocks = int(gradient_blocks<Source>(m, n, device)), threads = gradient_threads<Source>(n);
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
-    if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     const auto kernel = split_gradient<kPieces, Source>;
     const int shared_bytes = gradient_shared_bytes<Source>(n);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -2291,13 +2289,12 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
     return true;
 }
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
-    cudaStream_t stream) {
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const auto launch = tf32 ? launch_split_gradient<1, GivenGradient> : launch_split_gradient<2, GivenGradient>;
-    return launch({grad}, {{grad_bias}}, sums_alone, m, n, workspace, partials, device, stream);
+    return launch({grad}, {{grad_bias}}, m, n, workspace, partials, device, stream);
 }
 // grad: what a GradientReader reads. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: the gradient's, split.
 extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
@@ -2887,8 +2884,7 @@ extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes);
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
-    cudaStream_t stream);
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, void* workspace, void* partials, cudaStream_t stream);
 extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
     bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
@@ -2952,19 +2948,19 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
 std::vector<at::Tensor> linear_gradients_on_cuda(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
+    const bool tf32 = tf32_is_allowed();
     int64_t sizes[4];
-    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
+    if (!(needs[0] || needs[1]) || !product_gradient_bytes(m, n, k, tf32, sizes)) {
         if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
         if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
         if (needs[2]) results[2] = at::sum(grad, {0});
         return results;
     }
     const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
-    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
+    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32,
         split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), current_stream());
     const float* const from[2] = {given.data_ptr<float>(), nullptr};
-    if (error == 0 && products) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
+    if (error == 0) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
     check_launch(error, "linear");
     return results;
 }
