@@ -673,6 +673,8 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 template <int kPieces> constexpr float kIntact = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses nothing to fp16's subnormals
 template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;       // for each value that does
 
+// A warp's largest value; some negative one where all are.
+__device__ __forceinline__ float largest_across_lanes(float v) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(v))); }
 template <int kLanes = 32> __device__ __forceinline__ float sum_across_lanes(float v) {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
@@ -898,9 +900,9 @@ struct Products {
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
 
-// What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
+// What the epilogue knows of a tile: kVectors numbers of each column, the rows' scales, and the largest doubt of 32 of either at a time.
 template <class Kind, class Epilogue> struct Margins {
-    float columns[Epilogue::kVectors][Kind::kTileN], doubts[Kind::kTileN / 32];
+    float columns[Epilogue::kVectors][Kind::kTileN], column_doubts[Kind::kTileN / 32], row_doubts[kTileM / 32];
     float2 rows[kTileM];
 };
 template <class Kind, class Epilogue> constexpr int kProductBytes =
@@ -1061,15 +1063,18 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             named_barrier_sync<2, kFinisherThreads>();  // the last tile's margins have been read
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-#pragma unroll
-                for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
+                const float most = largest_across_lanes(doubt[i]);
                 const int own = own_thread + i * kFinisherThreads;
                 if (own >= kTileN) continue;
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
-                if (lane == 0) margins.doubts[own / 32] = doubt[i];
+                if (lane == 0) margins.column_doubts[own / 32] = most;
             }
-            if (own_thread < kTileM) margins.rows[own_thread] = row;
+            if (own_thread < kTileM) {
+                const float most = largest_across_lanes(row.y);
+                margins.rows[own_thread] = row;
+                if (lane == 0) margins.row_doubts[own_thread / 32] = most;
+            }
             named_barrier_sync<2, kFinisherThreads>();
             look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
@@ -1087,7 +1092,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                     return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
                 };
                 const auto scale = [&](int r) { return margins.rows[top + 4 * r]; };
-                const float most = fmaxf(margins.doubts[left / 32], margins.doubts[left / 32 + 1]);
+                const float most = margins.row_doubts[top / 32] + fmaxf(margins.column_doubts[left / 32], margins.column_doubts[left / 32 + 1]);
                 epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, most);
             }
         }
@@ -1245,10 +1250,13 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             return make_float4(v[0], v[1], v[2], v[3]);
         };
         const auto scale = [&](int r) { return epilogue.scale(min(slab.row + 4 * r, m - 1)); };
-        float most = -INFINITY;
+        float of_rows = -INFINITY, of_columns = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) most = fmaxf(most, epilogue.doubt(column(i / 4 * 32 + i % 4)));
-        epilogue.finish(v, slab, four, scale, most);
+        for (int i = 0; i < 8; ++i) {
+            of_rows = fmaxf(of_rows, scale(i / 2).y);
+            of_columns = fmaxf(of_columns, epilogue.doubt(column(i / 4 * 32 + i % 4)));
+        }
+        epilogue.finish(v, slab, four, scale, largest_across_lanes(of_rows) + largest_across_lanes(of_columns));
     }
 #endif
 }
@@ -1281,30 +1289,20 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
 // h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
-// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no column of the slab
-// (or of the thread) doubts more. open[r]: the row exists and is not left.
+// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no output of the warp's
+// is in more doubt. open[r]: the row exists and is not left.
 template <bool kWhole, class Four, class Scale>
 __device__ __forceinline__ void unscale(
     const Product& product, float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out, bool (&open)[4]) {
     float2 rows[4];
-    bool perhaps = false;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        rows[r] = scale(r);
-        perhaps = perhaps || rows[r].y + most > 0;
-        open[r] = slab.row + 4 * r < product.m;
-    }
-    bool seldom = __any_sync(~0u, perhaps);
-    if (seldom) {
-        perhaps = false;
+    for (int r = 0; r < 4; ++r) rows[r] = scale(r), open[r] = slab.row + 4 * r < product.m;
+    bool seldom = false;
+    if (most > 0) {
+        float least = INFINITY;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            float least = fabsf(v[r][0]);
-#pragma unroll
-            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
-            perhaps = perhaps || least < rows[r].y + most;
-        }
-        seldom = __any_sync(~0u, perhaps);
+        for (int i = 0; i < 32; ++i) least = fminf(least, fabsf(v[i / 8][i % 8]));
+        seldom = __any_sync(~0u, least < most);
     }
     unsigned uncertain[4] = {};  // a bit for each column
     if (seldom) {
@@ -1496,9 +1494,10 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 }
 
 // Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
-// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack. Long sums round much:
+// of more than kLongK products four are added up before they join one, and up to four rows have four sums each, of every fourth step.
 constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
-constexpr int kFewStages = 5, kFewestStages = 2;
+constexpr int kFewStages = 5, kFewestStages = 2, kLongK = 4096;
 static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
 
 // Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
@@ -1535,6 +1534,7 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
         copies_commit();
     };
     float sum[kFewRows * kFewColumns] = {};
+    const bool four_sums = rows <= kFewRows / 4;
     for (int step = 0; step < stages - 1; ++step) bring(step, step);
     for (int step = 0, stage = 0; step * kStep < k; ++step) {
         if (stages == kFewStages) copies_wait<kFewStages - 2>();
@@ -1554,18 +1554,30 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
             for (int c = 0; c < kFewColumns; ++c) quad_of(warp * kFewColumns + c, quad, weights[c]);
 #pragma unroll
             for (int first = 0; first < kFewRows; first += 4) {
-                if (first >= rows) continue;
+                if (four_sums ? step % 4 != first / 4 : first >= rows) continue;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + first + r, quad, values[r]);
+                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + (four_sums ? 0 : first) + r, quad, values[r]);
+                if (k > kLongK) {
 #pragma unroll
-                for (int i = 0; i < 16 * kFewColumns; ++i) {
-                    const int r = i / kFewColumns % 4, c = i % kFewColumns, j = i / (4 * kFewColumns);
-                    float& to = sum[(first + r) * kFewColumns + c];
-                    to = fmaf(values[r][j], weights[c][j], to);
+                    for (int i = 0; i < 4 * kFewColumns; ++i) {
+                        const auto &a = values[i / kFewColumns], &b = weights[i % kFewColumns];
+                        sum[first * kFewColumns + i] += fmaf(a[3], b[3], fmaf(a[2], b[2], fmaf(a[1], b[1], a[0] * b[0])));
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 16 * kFewColumns; ++i) {
+                        float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
+                        to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
+                    }
                 }
             }
         }
         stage = stage + 1 < stages ? stage + 1 : 0;
+    }
+    if (four_sums) {
+        constexpr int kOf = kFewRows / 4 * kFewColumns;
+#pragma unroll
+        for (int i = 0; i < kOf; ++i) sum[i] = (sum[i] + sum[kOf + i]) + (sum[2 * kOf + i] + sum[3 * kOf + i]);
     }
     share_sums<16>(sum, lane);
     copies_wait<0>();
@@ -1943,11 +1955,11 @@ static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, 
     return launch_early(multiply_few<T, Epilogue>, blocks, 32 * kFewWarps, stages * kFewStageBytes, device, stream, x, w, bias, stages, epilogue);
 }
 
-// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
-static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+// Whether multiply_few takes a product of up to `most` rows: cuBLAS reads a long K of few columns with more blocks.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, int most) {
     Device device;
     if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
-    return m <= (float32 ? 4 : 1) * kFewRows && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+    return m <= most && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
 }
 
 // Whether a product is for the tensor cores by the chip and its shape alone. Those of sm_86, sm_89 and sm_120, which have little shared
@@ -1962,7 +1974,7 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
 
 // How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
-    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (is_of_few_rows(m, n, k, tf32 ? kFewRows : 4 * kFewRows)) return 0;
     if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
@@ -2539,10 +2551,7 @@ struct GradientEpilogue : StoreEpilogue {
     __device__ __forceinline__ float right(int column, int k) const { return product.weight[int64_t(k) * columns + column]; }
     template <class Four, class Scale>
     __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
-        bool infinite = false;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) infinite = infinite || scale(r).y + most == INFINITY;
-        if (__any_sync(~0u, infinite)) {
+        if (most == INFINITY) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 if (scale(i / 8).y + doubt(min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1)) == INFINITY) v[i / 8][i % 8] = 0;
@@ -2778,14 +2787,19 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
     return {product, static_cast<T*>(out), h, at(2), at(3), at(4), at(5), float(eps)};
 }
 
-// Whether 16-bit values take the way below: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K.
-extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
+// Whether 16-bit values are for the tensor cores: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K, and
+// up to four rows multiply_few's.
+static bool halves_fit_tensor_cores(int64_t m, int64_t n, int64_t k) {
     Device device;
-    if (is_of_few_rows(m, n, k, false)) return true;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    constexpr int kTileN = FinishedProduct<__half>::kTileN;
-    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
-    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
+    const auto tiles_of = [](int64_t size) { return divide_up(size, kTileM); };  // in either direction
+    static_assert(FinishedProduct<__half>::kTileN == kTileM, "a tile is a square");
+    if (m == 0 || current_device(&device) != cudaSuccess || is_of_few_rows(m, n, k, kFewRows / 4)) return false;
+    if (!fits_tensor_cores(tiles_of(m) * kTileM, tiles_of(n) * kTileM, 1) || k % 8 != 0 || k < kLine) return false;
+    const int64_t tiles = tiles_of(m) * tiles_of(n);
+    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileM;
+}
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
+    return halves_fit_tensor_cores(m, n, k) || is_of_few_rows(m, n, k, kFewRows);
 }
 
 // The whole network, `groups` of kBlockSide features. from: x (m, k), weight (n, k), the linear layer's bias, bias, gamma, beta, of one
@@ -2801,7 +2815,7 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     };
     const auto halves = [&](auto zero) {
         const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
-        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        if (!halves_fit_tensor_cores(m, n, k)) return few(epilogue, zero);
         return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
     };
     if (dtype == 2) return halves(__half());
