@@ -753,11 +753,9 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
                 if (lane == 0) margins.column_doubts[own / 32] = most;
             }
-            if (own_thread < kTileM) {
-                const float most = largest_across_lanes(row.y);
-                margins.rows[own_thread] = row;
-                if (lane == 0) margins.row_doubts[own_thread / 32] = most;
-            }
+            const float most = largest_across_lanes(row.y);
+            if (own_thread < kTileM) margins.rows[own_thread] = row;
+            if (own_thread < kTileM && lane == 0) margins.row_doubts[own_thread / 32] = most;
             named_barrier_sync<2, kFinisherThreads>();
             look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
@@ -1178,7 +1176,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
 // Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
 // kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack. Long sums round much:
-// of more than kLongK products four are added up before they join one, and up to four rows have four sums each, of every fourth step.
+// of 16 bits' products, and of more than kLongK, four are added up before they join one, and up to four rows have four sums each, of every fourth step.
 constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
 constexpr int kFewStages = 5, kFewestStages = 2, kLongK = 4096;
 static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
@@ -1240,7 +1238,7 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
                 if (four_sums ? step % 4 != first / 4 : first >= rows) continue;
 #pragma unroll
                 for (int r = 0; r < 4; ++r) quad_of(kBlockSide + (four_sums ? 0 : first) + r, quad, values[r]);
-                if (k > kLongK) {
+                if (sizeof(T) == 2 || k > kLongK) {
 #pragma unroll
                     for (int i = 0; i < 4 * kFewColumns; ++i) {
                         const auto &a = values[i / kFewColumns], &b = weights[i % kFewColumns];

@@ -36,7 +36,7 @@ GUARD = {
     r" *const float most = largest_across_lanes\(doubt\[i\]\);\n": "",  # finds the largest of some columns
     r" *if \(lane == 0\) margins\.column_doubts\[own / 32\] = most;\n": "",
     r" *const float most = largest_across_lanes\(row\.y\);\n": "",  # and rows,
-    r" *if \(lane == 0\) margins\.row_doubts\[own_thread / 32\] = most;\n": "",
+    r" *if \(own_thread < kTileM && lane == 0\) margins\.row_doubts\[own_thread / 32\] = most;\n": "",
     r"const float most = margins\.row_doubts[^\n]*\n": "const float most = 0;\n",  # and holds the outputs against it;
     r"return error != cudaSuccess \? error : launch_recompute\(epilogue, device, stream\);": "return error;",  # what is flagged is recomputed
 }
