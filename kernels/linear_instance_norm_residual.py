@@ -2951,26 +2951,6 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
     }
     return error;
 }
-
-std::vector<at::Tensor> linear_gradients_on_cuda(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
-    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed();
-    int64_t sizes[4];
-    if (!(needs[0] || needs[1]) || !product_gradient_bytes(m, n, k, tf32, sizes)) {
-        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
-        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
-        if (needs[2]) results[2] = at::sum(grad, {0});
-        return results;
-    }
-    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
-    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32,
-        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), current_stream());
-    const float* const from[2] = {given.data_ptr<float>(), nullptr};
-    if (error == 0) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
-    check_launch(error, "linear");
-    return results;
-}
 #endif
 
 // Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
@@ -3028,7 +3008,22 @@ std::vector<at::Tensor> linear_gradients_cuda(
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, needs[2]});
-    return linear_gradients_on_cuda(grad, x, weight, needs, std::move(results));
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    int64_t sizes[4];
+    if (!(needs[0] || needs[1]) || !product_gradient_bytes(m, n, k, tf32, sizes)) {
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
+        if (needs[2]) results[2] = at::sum(grad, {0});
+        return results;
+    }
+    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
+    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32,
+        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), current_stream());
+    const float* const from[2] = {given.data_ptr<float>(), nullptr};
+    if (error == 0) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
+    check_launch(error, "linear");
+    return results;
 }
 // The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
 at::Tensor freeze_cuda(const at::Tensor& weight) {
