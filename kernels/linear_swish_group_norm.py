@@ -1493,9 +1493,9 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
 // Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
 // kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack. Long sums round much:
-// of 16 bits' products, and of more than kLongK, four are added up before they join one, and up to four rows have four sums each, of every fourth step.
+// where half of the rows are not there, their registers have the sums of the steps before the last few.
 constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
-constexpr int kFewStages = 5, kFewestStages = 2, kLongK = 4096;
+constexpr int kFewStages = 5, kFewestStages = 2;
 static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
 
 // Of what 32 lanes have, each is left with four whole sums: half of the rest goes to the lane that is kOffset off, and the other half comes.
@@ -1532,7 +1532,7 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
         copies_commit();
     };
     float sum[kFewRows * kFewColumns] = {};
-    const bool four_sums = rows <= kFewRows / 4;
+    constexpr int kHalf = kFewRows / 2 * kFewColumns;
     for (int step = 0; step < stages - 1; ++step) bring(step, step);
     for (int step = 0, stage = 0; step * kStep < k; ++step) {
         if (stages == kFewStages) copies_wait<kFewStages - 2>();
@@ -1552,31 +1552,25 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
             for (int c = 0; c < kFewColumns; ++c) quad_of(warp * kFewColumns + c, quad, weights[c]);
 #pragma unroll
             for (int first = 0; first < kFewRows; first += 4) {
-                if (four_sums ? step % 4 != first / 4 : first >= rows) continue;
+                if (first >= rows) continue;
 #pragma unroll
-                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + (four_sums ? 0 : first) + r, quad, values[r]);
-                if (sizeof(T) == 2 || k > kLongK) {
+                for (int r = 0; r < 4; ++r) quad_of(kBlockSide + first + r, quad, values[r]);
 #pragma unroll
-                    for (int i = 0; i < 4 * kFewColumns; ++i) {
-                        const auto &a = values[i / kFewColumns], &b = weights[i % kFewColumns];
-                        sum[first * kFewColumns + i] += fmaf(a[3], b[3], fmaf(a[2], b[2], fmaf(a[1], b[1], a[0] * b[0])));
-                    }
-                } else {
-#pragma unroll
-                    for (int i = 0; i < 16 * kFewColumns; ++i) {
-                        float& to = sum[first * kFewColumns + i % (4 * kFewColumns)];
-                        to = fmaf(values[i / kFewColumns % 4][i / (4 * kFewColumns)], weights[i % kFewColumns][i / (4 * kFewColumns)], to);
-                    }
+                for (int i = 0; i < 16 * kFewColumns; ++i) {
+                    const int r = i / kFewColumns % 4, c = i % kFewColumns, j = i / (4 * kFewColumns);
+                    float& to = sum[(first + r) * kFewColumns + c];
+                    to = fmaf(values[r][j], weights[c][j], to);
                 }
             }
         }
+        if (rows <= kFewRows / 2 && step % 4 == 3) {
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) sum[kHalf + i] += sum[i], sum[i] = 0;
+        }
         stage = stage + 1 < stages ? stage + 1 : 0;
     }
-    if (four_sums) {
-        constexpr int kOf = kFewRows / 4 * kFewColumns;
 #pragma unroll
-        for (int i = 0; i < kOf; ++i) sum[i] = (sum[i] + sum[kOf + i]) + (sum[2 * kOf + i] + sum[3 * kOf + i]);
-    }
+    for (int i = 0; i < kHalf; ++i) sum[i] += rows <= kFewRows / 2 ? sum[kHalf + i] : 0;
     share_sums<16>(sum, lane);
     copies_wait<0>();
     __syncthreads();
