@@ -356,8 +356,6 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 template <int kPieces> constexpr float kIntact = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses nothing to fp16's subnormals
 template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;       // for each value that does
 
-// A warp's largest value; some negative one where all are.
-__device__ __forceinline__ float largest_across_lanes(float v) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(v))); }
 template <int kLanes = 32> __device__ __forceinline__ float sum_across_lanes(float v) {
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
@@ -583,9 +581,9 @@ struct Products {
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
 
-// What the epilogue knows of a tile: kVectors numbers of each column, the rows' scales, and the largest doubt of 32 of either at a time.
+// What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
 template <class Kind, class Epilogue> struct Margins {
-    float columns[Epilogue::kVectors][Kind::kTileN], column_doubts[Kind::kTileN / 32], row_doubts[kTileM / 32];
+    float columns[Epilogue::kVectors][Kind::kTileN], doubts[Kind::kTileN / 32];
     float2 rows[kTileM];
 };
 template <class Kind, class Epilogue> constexpr int kProductBytes =
@@ -746,16 +744,15 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             named_barrier_sync<2, kFinisherThreads>();  // the last tile's margins have been read
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-                const float most = largest_across_lanes(doubt[i]);
+#pragma unroll
+                for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
                 const int own = own_thread + i * kFinisherThreads;
                 if (own >= kTileN) continue;
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
-                if (lane == 0) margins.column_doubts[own / 32] = most;
+                if (lane == 0) margins.doubts[own / 32] = doubt[i];
             }
-            const float most = largest_across_lanes(row.y);
             if (own_thread < kTileM) margins.rows[own_thread] = row;
-            if (own_thread < kTileM && lane == 0) margins.row_doubts[own_thread / 32] = most;
             named_barrier_sync<2, kFinisherThreads>();
             look_ahead(tile + gridDim.x);
             const Slab corner = tiles.find(tile);
@@ -773,7 +770,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                     return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
                 };
                 const auto scale = [&](int r) { return margins.rows[top + 4 * r]; };
-                const float most = margins.row_doubts[top / 32] + fmaxf(margins.column_doubts[left / 32], margins.column_doubts[left / 32 + 1]);
+                const float most = fmaxf(margins.doubts[left / 32], margins.doubts[left / 32 + 1]);
                 epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, most);
             }
         }
@@ -931,13 +928,10 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             return make_float4(v[0], v[1], v[2], v[3]);
         };
         const auto scale = [&](int r) { return epilogue.scale(min(slab.row + 4 * r, m - 1)); };
-        float of_rows = -INFINITY, of_columns = -INFINITY;
+        float most = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            of_rows = fmaxf(of_rows, scale(i / 2).y);
-            of_columns = fmaxf(of_columns, epilogue.doubt(column(i / 4 * 32 + i % 4)));
-        }
-        epilogue.finish(v, slab, four, scale, largest_across_lanes(of_rows) + largest_across_lanes(of_columns));
+        for (int i = 0; i < 8; ++i) most = fmaxf(most, epilogue.doubt(column(i / 4 * 32 + i % 4)));
+        epilogue.finish(v, slab, four, scale, most);
     }
 #endif
 }
@@ -970,20 +964,30 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
 // h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
 // A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
-// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no output of the warp's
-// is in more doubt. open[r]: the row exists and is not left.
+// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no column of the slab
+// (or of the thread) doubts more. open[r]: the row exists and is not left.
 template <bool kWhole, class Four, class Scale>
 __device__ __forceinline__ void unscale(
     const Product& product, float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out, bool (&open)[4]) {
     float2 rows[4];
+    bool perhaps = false;
 #pragma unroll
-    for (int r = 0; r < 4; ++r) rows[r] = scale(r), open[r] = slab.row + 4 * r < product.m;
-    bool seldom = false;
-    if (most > 0) {
-        float least = INFINITY;
+    for (int r = 0; r < 4; ++r) {
+        rows[r] = scale(r);
+        perhaps = perhaps || rows[r].y + most > 0;
+        open[r] = slab.row + 4 * r < product.m;
+    }
+    bool seldom = __any_sync(~0u, perhaps);
+    if (seldom) {
+        perhaps = false;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) least = fminf(least, fabsf(v[i / 8][i % 8]));
-        seldom = __any_sync(~0u, least < most);
+        for (int r = 0; r < 4; ++r) {
+            float least = fabsf(v[r][0]);
+#pragma unroll
+            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+            perhaps = perhaps || least < rows[r].y + most;
+        }
+        seldom = __any_sync(~0u, perhaps);
     }
     unsigned uncertain[4] = {};  // a bit for each column
     if (seldom) {
@@ -1176,7 +1180,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 
 // Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
 // kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack. Long sums round much:
-// where half of the rows are not there, their registers have the sums of the steps before the last few.
+// of up to four rows in float32 the registers of the others have the sums of the steps before the last few.
 constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
 constexpr int kFewStages = 5, kFewestStages = 2;
 static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
@@ -1215,7 +1219,8 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
         copies_commit();
     };
     float sum[kFewRows * kFewColumns] = {};
-    constexpr int kHalf = kFewRows / 2 * kFewColumns;
+    constexpr int kFour = 4 * kFewColumns;
+    const bool in_parts = sizeof(T) == 4 && rows <= 4;
     for (int step = 0; step < stages - 1; ++step) bring(step, step);
     for (int step = 0, stage = 0; step * kStep < k; ++step) {
         if (stages == kFewStages) copies_wait<kFewStages - 2>();
@@ -1246,14 +1251,14 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
                 }
             }
         }
-        if (rows <= kFewRows / 2 && step % 4 == 3) {
+        if (in_parts && step % 4 == 3) {
 #pragma unroll
-            for (int i = 0; i < kHalf; ++i) sum[kHalf + i] += sum[i], sum[i] = 0;
+            for (int i = 0; i < kFour; ++i) sum[kFour + i] += sum[i], sum[i] = 0;
         }
         stage = stage + 1 < stages ? stage + 1 : 0;
     }
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) sum[i] += rows <= kFewRows / 2 ? sum[kHalf + i] : 0;
+    for (int i = 0; i < kFour; ++i) sum[i] += in_parts ? sum[kFour + i] : 0;
     share_sums<16>(sum, lane);
     copies_wait<0>();
     __syncthreads();
@@ -2083,7 +2088,10 @@ struct GradientEpilogue : StoreEpilogue {
     __device__ __forceinline__ float right(int column, int k) const { return product.weight[int64_t(k) * columns + column]; }
     template <class Four, class Scale>
     __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
-        if (most == INFINITY) {
+        bool infinite = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) infinite = infinite || scale(r).y + most == INFINITY;
+        if (__any_sync(~0u, infinite)) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 if (scale(i / 8).y + doubt(min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1)) == INFINITY) v[i / 8][i % 8] = 0;

@@ -33,11 +33,8 @@ GUARD = {
     r" *const auto add = [^\n]*\n *lost = sum_across_lanes.*?across_group\(squares, 3, add\);\n": "",  # adds it up,
     r"result\.doubt = kDoubt<kPieces> \* lost;.*?result\.doubt = -INFINITY;[^\n]*\n": "result.doubt = 0;\n",  # and leaves a doubt;
     r"doubt\[i\] = epilogue\.doubt\(own\);": "doubt[i] = 0;",  # the epilogue reads it,
-    r" *const float most = largest_across_lanes\(doubt\[i\]\);\n": "",  # finds the largest of some columns
-    r" *if \(lane == 0\) margins\.column_doubts\[own / 32\] = most;\n": "",
-    r" *const float most = largest_across_lanes\(row\.y\);\n": "",  # and rows,
-    r" *if \(own_thread < kTileM && lane == 0\) margins\.row_doubts\[own_thread / 32\] = most;\n": "",
-    r"const float most = margins\.row_doubts[^\n]*\n": "const float most = 0;\n",  # and holds the outputs against it;
+    r"#pragma unroll\n[^\n]*doubt\[i\] = fmaxf\(doubt\[i\], __shfl_xor_sync[^\n]*\n": "",  # finds the largest of some columns,
+    r"bool seldom = __any_sync\(~0u, perhaps\);": "bool seldom = false;",  # and holds the outputs against it;
     r"return error != cudaSuccess \? error : launch_recompute\(epilogue, device, stream\);": "return error;",  # what is flagged is recomputed
 }
 
