@@ -666,6 +666,18 @@ template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row,
 }
 
 __device__ __forceinline__ uint32_t magnitude_bits(float v) { return __float_as_uint(v) & 0x7fffffffu; }  // NaN is the largest
+// The exponent of the scale that brings the largest magnitude to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, still above fp16's
+// 2^-24, and both the scale and its reciprocal are normal numbers.
+__device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
+template <int kPieces> constexpr float kIntact = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses nothing to fp16's subnormals
+template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;       // for each value that does
+
+template <int kLanes = 32> __device__ __forceinline__ float sum_across_lanes(float v) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+    return v;
+}
 
 // A kernel may begin while its predecessor in the stream is running, if that allows it; what the predecessor writes is there after the wait.
 // (Before Hopper it does not begin.)
@@ -689,9 +701,8 @@ struct Operand {
 };
 
 // `group` threads, a power of two and whole warps, own a row; the first blocks_x blocks have rows of x. What does not fit their registers is
-// read twice, the second time from the end, which is still there.
-// The scale is at most 2^126: then 2^-149 becomes 2^-23, still above fp16's 2^-24, and both the scale and its reciprocal are normal
-// numbers. A row with Inf or NaN becomes NaN, as its row or column of C is (both networks' norms make the same of an Inf there).
+// read twice, the second time from the end, which is still there. A row with Inf or NaN becomes NaN, as its row or column of C is (both
+// networks' norms make the same of an Inf there).
 template <int kPieces>
 __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
@@ -737,15 +748,12 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
         return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
     }));
-    const bool finite = largest < 0x7f800000u;
-    const int exponent = min(14 + 127 - int(largest >> 23), 126);
-    const float scale = finite ? __uint_as_float(uint32_t(127 + exponent) << 23) : NAN;
-
-    constexpr float kKept = kPieces == 2 ? 0x1p-2f : 0x1p-14f;  // the smallest magnitude whose pieces lose nothing to fp16's subnormals
+    const int exponent = scale_exponent(largest);
+    const float scale = largest < 0x7f800000u ? power_of_two(exponent) : NAN;
     float sum = 0, squares = 0, lost = 0;
     const auto count = [&](float v) {
         const float magnitude = fabsf(v);
-        if (magnitude < kKept && magnitude > 0) lost += 1;
+        if (magnitude < kIntact<kPieces> && magnitude > 0) lost += 1;
         if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
     };
     for (;; load(first)) {
@@ -762,18 +770,14 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
         first -= step;
         if (first < 0) break;
     }
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-        lost += __shfl_xor_sync(~0u, lost, offset);
-        if constexpr (kPieces == 2) sum += __shfl_xor_sync(~0u, sum, offset), squares += __shfl_xor_sync(~0u, squares, offset);
-    }
     const auto add = [](float a, float b) { return a + b; };
+    lost = sum_across_lanes(lost), sum = sum_across_lanes(sum), squares = sum_across_lanes(squares);
     lost = across_group(lost, 1, add);
     if constexpr (kPieces == 2) sum = across_group(sum, 2, add), squares = across_group(squares, 3, add);
     if (lane == 0 && quads > 0) {
         RowScale result;
-        result.unscale = __uint_as_float(uint32_t(127 - exponent) << 23);
-        result.doubt = kPieces == 2 ? 0x1p14f * lost : 2.0f * lost;
+        result.unscale = power_of_two(-exponent);
+        result.doubt = kDoubt<kPieces> * lost;
         if (result.unscale > kLargestScale || (kPieces == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
         if (largest == 0) result.doubt = -INFINITY;  // its outputs are 0, whatever the other row is
         (of_x ? x.scales : weight.scales)[row] = result;
@@ -1370,15 +1374,38 @@ constexpr int kRecomputeBlock = 256;
 constexpr int kFew = 32;     // threads that have uncertain outputs
 constexpr int kSlice = 16;   // of K in shared memory
 
-// Values k to k + 3 of a row of an operand; beyond the end, zeros.
-__device__ __forceinline__ float4 load_quad(const float* operand, int row, int k, int last) {
-    return k < last ? *reinterpret_cast<const float4*>(operand + int64_t(row) * last + k) : make_float4(0, 0, 0, 0);
+__device__ __forceinline__ void load_quad(const float* from, float (&to)[4]) {
+    const float4 quad = *reinterpret_cast<const float4*>(from);
+    to[0] = quad.x, to[1] = quad.y, to[2] = quad.z, to[3] = quad.w;
+}
+
+// A thread's 4 x 4 sums of the whole block. bring(row, k, x, w): four values of a row of either operand from k on; beyond the ends, zeros.
+template <class Bring> __device__ __forceinline__ void sum_block(float (&sum)[4][4], int last, const Bring& bring) {
+    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
+    const int top = threadIdx.x / 16 * 4, left = threadIdx.x % 16 * 4, row = threadIdx.x / 4, q = threadIdx.x % 4 * 4;
+    for (int k = 0; k < last; k += kSlice) {
+        float x[4] = {}, w[4] = {};
+        bring(row, k + q, x, w);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) slice_x[q + i][row] = x[i], slice_w[q + i][row] = w[i];
+        __syncthreads();
+        float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
+#pragma unroll
+        for (int j = 0; j < kSlice; ++j) {
+            const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
+            const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
+    }
 }
 
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute(const Epilogue epilogue) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float h[kBlockSide][kBlockSide + 2];
-    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ int flagged[kRecomputeBlock], flagged_count, few[kFew * 16], few_count;
     __shared__ float warp_totals[kRecomputeBlock / 32];
     __shared__ bool touched[kBlockSide];
@@ -1425,9 +1452,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 #pragma unroll
                     for (int i = 0; i < 16; ++i) sum[i % 4] = fmaf(xs[i], ws[i], sum[i % 4]);
                 }
-                float total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-#pragma unroll
-                for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(~0u, total, offset);
+                float total = sum_across_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
                 if (lane == 0) warp_totals[warp] = total;
                 __syncthreads();
                 if (tid == 0) {
@@ -1438,26 +1463,13 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             }
         } else {
             float sum[4][4] = {};
-            const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of x and of one of W
-            for (int k = 0; k < product.k; k += kSlice) {
-                float4 x = make_float4(0, 0, 0, 0), w = x;
-                if (r < rows) x = load_quad(product.x, row0 + r, k + q, product.k);
-                if (r < columns) w = load_quad(product.weight, column0 + r, k + q, product.k);
-                __syncthreads();
-                slice_x[q][r] = x.x, slice_x[q + 1][r] = x.y, slice_x[q + 2][r] = x.z, slice_x[q + 3][r] = x.w;
-                slice_w[q][r] = w.x, slice_w[q + 1][r] = w.y, slice_w[q + 2][r] = w.z, slice_w[q + 3][r] = w.w;
-                __syncthreads();
-                float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
-#pragma unroll
-                for (int j = 0; j < kSlice; ++j) {
-                    const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
-                    const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-                    for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
-                }
-#pragma unroll
-                for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
-            }
+            sum_block(sum, product.k, [&](int r, int k, float (&x)[4], float (&w)[4]) {
+                const auto load = [&](const float* operand, int row, float (&to)[4]) {
+                    if (k < product.k) load_quad(operand + int64_t(row) * product.k + k, to);
+                };
+                if (r < rows) load(product.x, row0 + r, x);
+                if (r < columns) load(product.weight, column0 + r, w);
+            });
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
                 if (mine >> i & 1) h[top + i / 4][left + i % 4] = sum[i / 4][i % 4] + product.bias[column0 + left + i % 4];
@@ -1484,7 +1496,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
 }
 
 // Few rows of x: their own sums in float32, as fast as W can be read. A block has kFewRows rows and kBlockSide columns of C, a warp
-// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack.
+// kFewColumns of these; of K, which passes through shared memory in steps of 512 bytes a row, a lane has every 32nd pack. Long sums round much:
+// of up to four rows in float32 the registers of the others have the sums of the steps before the last few.
 constexpr int kFewRows = 16, kFewColumns = 8, kFewWarps = kBlockSide / kFewColumns, kFewStageBytes = (kBlockSide + kFewRows) * 512;
 constexpr int kFewStages = 5, kFewestStages = 2;
 static_assert(kFewestStages * kFewStageBytes <= 99 * 1024, "what a block has on sm_86, sm_89 and sm_120");
@@ -1523,6 +1536,8 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
         copies_commit();
     };
     float sum[kFewRows * kFewColumns] = {};
+    constexpr int kFour = 4 * kFewColumns;
+    const bool in_parts = sizeof(T) == 4 && rows <= 4;
     for (int step = 0; step < stages - 1; ++step) bring(step, step);
     for (int step = 0, stage = 0; step * kStep < k; ++step) {
         if (stages == kFewStages) copies_wait<kFewStages - 2>();
@@ -1553,8 +1568,14 @@ template <typename T, class Epilogue> __global__ void __launch_bounds__(32 * kFe
                 }
             }
         }
+        if (in_parts && step % 4 == 3) {
+#pragma unroll
+            for (int i = 0; i < kFour; ++i) sum[kFour + i] += sum[i], sum[i] = 0;
+        }
         stage = stage + 1 < stages ? stage + 1 : 0;
     }
+#pragma unroll
+    for (int i = 0; i < kFour; ++i) sum[i] += in_parts ? sum[kFour + i] : 0;
     share_sums<16>(sum, lane);
     copies_wait<0>();
     __syncthreads();
@@ -1581,12 +1602,6 @@ __device__ __forceinline__ float swish(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
     return v * s;
-}
-
-template <int kLanes> __device__ __forceinline__ float sum_across_lanes(float v) {
-#pragma unroll
-    for (int offset = 1; offset < kLanes; offset *= 2) v += __shfl_xor_sync(~0u, v, offset);
-    return v;
 }
 
 // A row's 64 values of h, kCount of them in each of kLanes lanes, become v * scale + shift: the normalised ones. kExact: to float32's
@@ -1797,6 +1812,7 @@ extern "C" int group_norm_forward(
 }
 // --- end shared: group norm entry points ---
 
+#if CUDART_VERSION >= 12000
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
 // A frozen weight is pieces_w and scales_w of its own.
@@ -1806,7 +1822,6 @@ struct ProductWorkspace {
     int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
 };
 
-#if CUDART_VERSION >= 12000
 static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
 static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int pieces) {
     ProductWorkspace w;
@@ -1852,20 +1867,22 @@ static bool make_map(CUtensorMap* map, const void* values, int64_t rows, int64_t
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Launches a kernel that begins with wait_for_predecessor().
-template <class... Parameters, class... Arguments>
+// Launches a kernel that begins with wait_for_predecessor(), in clusters of blocks.
+template <int kCluster = 1, class... Parameters, class... Arguments>
 static cudaError_t launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, const Device& device,
                                 cudaStream_t stream, const Arguments&... arguments) {
     constexpr int kAlwaysThere = 48 * 1024;
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     const cudaError_t error = shared_bytes > kAlwaysThere ? cudaFuncSetAttribute(kernel, most, shared_bytes) : cudaSuccess;
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute early;
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {kCluster, 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = blocks, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream, config.attrs = &early, config.numAttrs = device.major >= 9;
+    config.stream = stream, config.attrs = attributes, config.numAttrs = device.major < 9 ? 0 : kCluster == 1 ? 1 : 2;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
@@ -1935,11 +1952,11 @@ static cudaError_t launch_few(const Epilogue& epilogue, const T* x, const T* w, 
     return launch_early(multiply_few<T, Epilogue>, blocks, 32 * kFewWarps, stages * kFewStageBytes, device, stream, x, w, bias, stages, epilogue);
 }
 
-// Whether multiply_few takes a product: cuBLAS reads a long K of few columns with more blocks. float32: without tensor cores beside it.
-static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, bool float32) {
+// Whether multiply_few takes a product of up to `most` rows: cuBLAS reads a long K of few columns with more blocks.
+static bool is_of_few_rows(int64_t m, int64_t n, int64_t k, int most) {
     Device device;
     if (current_device(&device) != cudaSuccess || device.major < 8 || m * n * k == 0) return false;
-    return m <= (float32 ? 4 : 1) * kFewRows && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
+    return m <= most && n % kBlockSide == 0 && k % 8 == 0 && n <= 1 << 21 && k <= 1 << 24 && (n >= 2048 || k <= 2 * n);
 }
 
 // Whether a product is for the tensor cores by the chip and its shape alone. Those of sm_86, sm_89 and sm_120, which have little shared
@@ -1951,39 +1968,27 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     const bool portably = pieces == 2 && device.major >= 8 && device.shared_bytes > 128 * 1024;
     return (on_hopper(device) || portably) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
-#endif
 
 // How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
-#if CUDART_VERSION >= 12000
-    if (is_of_few_rows(m, n, k, !tf32)) return 0;
+    if (is_of_few_rows(m, n, k, tf32 ? kFewRows : 4 * kFewRows)) return 0;
     if (!fits_tensor_cores(m, n, tf32 ? 1 : 2) || k % 4 != 0 || k < (tf32 ? 512 : 128) || k > kLongestRow) return -1;
     // Against cuBLAS's float32 the product alone decides; what it gains on its TF32 must make up for the split.
     const double values = double(m) * n * k, split = double(frozen ? m : m + n) * k;
     if (tf32 ? values * 2.0e-15 < split * 1.6e-12 + 8e-6 : values < 0x1p30) return -1;
     return product_workspace(m, n, k, tf32 ? 1 : 2).bytes(frozen);
-#else
-    return -1;
-#endif
 }
 
 // A weight's pieces and scales: their bytes, or 0 where they are of no use, and the split itself.
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
-#if CUDART_VERSION >= 12000
     const int pieces = tf32 ? 1 : 2;
-    if (fits_tensor_cores(128, n, pieces) && k % 4 == 0 && k <= kLongestRow) return product_workspace(0, n, k, pieces).frozen_bytes();
-#endif
-    return 0;
+    return fits_tensor_cores(128, n, pieces) && k % 4 == 0 && k <= kLongestRow ? product_workspace(0, n, k, pieces).frozen_bytes() : 0;
 }
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
     const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
     char* const to = static_cast<char*>(frozen);
     const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
     return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
-#else
-    return cudaErrorNotSupported;
-#endif
 }
 // --- end shared: product launchers ---
 
@@ -1994,7 +1999,6 @@ extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf3
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
     void* workspace, const void* frozen, cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
@@ -2002,13 +2006,9 @@ extern "C" int product_forward(
     if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
-#else
-    return cudaErrorNotSupported;
-#endif
 }
 // --- end shared: product entry point ---
 
-#if CUDART_VERSION >= 12000
 // How the gradient of h is read one by one: from memory, or made anew from what `split_gradient` left of each group: its hi, rstd, mean and
 // slope. v = swish(h) + bias; grad_h = rstd * (gamma * grad - mean - (v - hi) * slope) * v'.
 __device__ __forceinline__ float activate_and_differentiate(float h, float bias, float& slope) {
@@ -2033,7 +2033,6 @@ struct GradientReader {
         return group.y * fmaf(-deviation, group.w, fmaf(gamma[column], given, -group.z)) * slope;
     }
 };
-#endif
 
 // --- shared: product gradients (home: kernels/linear_swish_group_norm.py) ---
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -2044,7 +2043,6 @@ struct GradientReader {
 // transposed in memory. Values that are not finite take no part in a scale: they spoil what they meet, and nothing else; what an infinity
 // meets is recomputed in float32, since its low piece is NaN.
 
-#if CUDART_VERSION >= 12000
 constexpr int kGradientBlock = 512;     // threads at most
 constexpr int kColumnBlock = 256;       // threads, a quad of columns each
 constexpr int kColumnRows = 8;          // rows of a thread in flight
@@ -2059,15 +2057,10 @@ __device__ __forceinline__ uint32_t finite_bits(float4 v) {  // of the largest f
     const auto bits = [](float v) { return is_finite(v) ? magnitude_bits(v) : 0; };
     return max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 }
-// The exponent of the scale that brings the largest magnitude to [2^14, 2^15), at most 126.
-__device__ __forceinline__ int scale_exponent(uint32_t largest) { return min(14 + 127 - int(largest >> 23), 126); }
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// What the pieces of a value lose to fp16's subnormals, in units of 2^-25: nothing from kIntact on. And the doubt about an output for each.
-template <int kPieces> constexpr float kIntact = kPieces == 2 ? 0x1p-2f : 0x1p-14f;
+// What the pieces of a value lose to fp16's subnormals, in units of 2^-25.
 template <int kPieces> __device__ __forceinline__ float lost_of(float v) {
     return fabsf(v) < kIntact<kPieces> ? fminf(fabsf(v) * 0x1p25f, 1.0f) : 0.0f;
 }
-template <int kPieces> constexpr float kDoubt = kPieces == 2 ? 0x1p14f : 2.0f;
 // Of a row or column, from sums over its scaled values. Zeros make zeros and NaN makes NaN, whatever they meet; infinities are recomputed.
 constexpr float kCertain = -0x1p120f, kDoubtful = 0x1p100f;
 template <int kPieces> __device__ __forceinline__ float doubt_of(float unscale, double magnitudes, bool few, double lost) {
@@ -2097,12 +2090,6 @@ struct Columns {
     RowScale* scales;
     unsigned* deficit;  // not grad's
 };
-
-__device__ __forceinline__ float sum_over_warp(float v) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
-    return v;
-}
 
 // The copy engine brings `bytes`, a multiple of 16.
 __device__ __forceinline__ void bulk_load(uint32_t shared, const void* from, int bytes, uint32_t bar) {
@@ -2139,7 +2126,7 @@ struct GivenGradient {
     }
 };
 
-// A block owns every so-many-th row; kRowsAhead of them are on their way. pieces may be null: then it is for the sums alone.
+// A block owns every so-many-th row; kRowsAhead of them are on their way.
 template <int kPieces, class Source>
 __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
     const typename Source::Arguments from, __half* __restrict__ pieces, RowScale* __restrict__ scales, const Columns of, int64_t rows,
@@ -2197,11 +2184,11 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             counts[i][0] = counts[i][1] = __half2();
         }
         __syncthreads();
-        for (int r = warp; r < recent && scales != nullptr; r += warps) {
+        for (int r = warp; r < recent; r += warps) {
             const int lane = tid % 32;
-            const float magnitudes = sum_over_warp(lane < warps ? row_sums[r][0][lane] : 0.0f);
-            const float lost = sum_over_warp(lane < warps ? row_sums[r][1][lane] : 0.0f);
-            const float large = sum_over_warp(lane < warps ? row_sums[r][2][lane] : 0.0f);
+            const float magnitudes = sum_across_lanes(lane < warps ? row_sums[r][0][lane] : 0.0f);
+            const float lost = sum_across_lanes(lane < warps ? row_sums[r][1][lane] : 0.0f);
+            const float large = sum_across_lanes(lane < warps ? row_sums[r][2][lane] : 0.0f);
             const int exponent = scale_exponent(row_largest[r]);
             RowScale result;
             result.unscale = power_of_two(-exponent);
@@ -2262,7 +2249,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 const __nv_bfloat162 rest = __floats2bfloat162_rn(add(2 * j), add(2 * j + 1));
                 if constexpr (kCompensated) rounded_off[i][j] = __hadd2(rounded_off[i][j], rest);
             }
-            if (pieces != nullptr && column(i) < padded) {
+            if (column(i) < padded) {
                 store_pieces<kPieces>(pieces + row * padded * kPieces, column(i), make_float4(v[0], v[1], v[2], v[3]));
             }
         }
@@ -2274,9 +2261,9 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
                 all_lost += (lost[0] + lost[1]) + (lost[2] + lost[3]);
                 add_to_total(i, kLostSum, lost);
             }
-            all_lost = sum_over_warp(all_lost);
+            all_lost = sum_across_lanes(all_lost);
         }
-        magnitudes = sum_over_warp(magnitudes);
+        magnitudes = sum_across_lanes(magnitudes);
         const int warp_large = __reduce_add_sync(~0u, int(__low2float(large) + __high2float(large)));
         if (tid % 32 == 0) {
             row_sums[recent][0][warp] = magnitudes, row_sums[recent][1][warp] = all_lost, row_sums[recent][2][warp] = float(warp_large);
@@ -2292,7 +2279,7 @@ __global__ void __launch_bounds__(kGradientBlock, 1) split_gradient(
             add_to_total(i, kColumnSums, {finite(a.x), finite(a.y), finite(b.x), finite(b.y)});
         }
     }
-    if (tid % 32 == 0 && scales != nullptr) atomicMax(of.largest, widest);
+    if (tid % 32 == 0) atomicMax(of.largest, widest);
 #pragma unroll
     for (int k = 0; k < kSums; ++k) {
         float4* to = reinterpret_cast<float4*>(of.partials + (int64_t(blockIdx.x) * kSums + k) * columns);
@@ -2438,7 +2425,6 @@ __global__ void __launch_bounds__(32 * kFinishWarps) finish_columns(
     for (int k = kColumnSums; k < kSums; ++k) {
         if (results.to[k - kColumnSums] != nullptr) results.to[k - kColumnSums][column] = float(total[k]);
     }
-    if (of.scales == nullptr) return;
     RowScale result;
     result.unscale = kOfGradient ? __uint_as_float(*of.largest) : power_of_two(-scale_exponent(of.largest[column]));
     result.doubt = doubt_of<kPieces>(result.unscale, total[0], total[0] * total[0] < kFewProducts * total[1], total[2]);
@@ -2525,14 +2511,13 @@ struct SplitGradient {
 };
 
 template <int kPieces, class Source>
-static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, bool sums_alone, int64_t m,
-    int64_t n, void* workspace, void* partials, const Device& device, cudaStream_t stream) {
-    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, 1, sums_alone ? 0 : kPieces);
+static cudaError_t launch_split_gradient(const typename Source::Arguments& from, const ColumnResults& results, int64_t m, int64_t n,
+    void* workspace, void* partials, const Device& device, cudaStream_t stream) {
+    const GradientWorkspace w = gradient_workspace(m, n, 1, 1, 1, 1, kPieces);
     SplitGradient split(workspace, w, m, static_cast<float*>(partials));
     const int blocks = int(gradient_blocks<Source>(m, n, device)), threads = gradient_threads<Source>(n);
     cudaError_t error = cudaMemsetAsync(split.of.largest, 0, w.counters, stream);
     if (error != cudaSuccess) return error;
-    if (sums_alone) split.pieces = nullptr, split.rows = split.of.scales = nullptr;
     const auto kernel = split_gradient<kPieces, Source>;
     const int shared_bytes = gradient_shared_bytes<Source>(n);
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -2598,7 +2583,6 @@ __device__ __forceinline__ float load_from_rank(const float* shared, int rank) {
 __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const GradientEpilogue epilogue) {
 #ifdef ON_HOPPER
     constexpr int kWarps = kRecomputeBlock / 32;
-    __shared__ __align__(16) float slice_x[kSlice][kBlockSide + 4], slice_w[kSlice][kBlockSide + 4];
     __shared__ float sums[kWarps][kFewOutputs];
     __shared__ int flags[kRecomputeBlock], outputs[kFewOutputs], warp_counts[kWarps];
     const Product& product = epilogue.product;
@@ -2661,7 +2645,7 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
             float total = 0;
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) total += sum[i];
-            total = sum_over_warp(total);
+            total = sum_across_lanes(total);
             if (lane == 0) sums[warp % shares][f] = total;
         }
         cluster_barrier();  // and all have looked at the block
@@ -2676,29 +2660,13 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
     const auto finish_many = [&] {
         const unsigned mine = uncertain();
         float sum[4][4] = {};
-        const int r = tid / 4, q = tid % 4 * 4;  // this thread brings four values of a row of either operand
-        for (int k = 0; k < product.k; k += kSlice) {
-            float x[4] = {}, w[4] = {};
+        sum_block(sum, product.k, [&](int r, int k, float (&x)[4], float (&w)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (row0 + r < product.m && k + q + i < product.k) x[i] = epilogue.left(row0 + r, k + q + i);
-                if (column0 + r < product.n && k + q + i < product.k) w[i] = epilogue.right(column0 + r, k + q + i);
+                if (row0 + r < product.m && k + i < product.k) x[i] = epilogue.left(row0 + r, k + i);
+                if (column0 + r < product.n && k + i < product.k) w[i] = epilogue.right(column0 + r, k + i);
             }
-            __syncthreads();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) slice_x[q + i][r] = x[i], slice_w[q + i][r] = w[i];
-            __syncthreads();
-            float part[4][4] = {};  // a sum of many terms after a large one would round them all to its last place
-#pragma unroll
-            for (int j = 0; j < kSlice; ++j) {
-                const float4 a = *reinterpret_cast<const float4*>(&slice_x[j][top]), b = *reinterpret_cast<const float4*>(&slice_w[j][left]);
-                const float xs[4] = {a.x, a.y, a.z, a.w}, ws[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-                for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(xs[i / 4], ws[i % 4], part[i / 4][i % 4]);
-            }
-#pragma unroll
-            for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
-        }
+        });
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             if (mine >> i & 1) out(top + i / 4, left + i % 4) = sum[i / 4][i % 4];
@@ -2727,17 +2695,6 @@ __global__ void __launch_bounds__(kRecomputeBlock, 2) recompute_gradient(const G
         __syncthreads();
     }
 #endif
-}
-static cudaError_t launch_recompute_gradient(const GradientEpilogue& epilogue, const Device& device, cudaStream_t stream) {
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = kTogether, attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(4 * device.sms / kTogether * kTogether)), config.blockDim = dim3(kRecomputeBlock);
-    config.stream = stream, config.attrs = attributes, config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, recompute_gradient, epilogue);
 }
 
 // grad W, or grad^T x: `other` (m or n, k).
@@ -2782,15 +2739,12 @@ static cudaError_t launch_gradient(const GradientReader& grad, const float* othe
         if (error != cudaSuccess) return error;
     }
     epilogue.first = 0, epilogue.product.n = int(k);
-    return launch_recompute_gradient(epilogue, device, stream);
+    return launch_early<kTogether>(recompute_gradient, 4 * device.sms / kTogether * kTogether, kRecomputeBlock, 0, device, stream, epilogue);
 }
-
-#endif
 
 // How much workspace the gradients of a product take: the split of grad, its partial sums, and the gradients of x and of W. False where they
 // are not for the tensor cores.
 extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes) {
-#if CUDART_VERSION >= 12000
     Device device;
     constexpr int64_t kMost = int64_t(1) << 24;
     if (current_device(&device) != cudaSuccess || !on_hopper(device)) return false;
@@ -2802,27 +2756,18 @@ extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf3
     bytes[0] = w.of_grad(), bytes[1] = partials_bytes<GivenGradient>(m, n, device), bytes[2] = w.of_other();
     bytes[3] = gradient_workspace(m, n, k, m, n, columns_at_once(n, k, true, pieces, device), pieces).of_other();
     return true;
-#else
-    return false;
-#endif
 }
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
-    cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
     const auto launch = tf32 ? launch_split_gradient<1, GivenGradient> : launch_split_gradient<2, GivenGradient>;
-    return launch({grad}, {{grad_bias}}, sums_alone, m, n, workspace, partials, device, stream);
-#else
-    return cudaErrorNotSupported;
-#endif
+    return launch({grad}, {{grad_bias}}, m, n, workspace, partials, device, stream);
 }
 // grad: what a GradientReader reads. other: W (n, k) for the gradient of x (m, k), or x for W's. split_workspace: the gradient's, split.
 extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
     bool tf32, void* split_workspace, void* workspace, cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
@@ -2831,13 +2776,9 @@ extern "C" int product_gradient(bool of_weight, const float* const* grad, const 
     };
     if (tf32) return of_weight ? launch(launch_gradient<OneProduct, true>) : launch(launch_gradient<OneProduct, false>);
     return of_weight ? launch(launch_gradient<ThreeProducts, true>) : launch(launch_gradient<ThreeProducts, false>);
-#else
-    return cudaErrorNotSupported;
-#endif
 }
 // --- end shared: product gradients ---
 
-#if CUDART_VERSION >= 12000
 template <typename T, bool kExact = false>
 static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, void* out, T* h, int64_t m, int64_t n, int64_t k, double eps) {
     const auto at = [&](int i) { return static_cast<const T*>(from[i]); };
@@ -2845,27 +2786,26 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
     if constexpr (sizeof(T) == 4) product.x = at(0), product.weight = at(1), product.bias = at(2);
     return {product, static_cast<T*>(out), h, at(2), at(3), at(4), at(5), float(eps)};
 }
-#endif
 
-// Whether 16-bit values take the way below: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K.
-extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
-#if CUDART_VERSION >= 12000
+// Whether 16-bit values are for the tensor cores: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K, and
+// up to four rows multiply_few's.
+static bool halves_fit_tensor_cores(int64_t m, int64_t n, int64_t k) {
     Device device;
-    if (is_of_few_rows(m, n, k, false)) return true;
-    if (current_device(&device) != cudaSuccess || !fits_tensor_cores(m < kTileM ? kTileM : m, n, 1) || k % 8 != 0 || k < kLine) return false;
-    constexpr int kTileN = FinishedProduct<__half>::kTileN;
-    const int64_t tiles = divide_up(m, kTileM) * divide_up(n, kTileN);
-    return m > 0 && (tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileN);
-#else
-    return false;
-#endif
+    const auto tiles_of = [](int64_t size) { return divide_up(size, kTileM); };  // in either direction
+    static_assert(FinishedProduct<__half>::kTileN == kTileM, "a tile is a square");
+    if (m == 0 || current_device(&device) != cudaSuccess || is_of_few_rows(m, n, k, kFewRows / 4)) return false;
+    if (!fits_tensor_cores(tiles_of(m) * kTileM, tiles_of(n) * kTileM, 1) || k % 8 != 0 || k < kLine) return false;
+    const int64_t tiles = tiles_of(m) * tiles_of(n);
+    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileM;
+}
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
+    return halves_fit_tensor_cores(m, n, k) || is_of_few_rows(m, n, k, kFewRows);
 }
 
 // The whole network, `groups` of kBlockSide features. from: x (m, k), weight (n, k), the linear layer's bias, bias, gamma, beta, of one
 // dtype, all 16-byte aligned. dtype: 0 float32, 2 float16, 3 bfloat16. For float32 workspace: product_bytes; frozen: of freeze_weight, or null.
 extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
     double eps, bool tf32, void* workspace, const void* frozen, cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
     Device device;
     const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) return error;
@@ -2875,7 +2815,7 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     };
     const auto halves = [&](auto zero) {
         const auto epilogue = network_from<decltype(zero)>(from, out, nullptr, m, n, k, eps);
-        if (is_of_few_rows(m, n, k, false)) return few(epilogue, zero);
+        if (!halves_fit_tensor_cores(m, n, k)) return few(epilogue, zero);
         return launch_multiply_rows<FinishedProduct<decltype(zero)>>(epilogue, from[0], from[1], k, false, device, stream);
     };
     if (dtype == 2) return halves(__half());
@@ -2887,10 +2827,119 @@ extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* fro
     };
     return tf32 ? launch(FinishedProduct<__half>{}, network_from<float>(from, out, h, m, n, k, eps))
                 : launch(ThreeProducts{}, network_from<float, true>(from, out, h, m, n, k, eps));
-#else
-    return cudaErrorNotSupported;
-#endif
 }
+
+// The gradient of h where a group is 64 features, split as soon as it is made: eight lanes have a group, two quads of it each, and leave what a
+// GradientReader wants.
+struct SwishGradient {
+    struct Arguments {
+        const float *grad, *h, *bias, *gamma;
+        float4* groups;  // hi, rstd, mean, slope
+        float eps;
+        __device__ __forceinline__ const float* input(int i) const { return i == 0 ? grad : h; }
+    };
+    static constexpr int kQuads = 2, kInputs = 2, kSums = 3, kSlots = 1, kLanes = 8;
+    float gamma[kQuads][4] = {};  // bias waits in shared memory: more registers there are not
+    float4* biases;
+    __device__ __forceinline__ SwishGradient(const Arguments& from, int columns, float4* slots) : biases(slots) {
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const int column = quad_column<kQuads>(i);
+            float bias[4] = {};
+            if (column < columns) load_aligned<4>(from.bias + column, bias), load_aligned<4>(from.gamma + column, gamma[i]);
+            biases[i * blockDim.x] = make_float4(bias[0], bias[1], bias[2], bias[3]);
+        }
+    }
+    template <typename Sums>
+    __device__ __forceinline__ void make(
+        const Arguments& from, uint32_t staged, int64_t row, int columns, float4 (&grad)[kQuads], Sums& sums) const {
+        constexpr float kShare = 1.0f / kBlockSide;
+        const bool exists = quad_column<kQuads>(0) < columns;
+        float given[kQuads][4] = {}, v[kQuads][4] = {}, slopes[kQuads][4];
+        float mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0;
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            const int column = quad_column<kQuads>(i);
+            const float4 own = biases[i * blockDim.x];
+            const float bias[4] = {own.x, own.y, own.z, own.w};
+            if (exists) {
+                shared_load(staged + column * 4, given[i]);
+                shared_load(staged + (columns + column) * 4, v[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[i][j] = activate_and_differentiate(v[i][j], bias[j], slopes[i][j]);
+                mean = fmaf(v[i][j], kShare, mean);
+                grad_mean = fmaf(gamma[i][j] * given[i][j], kShare, grad_mean);
+            }
+        }
+        mean = sum_across_lanes<kLanes>(mean), grad_mean = sum_across_lanes<kLanes>(grad_mean);
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                v[i][j] -= mean;
+                rest += v[i][j];
+                squares = fmaf(v[i][j], v[i][j], squares);
+                co = fmaf(v[i][j], fmaf(gamma[i][j], given[i][j], -grad_mean), co);
+            }
+        }
+        rest = sum_across_lanes<kLanes>(rest) * kShare, squares = sum_across_lanes<kLanes>(squares) * kShare;
+        const float rstd = reciprocal_sqrt(squares + from.eps);
+        const float slope = rstd * (rstd * (sum_across_lanes<kLanes>(co) * kShare)), shift = -rest * rstd;
+        grad_mean = fmaf(-rest, slope, grad_mean);
+        if (exists && threadIdx.x % kLanes == 0) {
+            __stcs(from.groups + row * (columns / kBlockSide) + threadIdx.x / kLanes, make_float4(mean, rstd, grad_mean, slope));
+        }
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+            float out[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float grad_v = rstd * fmaf(-v[i][j], slope, fmaf(gamma[i][j], given[i][j], -grad_mean));
+                out[j] = exists ? grad_v * slopes[i][j] : 0.0f;
+                sums[i][kGradientSums][j] += grad_v;
+                sums[i][kGradientSums + 1][j] = fmaf(given[i][j], fmaf(v[i][j], rstd, shift), sums[i][kGradientSums + 1][j]);
+                sums[i][kGradientSums + 2][j] += given[i][j];
+            }
+            grad[i] = make_float4(out[0], out[1], out[2], out[3]);
+        }
+    }
+};
+
+// grad, h (m, n) of n / 64 groups, 16-byte aligned as the vectors are; groups: four floats for each group of each row, for a GradientReader.
+// workspace: as of product_split_gradient; partials: as many bytes, 0 if n is too large. to: the gradients of the linear layer's bias, of bias,
+// gamma and beta, each null if it is not wanted.
+extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n) {
+    Device device;
+    if (current_device(&device) != cudaSuccess || n > kGradientBlock * SwishGradient::kQuads * 4) return 0;
+    return partials_bytes<SwishGradient>(m, n, device);
+}
+extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* groups,
+    float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = tf32 ? launch_split_gradient<1, SwishGradient> : launch_split_gradient<2, SwishGradient>;
+    return launch({grad, h, bias, gamma, reinterpret_cast<float4*>(groups), float(eps)}, {{to[0], to[1], to[2], to[3]}}, m, n, workspace,
+        partials, device, stream);
+}
+#else
+// --- shared: without tensor cores (home: kernels/linear_swish_group_norm.py) ---
+// CUDA 11 knows neither wgmma nor TMA: all products are ATen's. These say so; of those that nobody calls then there are the names.
+extern "C" int64_t product_bytes() { return -1; }
+extern "C" int64_t frozen_bytes() { return 0; }
+extern "C" bool product_gradient_bytes() { return false; }
+extern "C" int product_forward() { return cudaErrorNotSupported; }
+extern "C" int freeze_weight() { return cudaErrorNotSupported; }
+extern "C" int product_split_gradient() { return cudaErrorNotSupported; }
+extern "C" int product_gradient() { return cudaErrorNotSupported; }
+// --- end shared: without tensor cores ---
+extern "C" bool product_of_halves_fits() { return false; }
+extern "C" int64_t linear_swish_group_norm_partials() { return 0; }
+extern "C" int linear_swish_group_norm_forward() { return cudaErrorNotSupported; }
+extern "C" int linear_swish_group_norm_split() { return cudaErrorNotSupported; }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // The backward. With v = activate(h, operands), normal = (v - mean) * rstd and w = gamma * grad, sums and means over a slice:
@@ -3454,111 +3503,6 @@ extern "C" int group_norm_backward(
     }
 }
 // --- end shared: group norm gradients ---
-
-// The gradient of h and its split at once, where a group is 64 features.
-#if CUDART_VERSION >= 12000
-// The gradient of h, where a group is 64 features: eight lanes have one, two quads of it each. What a group is to its gradients, it leaves:
-// grad_h = rstd * (gamma * grad - mean - (v - hi) * slope) * v'.
-struct SwishGradient {
-    struct Arguments {
-        const float *grad, *h, *bias, *gamma;
-        float4* groups;  // hi, rstd, mean, slope
-        float eps;
-        __device__ __forceinline__ const float* input(int i) const { return i == 0 ? grad : h; }
-    };
-    static constexpr int kQuads = 2, kInputs = 2, kSums = 3, kSlots = 1, kLanes = 8;
-    float gamma[kQuads][4] = {};  // bias waits in shared memory: more registers there are not
-    float4* biases;
-    __device__ __forceinline__ SwishGradient(const Arguments& from, int columns, float4* slots) : biases(slots) {
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-            const int column = quad_column<kQuads>(i);
-            float bias[4] = {};
-            if (column < columns) load_aligned<4>(from.bias + column, bias), load_aligned<4>(from.gamma + column, gamma[i]);
-            biases[i * blockDim.x] = make_float4(bias[0], bias[1], bias[2], bias[3]);
-        }
-    }
-    template <typename Sums>
-    __device__ __forceinline__ void make(
-        const Arguments& from, uint32_t staged, int64_t row, int columns, float4 (&grad)[kQuads], Sums& sums) const {
-        constexpr float kShare = 1.0f / kBlockSide;
-        const bool exists = quad_column<kQuads>(0) < columns;
-        float given[kQuads][4] = {}, v[kQuads][4] = {}, slopes[kQuads][4];
-        float mean = 0, grad_mean = 0, rest = 0, squares = 0, co = 0;
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-            const int column = quad_column<kQuads>(i);
-            const float4 own = biases[i * blockDim.x];
-            const float bias[4] = {own.x, own.y, own.z, own.w};
-            if (exists) {
-                shared_load(staged + column * 4, given[i]);
-                shared_load(staged + (columns + column) * 4, v[i]);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                v[i][j] = activate_and_differentiate(v[i][j], bias[j], slopes[i][j]);
-                mean = fmaf(v[i][j], kShare, mean);
-                grad_mean = fmaf(gamma[i][j] * given[i][j], kShare, grad_mean);
-            }
-        }
-        mean = sum_across_lanes<kLanes>(mean), grad_mean = sum_across_lanes<kLanes>(grad_mean);
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                v[i][j] -= mean;
-                rest += v[i][j];
-                squares = fmaf(v[i][j], v[i][j], squares);
-                co = fmaf(v[i][j], fmaf(gamma[i][j], given[i][j], -grad_mean), co);
-            }
-        }
-        rest = sum_across_lanes<kLanes>(rest) * kShare, squares = sum_across_lanes<kLanes>(squares) * kShare;
-        const float rstd = reciprocal_sqrt(squares + from.eps);
-        const float slope = rstd * (rstd * (sum_across_lanes<kLanes>(co) * kShare)), shift = -rest * rstd;
-        grad_mean = fmaf(-rest, slope, grad_mean);
-        if (exists && threadIdx.x % kLanes == 0) {
-            __stcs(from.groups + row * (columns / kBlockSide) + threadIdx.x / kLanes, make_float4(mean, rstd, grad_mean, slope));
-        }
-#pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-            float out[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float grad_v = rstd * fmaf(-v[i][j], slope, fmaf(gamma[i][j], given[i][j], -grad_mean));
-                out[j] = exists ? grad_v * slopes[i][j] : 0.0f;
-                sums[i][kGradientSums][j] += grad_v;
-                sums[i][kGradientSums + 1][j] = fmaf(given[i][j], fmaf(v[i][j], rstd, shift), sums[i][kGradientSums + 1][j]);
-                sums[i][kGradientSums + 2][j] += given[i][j];
-            }
-            grad[i] = make_float4(out[0], out[1], out[2], out[3]);
-        }
-    }
-};
-#endif
-
-// grad, h (m, n) of n / 64 groups, 16-byte aligned as the vectors are; groups: four floats for each group of each row, for a GradientReader.
-// workspace, as of product_split_gradient; partials: as many bytes, 0 if n is too large. to: the gradients of the linear layer's bias, of bias, gamma and beta, each null if it is not wanted.
-extern "C" int64_t linear_swish_group_norm_partials(int64_t m, int64_t n) {
-#if CUDART_VERSION >= 12000
-    Device device;
-    if (current_device(&device) != cudaSuccess || n > kGradientBlock * SwishGradient::kQuads * 4) return 0;
-    return partials_bytes<SwishGradient>(m, n, device);
-#else
-    return 0;
-#endif
-}
-extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, const float* bias, const float* gamma, float* groups,
-    float* const* to, int64_t m, int64_t n, double eps, bool tf32, void* workspace, void* partials, cudaStream_t stream) {
-#if CUDART_VERSION >= 12000
-    Device device;
-    const cudaError_t error = current_device(&device);
-    if (error != cudaSuccess) return error;
-    const auto launch = tf32 ? launch_split_gradient<1, SwishGradient> : launch_split_gradient<2, SwishGradient>;
-    return launch({grad, h, bias, gamma, reinterpret_cast<float4*>(groups), float(eps)}, {{to[0], to[1], to[2], to[3]}}, false, m, n, workspace, partials, device, stream);
-#else
-    return cudaErrorNotSupported;
-#endif
-}
 """
 
 CPP_SOURCE = r"""
@@ -4074,8 +4018,7 @@ extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes);
 extern "C" int product_split_gradient(
-    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, bool sums_alone, void* workspace, void* partials,
-    cudaStream_t stream);
+    const float* grad, float* grad_bias, int64_t m, int64_t n, bool tf32, void* workspace, void* partials, cudaStream_t stream);
 extern "C" int product_gradient(bool of_weight, const float* const* grad, const float* other, float* out, int64_t m, int64_t n, int64_t k,
     bool tf32, void* split_workspace, void* workspace, cudaStream_t stream);
 
@@ -4135,26 +4078,6 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
     }
     return error;
 }
-
-std::vector<at::Tensor> linear_gradients_on_cuda(
-    const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const LinearNeeds& needs, std::vector<at::Tensor> results) {
-    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed(), products = needs[0] || needs[1];
-    int64_t sizes[4];
-    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
-        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
-        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
-        if (needs[2]) results[2] = at::sum(grad, {0});
-        return results;
-    }
-    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
-    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32, !products,
-        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), current_stream());
-    const float* const from[2] = {given.data_ptr<float>(), nullptr};
-    if (error == 0 && products) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
-    check_launch(error, "linear");
-    return results;
-}
 #endif
 
 // Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
@@ -4212,7 +4135,22 @@ std::vector<at::Tensor> linear_gradients_cuda(
     const c10::cuda::CUDAGuard guard(x.device());
     const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
     std::vector<at::Tensor> results = linear_gradients_meta(grad, x, weight, {false, false, needs[2]});
-    return linear_gradients_on_cuda(grad, x, weight, needs, std::move(results));
+    const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const bool tf32 = tf32_is_allowed();
+    int64_t sizes[4];
+    if (!(needs[0] || needs[1]) || !product_gradient_bytes(m, n, k, tf32, sizes)) {
+        if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
+        if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
+        if (needs[2]) results[2] = at::sum(grad, {0});
+        return results;
+    }
+    const at::Tensor given = aligned(grad), split = workspace_of(sizes[0], x);
+    int error = product_split_gradient(given.data_ptr<float>(), needs[2] ? results[2].data_ptr<float>() : nullptr, m, n, tf32,
+        split.data_ptr(), workspace_of(sizes[1], x).data_ptr(), current_stream());
+    const float* const from[2] = {given.data_ptr<float>(), nullptr};
+    if (error == 0) error = products_of_split(from, split, x, weight, tf32, sizes, needs, results.data());
+    check_launch(error, "linear");
+    return results;
 }
 // The split of weight (n, k), for the precision that is set now, as bytes; none where it would not be used.
 at::Tensor freeze_cuda(const at::Tensor& weight) {

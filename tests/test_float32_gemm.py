@@ -164,7 +164,10 @@ def test_no_scale_costs_accuracy_in_few_rows(kind):
 
 
 @pytest.mark.parametrize("kind", [uniform, normal])
-@pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 8192, 8192), (4096, 4096, 1024), (4096, 4096, 128), (4096, 4096, 640), (2048, 512, 20000)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(M, N, K), (1024, 8192, 8192), (4096, 4096, 1024), (4096, 4096, 128), (4096, 4096, 640), (2048, 512, 20000), (4, 8192, 8192)],
+)
 def test_ordinary_data_come_out_better_than_eagers(kind, m, n, k):
     ours, eager, right, _ = product(kind, m, n, k)
     for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
@@ -210,7 +213,8 @@ def test_networks_are_as_accurate_at_odd_scales(case, change):
 @pytest.mark.parametrize(
     "case",
     [CASES[1], grouped_case(1000, 1088, 1096), grouped_case(4097, 2112, 136), grouped_case(5000, 4096, 64), grouped_case(640, 192, 9000),
-     grouped_case(300, 256, 1001), grouped_case(1500, 1024, 1024, 32), grouped_case(16, 1024, 512), *FEW[2:], grouped_case(9, 1024, 2056, 32)],
+     grouped_case(300, 256, 1001), grouped_case(1500, 1024, 1024, 32), grouped_case(16, 1024, 512), *FEW[2:], grouped_case(9, 1024, 2056, 32),
+     grouped_case(5000, 64, 128), grouped_case(16, 2112, 2056), grouped_case(16, 2048, 8192)],
     ids=str,
 )  # fmt: skip
 def test_networks_of_16_bits_are_as_accurate_as_eager(case, dtype):
