@@ -7,9 +7,9 @@ M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on s
 and 1x1 convolutions to up to 128 channels: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in shared memory
 until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (32 in
 16-bit types, both of which are fp16 there), 1x1 ones from up to 48 where height or width is even; 3x3 ones whose v does not fit take two
-launches, which make it twice. From more channels, up to 64, the products are the work there: one kernel makes v from x in the form that wgmma
-wants, and leaves it in the output, where another one normalises it. Below and above, and where a row is too wide, mma.sync with eight output
-channels a block takes units
+launches, which make it twice. From more channels, up to 64, the products are the work there: one kernel makes v, from x in the form that
+wgmma wants, and leaves it in the output, where another one normalises it. Below and above, and where a row is too wide, mma.sync with
+eight output channels a block takes units
 of some 25 MB: 3x3 kernels from up to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of
 float32 (up to 64, the same widths).
 Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
@@ -1963,14 +1963,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Many channels on Hopper, where the products are the work: one kernel makes v and leaves it where the output will be, another one normalises
-// it there, mostly from L2.
+// Many channels on Hopper, where the products are the work: one kernel makes v and leaves it where the output will be, another one
+// normalises it there, mostly from L2.
 //
-// Before that x is brought into the form that wgmma wants: fp16, hi and lo of float32, a pixel's eight channels side by side, rows padded to
-// whole eights of pixels (to 1x1 kernels an image is one row). A is the weights of 64 output channels, which stay in shared memory; B is x. A
-// stage has sixteen input channels of a tile's pixels, and of those that the kernel's rows and columns add: a tap is a place where reading
-// begins. Two warpgroups, each with tiles of its own, take the stages in turn, one half a tile ahead: its sigmoids go beside the other's
-// products. Where there are no halves, a tile is two of 64 channels by 128 pixels.
+// Before that x is brought into the form that wgmma wants: fp16, hi and lo of float32, a pixel's eight channels side by side, rows padded
+// to whole eights of pixels (to 1x1 kernels an image is one row). A is the weights of 64 output channels, which stay in shared memory; B is
+// x. A stage has sixteen input channels (64 of 1x1 kernels) of a tile's pixels, and of those that the kernel's rows and columns add: a tap is
+// a place where reading begins. Two warpgroups, each with tiles of its own, take the stages in turn, one half a tile ahead: its sigmoids go
+// beside the other's products. Where there are no halves, a tile is two of 64 channels by 128 pixels.
 //
 // Float32's sums begin at zero with each stage and are then added to the tile's in float32: tensor cores round towards zero.
 
@@ -2131,7 +2131,8 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
     __shared__ uint64_t bars[3 * kMostTileStages + 1];
     const uint32_t weights = __shfl_sync(~0u, shared_address(stages), 0), x = weights + s.weight_bytes;
     // Of each stage, full for the one warpgroup and for the other.
-    const uint32_t full = __shfl_sync(~0u, shared_address(bars), 0), empty = full + 16 * kMostTileStages, ready = empty + 8 * kMostTileStages;
+    const uint32_t full = __shfl_sync(~0u, shared_address(bars), 0);
+    const uint32_t empty = full + 16 * kMostTileStages, ready = empty + 8 * kMostTileStages;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2 * kMostTileStages; ++i) mbarrier_init(full + 8 * i, 1);
         for (int i = 0; i < kMostTileStages; ++i) mbarrier_init(empty + 8 * i, 4);
@@ -2151,8 +2152,8 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
         if (warp != 0) return;
         const int share = s.weight_bytes / 32;
         arrive_expecting(ready, share);
-        copy_bulk(weights + lane * share, reinterpret_cast<const unsigned char*>(p.fragments) + int64_t(block) * s.weight_bytes + lane * share,
-            share, ready);
+        const auto* const fragments = reinterpret_cast<const unsigned char*>(p.fragments) + int64_t(block) * s.weight_bytes;
+        copy_bulk(weights + lane * share, fragments + lane * share, share, ready);
         const int row = lane % KS, slab = lane / KS % kSlabs, piece = lane / (KS * kSlabs), bytes = s.run * 16;
         const int64_t from_lane = (int64_t(slab) * kPieces + piece) * s.plane + row * s.pitch;
         const uint32_t to_lane = x + ((piece * kSlabs + slab) * KS + row) * bytes;
@@ -2167,7 +2168,8 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
                 if (begun && walks[own].tile < s.tiles && piece < kPieces) {
                     const int64_t slabs = int64_t(walks[own].sample) * s.slabs + chunks[own] * kSlabs;
                     arrive_expecting(bar, bytes);
-                    copy_bulk(to_lane + stage * s.stage_bytes, p.prepared + slabs * kPieces * s.plane + from_lane + walks[own].at * s.tile, bytes, bar);
+                    const int64_t from = slabs * kPieces * s.plane + from_lane + walks[own].at * s.tile;
+                    copy_bulk(to_lane + stage * s.stage_bytes, p.prepared + from, bytes, bar);
                 } else {
                     mbarrier_arrive(bar);
                 }
@@ -2187,8 +2189,8 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
     constexpr int kParts = SPLIT ? 1 : 2;
     const uint32_t staged = x + s.stages * s.stage_bytes + (warpgroup * 4 + warp) * (16 * kOutRow<T>);
     float acc[2][64];
-    // Of the thread's two channels of each part: the constants, and the first pixel of eight that is the thread's, none of a channel that does not
-    // exist. Of the lane's one: its group, or -1 where another channel of the warp begins it; which of the channels 1, 2, 4, 8 further are of it.
+    // Of the thread's two channels of each part: the constants, and the first pixel of eight that is the thread's, none of a channel that does
+    // not exist. Of the lane's one: its group, or -1 where another channel of the warp begins it; which of those 1, 2, 4, 8 further are of it.
     float slope[kParts][2], offset[kParts][2];
     int own[kParts][2], group[kParts], same[kParts];
     const float unscale = 1.0f / tile_input_scale(p, s.out_channels);
@@ -2309,7 +2311,7 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
                         const uint32_t source = staged + channel * kOutRow<T> + at * int(sizeof(T));
                         if (PAIRS) {
                             Words w;
-                            if constexpr (sizeof(T) == 4) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(w.x), "=f"(w.y) : "r"(source) : "memory");
+                            if constexpr (sizeof(T) == 4) load_shared(source, w.x), load_shared(source + 4, w.y);
                             else load_shared(source, w);
                             *reinterpret_cast<Words*>(out + at) = w;
                         } else {
@@ -2430,14 +2432,15 @@ convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ T
 #endif
 }
 
-// A block has kNormalPacks of 16 bytes of a channel, the last ones that were made first: they are in L2.
-constexpr int kTilePacks = 4, kNormalTile = 128;  // of a thread; threads
+// A block has part of a channel, the last ones that were made first: they are in L2.
+constexpr int kTilePacks = 4, kNormalTile = 128;  // of 16 bytes, of a thread; threads
 template <typename T, bool BF16> __global__ void __launch_bounds__(kNormalTile) normalize_tiles(TileOperands p, TileShape s, int parts) {
     constexpr int V = kPack<T>;
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     __shared__ float norm[3];
     const int at_block = gridDim.x - 1 - blockIdx.x, plane = quotient(at_block, parts), part = at_block - plane * parts;
-    const int sample = quotient(plane, s.out_channels), channel = plane - sample * s.out_channels, group = quotient(channel, s.group_channels);
+    const int sample = quotient(plane, s.out_channels), channel = plane - sample * s.out_channels;
+    const int group = quotient(channel, s.group_channels);
     const int64_t out_image = int64_t(s.rows) * s.columns, begin = plane * out_image;
     T* const out = static_cast<T*>(p.out) + begin;
     const Span<V> span(begin, out_image);
@@ -2806,7 +2809,8 @@ static cudaError_t launch_tiles(
     TileShape s = {};
     if (error != cudaSuccess || device.major != 9 || !describe_convolution(s, sizes, 1)) return error;
     if (KS == 1) s.width *= s.height, s.columns = s.width, s.height = s.rows = 1;
-    s.chunks = int(divide_up(s.in_channels, 8 * kStageSlabs<KS>)), s.slabs = kStageSlabs<KS> * s.chunks, s.pitch = int(divide_up(s.width, 8) * 8);
+    s.chunks = int(divide_up(s.in_channels, 8 * kStageSlabs<KS>)), s.slabs = kStageSlabs<KS> * s.chunks;
+    s.pitch = int(divide_up(s.width, 8) * 8);
     const bool both = !kSplit<T> && s.out_channels > kTileM;  // a block has 128 channels
     s.channel_blocks = both ? 1 : int(divide_up(s.out_channels, kTileM));
     s.second_channels = both ? kTileM : 0, s.second_pixels = both || kSplit<T> ? 0 : kTileN;
@@ -2821,7 +2825,8 @@ static cudaError_t launch_tiles(
     const int64_t plane = divide_up(read > held ? read : held, 8) * 8, plane_blocks = divide_up(plane, kPreparePixels);
     const int64_t out_image = int64_t(s.rows) * s.columns, normal_parts = divide_up(out_image, kTilePacks * kNormalTile * kPack<T>);
     // So many samples at a time that x takes no more than a gigabyte as it is prepared.
-    const int64_t sample_bytes = s.slabs * kPieces * plane * 16, most = divide_up(1ll << 30, sample_bytes), samples = sizes[0] < most ? sizes[0] : most;
+    const int64_t sample_bytes = s.slabs * kPieces * plane * 16, most = divide_up(1ll << 30, sample_bytes);
+    const int64_t samples = sizes[0] < most ? sizes[0] : most;
     if (s.stages < 2 || sample_tiles * 2 * 9 >= Total::kMostTerms) return error;
     s.plane = int(plane), s.sample_tiles = int(sample_tiles), s.eps = float(eps);
     s.groups = int(sizes[6]), s.inverse_pitch = uint32_t((1ll << 32) / s.pitch + 1);
@@ -2854,13 +2859,15 @@ static cudaError_t launch_tiles(
     for (int64_t left = sizes[0]; left > 0; left -= samples) {
         const int64_t now = left < samples ? left : samples, tiles = now * sample_tiles, most_teams = device.sms / s.channel_blocks;
         const int64_t wanted = divide_up(tiles, 2), teams = wanted < most_teams ? wanted : most_teams;
-        s.tiles = int(tiles), s.teams = int(teams), s.step_samples = int(2 * teams / sample_tiles), s.step_tiles = int(2 * teams % sample_tiles);
+        s.tiles = int(tiles), s.teams = int(teams);
+        s.step_samples = int(2 * teams / sample_tiles), s.step_tiles = int(2 * teams % sample_tiles);
         launch(now * s.slabs * plane_blocks, kConvBlock, 0, prepare_tile_x<T>, operands, s,
             int(plane_blocks));
         launch(teams * s.channel_blocks, kTileBlock, shared_bytes, kernel, operands, s);
         launch(now * s.out_channels * normal_parts, kNormalTile, 0, given.type == 3 ? normalize_tiles<T, true> : normalize_tiles<T, false>,
             operands, s, int(normal_parts));
-        operands.x = static_cast<const char*>(operands.x) + now * in_bytes, operands.out = static_cast<char*>(operands.out) + now * out_bytes;
+        operands.x = static_cast<const char*>(operands.x) + now * in_bytes;
+        operands.out = static_cast<char*>(operands.out) + now * out_bytes;
         operands.mailbox += now * s.groups * 4;
     }
     return error;
