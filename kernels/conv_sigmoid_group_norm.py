@@ -5,9 +5,11 @@
 `mean` and `rstd` are those of a slice, the pixels of the channels of one group of one sample: rstd = 1 / sqrt(M2 / n + eps),
 M2 = sum((v - mean)^2). Every v is used twice. Where no gradient is needed, on sm_80 and later, one kernel does it all for many plain 3x3
 and 1x1 convolutions to up to 128 channels: an implicit GEMM on the tensor cores with float32's accuracy, whose v waits in shared memory
-until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (64 in
-16-bit types, both of which are fp16 there), 1x1 ones from up to 64 where height or width is even; 3x3 ones whose v does not fit take two
-launches, which make it twice. Below and above, and where a row is too wide for that, mma.sync with eight output channels a block takes units
+until the statistics are there. Hopper has its own, of wgmma, with 32 output channels a block: 3x3 kernels from up to 24 channels (32 in
+16-bit types, both of which are fp16 there), 1x1 ones from up to 48 where height or width is even; 3x3 ones whose v does not fit take two
+launches, which make it twice. From more channels, up to 64, the products are the work there: one kernel makes v, from x in the form that
+wgmma wants, and leaves it in the output, where another one normalises it. Below and above, and where a row is too wide, mma.sync with
+eight output channels a block takes units
 of some 25 MB: 3x3 kernels from up to 8 channels (of 16-bit types where width is a multiple of 4; float32 then up to 24), and 1x1 ones of
 float32 (up to 64, the same widths).
 Everywhere else self.conv is ATen's, all that follows it is one operator, and where v waits depends on the slice:
@@ -1366,6 +1368,14 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint4& a, uint64_t b
         " {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}"
         : D16(0), D16(16), D16(32), D16(48) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
+// Both from shared memory.
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool keep) {
+    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63},"
+        " %64, %65, keep, 1, 1, 0, 0;\n}"
+        : D16(0), D16(16), D16(32), D16(48) : "l"(a), "l"(b), "r"(int(keep)));
+}
 #undef D16
 #undef D4
 template <int N> __device__ __forceinline__ void wgmma(float (&d)[N], const uint2& a, uint64_t b, bool keep) {
@@ -1951,6 +1961,532 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     }
 #endif
 }
+
+// ---------------------------------------------------------------------------------------------------------------------------------
+// Many channels on Hopper, where the products are the work: one kernel makes v and leaves it where the output will be, another one
+// normalises it there, mostly from L2.
+//
+// Before that x is brought into the form that wgmma wants: fp16, hi and lo of float32, a pixel's eight channels side by side, rows padded
+// to whole eights of pixels (to 1x1 kernels an image is one row). A is the weights of 64 output channels, which stay in shared memory; B is
+// x. A stage has sixteen input channels (64 of 1x1 kernels) of a tile's pixels, and of those that the kernel's rows and columns add: a tap is
+// a place where reading begins. Two warpgroups, each with tiles of its own, take the stages in turn, one half a tile ahead: its sigmoids go
+// beside the other's products. Where there are no halves, a tile is two of 64 channels by 128 pixels.
+//
+// Float32's sums begin at zero with each stage and are then added to the tile's in float32: tensor cores round towards zero.
+
+constexpr int kTileBlock = 384, kTileM = 64, kTileN = 128;  // threads; channels and pixels of a wgmma
+constexpr int kMostTileStages = 8;
+// A warp's v on its way out: sixteen channels, so many pixels at a time, with room to be aligned as the output is.
+template <typename T> constexpr int kOutPixels = 128 / sizeof(T);
+template <typename T> constexpr int kOutRow = sizeof(T) == 4 ? 160 : 144;  // bytes: rows that are stored at once meet different banks
+template <typename T> constexpr int kOutBytes = 8 * 16 * kOutRow<T>;
+
+struct TileShape : ConvShape {            // plane: pixels of an image, as x is prepared
+    int pitch, run, chunks;               // pixels of a row there, and of a stage's row; stages of a tile
+    int channel_blocks, tile;             // blocks that share the output channels; pixels of a tile
+    int second_channels, second_pixels;   // from the first of a tile's two to the second
+    int stages, stage_bytes, weight_bytes;
+    int sample_tiles, tiles;
+    int step_samples, step_tiles;         // from a warpgroup's tile to its next one
+    uint32_t inverse_pitch;               // of 2^32
+    int groups;
+    double step, inverse_step;            // of a sum in the mailbox; the first one also over the values of a group
+    __device__ __forceinline__ int row_of(int pixel) const {
+        const int row = __umulhi(pixel, inverse_pitch);
+        return row * pitch > pixel ? row - 1 : row;
+    }
+};
+struct TileOperands : ConvOperands {
+    uint4* prepared;  // x: of each sample, slab, piece, pixel
+};
+// A stage's slabs of eight input channels, and its steps of K: a tap of sixteen channels each.
+template <int KS> constexpr int kStageSlabs = KS == 3 ? 2 : 8;
+template <int KS> constexpr int kStageSteps = KS == 3 ? 9 : 4;
+
+// Launched before the kernel before it has ended: what that one writes is there from here on.
+__device__ __forceinline__ void await_launcher() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void launch_next() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Block q prepares the weights and constants of channel q, or zeros.
+template <typename T, int KS>
+__global__ void __launch_bounds__(kConvBlock) prepare_tile_weights(TileOperands p, TileShape s, int64_t mail_words) {
+    __shared__ float row_scale[1];
+    constexpr int kSlabs = kStageSlabs<KS>, kSteps = kStageSteps<KS>;
+    const int q = blockIdx.x, rows = s.chunks * kSteps * 2;  // of 64 channels by eight
+    __shared__ float own[64 * KS * KS];
+    launch_next();
+    const auto fetch = [&](const void* vector) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(vector) + q * (p.parameter_type == 0 ? 4 : 2)));
+    };
+    if (threadIdx.x == 0 && q < s.out_channels) fetch(p.scale), fetch(p.conv_bias), fetch(p.bias);
+    // All at once, and into L1 for what follows.
+    const int taps = s.in_channels * KS * KS;
+#pragma unroll
+    for (int i = threadIdx.x; i < 64 * KS * KS; i += kConvBlock) {
+        own[i] = q < s.out_channels && i < taps ? value_at(p.weight, int64_t(q) * taps + i, p.parameter_type) : 0.0f;
+    }
+    empty_mailbox(p, mail_words);
+    prepare_constants<1>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
+    for (int i = threadIdx.x; i < rows; i += kConvBlock) {
+        const int chunk = i / (2 * kSteps), step = i / 2 % kSteps, tap = KS == 3 ? step : 0;
+        const int first = (chunk * kSlabs + (KS == 3 ? 0 : step * 2) + i % 2) * 8;
+        float w[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            w[k] = own[(first + k) * (KS * KS) + tap] * row_scale[0];
+        }
+        uint4 hi, lo;
+        split(w, 1.0f, false, hi, lo);
+        uint4* const to = reinterpret_cast<uint4*>(p.fragments) + (q / kTileM * (kSplit<T> ? 2 : 1) * rows + i) * kTileM + q % kTileM;
+        *to = hi;
+        if (kSplit<T>) to[rows * kTileM] = lo;
+    }
+}
+
+// The largest one that a channel asks for. All lanes call it.
+__device__ __forceinline__ float tile_input_scale(const ConvOperands& p, int channels) {
+    float most = 0;
+    bool known = true;
+    for (int c = threadIdx.x % 32; c < channels; c += 32) {
+        const float own = static_cast<const SliceConstants<1>*>(p.constants)[c].input_scale;
+        known = known && own == own, most = fmaxf(most, own);
+    }
+    for (int mask = 1; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
+    return __all_sync(~0u, known) ? most : NAN;
+}
+
+// A block has kPreparePixels of a slab.
+constexpr int kPrepareItems = 4, kPreparePixels = kPrepareItems * kConvBlock;
+template <typename T> __global__ void __launch_bounds__(kConvBlock) prepare_tile_x(TileOperands p, TileShape s, int plane_blocks) {
+    constexpr int kPieces = kSplit<T> ? 2 : 1;
+    const int plane = quotient(int(blockIdx.x), plane_blocks), sample = quotient(plane, s.slabs), slab = plane - sample * s.slabs;
+    const int first = (blockIdx.x - plane * plane_blocks) * kPreparePixels + threadIdx.x;
+    const int64_t image = int64_t(s.height) * s.width;
+    const T* const x = static_cast<const T*>(p.x) + (int64_t(sample) * s.in_channels + slab * 8) * image;
+    T raw[kPrepareItems][8];
+    launch_next();
+#pragma unroll
+    for (int i = 0; i < kPrepareItems; ++i) {
+        const int pixel = first + i * kConvBlock, row = s.row_of(pixel), column = pixel - row * s.pitch;
+        const bool exists = row < s.height && column < s.width;
+        const uint32_t at = row * s.width + column;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            from_acc(0.0f, raw[i][c]);
+            if (exists && slab * 8 + c < s.in_channels) raw[i][c] = __ldg(x + c * image + at);
+        }
+    }
+    await_launcher();
+    const float input_scale = tile_input_scale(p, s.out_channels);
+#pragma unroll
+    for (int i = 0; i < kPrepareItems; ++i) {
+        const int pixel = first + i * kConvBlock;
+        uint4 hi, lo;
+        split(raw[i], input_scale, p.type == 3, hi, lo);
+        uint4* const to = p.prepared + int64_t(plane) * kPieces * s.plane + pixel;
+        if (pixel < s.plane) {
+            *to = hi;
+            if (kPieces == 2) to[s.plane] = lo;
+        }
+    }
+}
+
+__device__ __forceinline__ void arrive_expecting(uint32_t bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+
+// A warpgroup's tiles.
+struct TileWalk {
+    int tile, sample, at;  // at: in the sample
+    __device__ __forceinline__ TileWalk(const TileShape& s, int first) : tile(first), sample(quotient(first, s.sample_tiles)) {
+        at = tile - sample * s.sample_tiles;
+    }
+    __device__ __forceinline__ void next(const TileShape& s) {
+        tile += 2 * s.teams, sample += s.step_samples, at += s.step_tiles;
+        if (at >= s.sample_tiles) at -= s.sample_tiles, ++sample;
+    }
+};
+
+// Two warpgroups multiply and finish; the first warp of the third one brings the weights, and x. PAIRS: rows of even length in the output.
+template <typename T, int KS, bool PAIRS>
+__global__ void __launch_bounds__(kTileBlock, 1)
+convolve_tiles(const __grid_constant__ TileOperands p, const __grid_constant__ TileShape s) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool SPLIT = kSplit<T>;
+    constexpr int kPieces = SPLIT ? 2 : 1, kSlabs = kStageSlabs<KS>, kSteps = kStageSteps<KS>;
+    constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
+    extern __shared__ __align__(128) unsigned char stages[];
+    __shared__ uint64_t bars[3 * kMostTileStages + 1];
+    const uint32_t weights = __shfl_sync(~0u, shared_address(stages), 0), x = weights + s.weight_bytes;
+    // Of each stage, full for the one warpgroup and for the other.
+    const uint32_t full = __shfl_sync(~0u, shared_address(bars), 0);
+    const uint32_t empty = full + 16 * kMostTileStages, ready = empty + 8 * kMostTileStages;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2 * kMostTileStages; ++i) mbarrier_init(full + 8 * i, 1);
+        for (int i = 0; i < kMostTileStages; ++i) mbarrier_init(empty + 8 * i, 4);
+        mbarrier_init(ready, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    launch_next();
+    await_launcher();
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+    const int team = quotient(int(blockIdx.x), s.channel_blocks), block = blockIdx.x - team * s.channel_blocks;
+    // The second warpgroup begins `lag` steps later. Where it has none left, there are empty stages for it.
+    const int lag = s.chunks / 2, steps = quotient(max(0, s.tiles - 2 * team) + 2 * s.teams - 1, 2 * s.teams) * s.chunks + lag;
+
+    if (warpgroup == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (warp != 0) return;
+        const int share = s.weight_bytes / 32;
+        arrive_expecting(ready, share);
+        const auto* const fragments = reinterpret_cast<const unsigned char*>(p.fragments) + int64_t(block) * s.weight_bytes;
+        copy_bulk(weights + lane * share, fragments + lane * share, share, ready);
+        const int row = lane % KS, slab = lane / KS % kSlabs, piece = lane / (KS * kSlabs), bytes = s.run * 16;
+        const int64_t from_lane = (int64_t(slab) * kPieces + piece) * s.plane + row * s.pitch;
+        const uint32_t to_lane = x + ((piece * kSlabs + slab) * KS + row) * bytes;
+        TileWalk walks[2] = {TileWalk(s, 2 * team), TileWalk(s, 2 * team + 1)};
+        int chunks[2] = {}, stage = 0, phase = 0;
+        for (int step = 0; step < steps; ++step) {
+#pragma unroll
+            for (int own = 0; own < 2; ++own) {
+                const bool begun = own == 0 || step >= lag;
+                const uint32_t bar = full + 8 * (stage + own * kMostTileStages);
+                mbarrier_wait(empty + 8 * stage, phase ^ 1);
+                if (begun && walks[own].tile < s.tiles && piece < kPieces) {
+                    const int64_t slabs = int64_t(walks[own].sample) * s.slabs + chunks[own] * kSlabs;
+                    arrive_expecting(bar, bytes);
+                    const int64_t from = slabs * kPieces * s.plane + from_lane + walks[own].at * s.tile;
+                    copy_bulk(to_lane + stage * s.stage_bytes, p.prepared + from, bytes, bar);
+                } else {
+                    mbarrier_arrive(bar);
+                }
+                if (begun && ++chunks[own] == s.chunks) chunks[own] = 0, walks[own].next(s);
+                if (++stage == s.stages) stage = 0, phase ^= 1;
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int g = lane / 4, t = lane % 4;
+    const int piece_rows = s.chunks * kSteps * 2 * kTileM;  // of 16 bytes
+    const uint64_t a_begin = uint64_t(128 >> 4) << 32 | uint32_t(kTileM) << 16 | weights >> 4;
+    const uint64_t b_begin = uint64_t(128 >> 4) << 32 | uint32_t(KS * s.run) << 16;
+    const int64_t out_image = int64_t(s.rows) * s.columns;
+    constexpr int kParts = SPLIT ? 1 : 2;
+    const uint32_t staged = x + s.stages * s.stage_bytes + (warpgroup * 4 + warp) * (16 * kOutRow<T>);
+    float acc[2][64];
+    // Of the thread's two channels of each part: the constants, and the first pixel of eight that is the thread's, none of a channel that does
+    // not exist. Of the lane's one: its group, or -1 where another channel of the warp begins it; which of those 1, 2, 4, 8 further are of it.
+    float slope[kParts][2], offset[kParts][2];
+    int own[kParts][2], group[kParts], same[kParts];
+    const float unscale = 1.0f / tile_input_scale(p, s.out_channels);
+#pragma unroll
+    for (int m = 0; m < kParts; ++m) {
+        const int first = block * kTileM + m * s.second_channels + warp * 16;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int channel = first + g + 8 * r;
+            const SliceConstants<1>& constants = static_cast<const SliceConstants<1>*>(p.constants)[channel];
+            slope[m][r] = constants.slope[0] * (constants.input_scale * unscale), offset[m][r] = constants.offset[0];
+            own[m][r] = channel < s.out_channels ? 2 * t : 8;
+        }
+        const int channel = first + lane;
+        group[m] = quotient(channel, s.group_channels), same[m] = 0;
+        for (int k = 0; k < 4; ++k) {
+            same[m] |= int(lane + (1 << k) < 16 && group[m] == quotient(channel + (1 << k), s.group_channels)) << k;
+        }
+        if (lane >= 16 || channel >= s.out_channels || (lane > 0 && channel != group[m] * s.group_channels)) group[m] = -1;
+    }
+
+    const auto finish = [&](const TileWalk& walk) {
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) {
+            const int sample = walk.sample, first = block * kTileM + m * s.second_channels + warp * 16;
+            const int begin = walk.at * s.tile + m * s.second_pixels;
+            const int64_t plane = int64_t(sample) * s.out_channels + first;  // the warp's first one
+            const auto value = [&](int j, int i) {  // of the j-th eight pixels
+                return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(acc[m][4 * j + i], slope[m][i / 2], offset[m][i / 2]));
+            };
+            using Words = std::conditional_t<sizeof(T) == 4, float2, uint32_t>;
+            const auto held = [&](float v0, float v1) {  // made here, and not where it is stored, behind a branch
+                Pack<T, 2> pair;
+                round_pair(v0, v1, pair.value, false);
+                Words words = *reinterpret_cast<Words*>(&pair);
+                if constexpr (sizeof(T) == 4) asm volatile("" : "+f"(words.x), "+f"(words.y));
+                else asm volatile("" : "+r"(words));
+                return words;
+            };
+            const auto first_of = [](const Words& words) { return to_acc(reinterpret_cast<const T*>(&words)[0]); };
+            const auto second_of = [](const Words& words) { return to_acc(reinterpret_cast<const T*>(&words)[1]); };
+            int row, column;  // of the next eight pixels, which are of one row
+            Deviations all[2];
+            const auto restart = [&] {
+                row = KS == 1 ? 0 : s.row_of(begin), column = begin - row * s.pitch;
+                all[0] = all[1] = {};
+            };
+            const auto outputs = [&] { return row < s.rows ? min(8, s.columns - column) : 0; };  // of the eight
+            // Into the sums, and to where put says.
+            const auto take = [&](const Words (&words)[2], auto put) {
+                const int bound = outputs();
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const bool valid = own[m][r] < bound, next_valid = PAIRS ? valid : own[m][r] + 1 < bound;
+                    const float d0 = valid ? first_of(words[r]) - all[r].anchor : 0.0f;
+                    const float d1 = next_valid ? second_of(words[r]) - all[r].anchor : 0.0f;
+                    all[r].sum += d0 + d1;
+                    all[r].square = fmaf(d0, d0, all[r].square), all[r].square = fmaf(d1, d1, all[r].square);
+                    put(r, row * s.columns + column, words[r], valid, next_valid);
+                }
+                column += 8;
+                if (column == s.pitch) column = 0, ++row;
+            };
+            // A quad of lanes has one anchor: if the first eight pixels are no outputs, the next ones are, or none at all.
+            restart();
+            const auto outputs_before = [&] { return row < s.rows ? row * s.columns + min(column, s.columns) : s.rows * s.columns; };
+            const int before = outputs_before();
+            const bool second = outputs() <= 0;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float v = second ? value(1, 2 * r) : value(0, 2 * r);
+                all[r].anchor = __shfl_sync(~0u, first_of(held(v, v)), lane & 28);
+            }
+            constexpr int kBatch = 4, kOut = kOutPixels<T>, V = kPack<T>;
+            static_assert(kOut % (8 * kBatch) == 0 && kOut / V == 8, "eight lanes write a channel's packs");
+#pragma unroll
+            for (int begin_out = 0; begin_out < kTileN; begin_out += kOut) {
+                // Where the pixels' outputs begin in a channel: they lie side by side there. Its first one's place in a pack of 16 bytes.
+                const int from = outputs_before();
+                const auto skew_of = [&](int channel) { return int(uint32_t(plane + channel) * uint32_t(out_image) + from) & (V - 1); };
+                uint32_t to[2];
+#pragma unroll
+                for (int r = 0; r < 2; ++r) to[r] = staged + (g + 8 * r) * kOutRow<T> + (skew_of(g + 8 * r) + 2 * t - from) * int(sizeof(T));
+#pragma unroll
+                for (int j = begin_out / 8; j < (begin_out + kOut) / 8; j += kBatch) {
+                    Words words[kBatch][2];
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+                        words[b][0] = held(value(j + b, 0), value(j + b, 1)), words[b][1] = held(value(j + b, 2), value(j + b, 3));
+                    }
+#pragma unroll
+                    for (int b = 0; b < kBatch; ++b) {
+                        take(words[b], [&](int r, int output, const Words& w, bool valid, bool next_valid) {
+                            const uint32_t at = to[r] + output * int(sizeof(T));
+                            const T* const two = reinterpret_cast<const T*>(&w);
+                            if (PAIRS) store_shared_if(valid, at, *reinterpret_cast<const Pack<T, 2>*>(&w));
+                            else store_shared_if(valid, at, two[0]), store_shared_if(next_valid, at + int(sizeof(T)), two[1]);
+                        });
+                    }
+                }
+                const int count = outputs_before() - from;
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < 16; i += 4) {
+                    const int channel = i + lane / 8, skew = skew_of(channel), at = ((skew > 0) + lane % 8) * V;
+                    if (first + channel < s.out_channels && at + V <= skew + count) {
+                        uint4 pack;
+                        load_shared(staged + channel * kOutRow<T> + at * int(sizeof(T)), pack);
+                        *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + (plane + channel) * out_image + from - skew + at) = pack;
+                    }
+                }
+                {  // What is before the first whole pack, and behind the last one.
+                    const int channel = lane % 16, skew = skew_of(channel), end = skew + count, whole = skew > 0 ? V : 0;
+                    const bool head = lane < 16;
+                    T* const out = static_cast<T*>(p.out) + (plane + channel) * out_image + from - skew;
+                    for (int at = head ? skew : max(end & -V, whole); at < (head ? min(whole, end) : end); at += PAIRS ? 2 : 1) {
+                        if (first + channel >= s.out_channels) break;
+                        const uint32_t source = staged + channel * kOutRow<T> + at * int(sizeof(T));
+                        if (PAIRS) {
+                            Words w;
+                            if constexpr (sizeof(T) == 4) load_shared(source, w.x), load_shared(source + 4, w.y);
+                            else load_shared(source, w);
+                            *reinterpret_cast<Words*>(out + at) = w;
+                        } else {
+                            load_shared(source, out[at]);
+                        }
+                    }
+                }
+                __syncwarp();
+            }
+            // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
+            if (__any_sync(~0u, !(all[0].square < INFINITY && all[1].square < INFINITY))) {
+                restart();
+                bool any = false;
+#pragma unroll 1
+                for (int j = 0; j < kTileN / 8; ++j) {
+                    Words words[2];
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        float v0 = 0, v1 = 0;
+#pragma unroll 1
+                        for (int k = 0; k < 2; ++k) {
+                            v0 = v1, v1 = 0;
+                            if (own[m][r] + k >= outputs()) continue;
+                            v1 = convolve_value<KS>(p, s, sample, first + g + 8 * r, row, column + own[m][r] + k) * (1 << kHeldExponent<T>);
+                        }
+                        words[r] = held(v0, v1);
+                        if (!any && outputs() > 0) all[r].anchor = __shfl_sync(~0u, first_of(words[r]), lane & 28);
+                    }
+                    any = outputs() > 0 || any;
+                    take(words, [&](int r, int output, const Words& w, bool valid, bool next_valid) {
+                        T* const at = static_cast<T*>(p.out) + (plane + g + 8 * r) * out_image + output + 2 * t;
+                        if (valid) at[0] = reinterpret_cast<const T*>(&w)[0];
+                        if (next_valid) at[1] = reinterpret_cast<const T*>(&w)[1];
+                    });
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                for (int mask = 1; mask < 4; mask *= 2) {
+                    all[r].sum += __shfl_xor_sync(~0u, all[r].sum, mask), all[r].square += __shfl_xor_sync(~0u, all[r].square, mask);
+                }
+            }
+            const int values = outputs_before() - before;  // of each channel
+            // A lane of each channel; the first one of each group adds its neighbours' sums.
+            const auto of_channel = [&](float a, float b) {
+                a = __shfl_sync(~0u, a, lane % 8 * 4), b = __shfl_sync(~0u, b, lane % 8 * 4);
+                return lane < 8 ? a : b;
+            };
+            const float anchor = of_channel(all[0].anchor, all[1].anchor), sum = of_channel(all[0].sum, all[1].sum);
+            const float square = of_channel(all[0].square, all[1].square);
+            const double far = values > 0 ? double(values) * anchor : 0;
+            double of_v = far + sum, of_square = fma(double(anchor), far + 2 * double(sum), double(square));
+#pragma unroll 1
+            for (int further = 1; further < min(16, s.group_channels); further *= 2) {
+                const double v = __shfl_down_sync(~0u, of_v, further), squares = __shfl_down_sync(~0u, of_square, further);
+                if (same[m] & further) of_v += v, of_square += squares;
+            }
+            if (group[m] >= 0) {
+                auto* const total = reinterpret_cast<unsigned long long*>(p.mailbox) +
+                    (int64_t(sample) * s.groups + group[m]) * 4;
+                const bool doubtful = !(of_square < INFINITY);
+                Total{total, 1}.post(of_v * kUnit, s.inverse_step, doubtful);
+                Total{total + 2, 1}.post(of_square * (kUnit * kUnit), s.inverse_step, doubtful);
+            }
+        }
+    };
+
+    mbarrier_wait(ready, 0);
+    int stage = warpgroup, left = steps;
+    uint32_t phases = 0;  // of each stage
+    const auto await_stage = [&] {
+        mbarrier_wait(full + 8 * (stage + warpgroup * kMostTileStages), phases >> stage & 1);
+        phases ^= 1u << stage, --left;
+    };
+    const auto next_stage = [&] {
+        stage += 2;
+        if (stage >= s.stages) stage -= s.stages;
+    };
+    const auto skip = [&] {
+        await_stage();
+        mbarrier_arrive(empty + 8 * stage);
+        next_stage();
+    };
+    for (int i = 0; i < lag * warpgroup; ++i) skip();
+    for (TileWalk walk(s, 2 * team + warpgroup); walk.tile < s.tiles; walk.next(s)) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < s.chunks; ++chunk) {
+            await_stage();
+            const uint64_t a = a_begin + chunk * (kSteps * 2 * kTileM), b = b_begin + ((x + stage * s.stage_bytes) >> 4);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            const auto multiply = [&](float (&d)[64], uint64_t a, uint64_t b, bool keep) {
+#pragma unroll
+                for (int k = 0; k < kSteps; ++k) {
+                    wgmma(d, a + k * (2 * kTileM), b + (KS == 3 ? k / 3 * s.run + k % 3 : 2 * k * s.run), keep || k > 0);
+                }
+            };
+            if constexpr (SPLIT) {
+                multiply(acc[1], a + piece_rows, b, false);
+                multiply(acc[1], a, b + kSlabs * KS * s.run, true);
+                multiply(acc[1], a, b, true);
+            } else {
+                multiply(acc[0], a, b, chunk > 0);
+                multiply(acc[1], a + (s.second_channels > 0 ? piece_rows : 0), b + s.second_pixels, chunk > 0);
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (!SPLIT) wgmma_wait(acc[0]), wgmma_wait(acc[1]), mbarrier_arrive(empty + 8 * stage);
+            if (SPLIT) {
+                wgmma_wait(acc[1]);
+                mbarrier_arrive(empty + 8 * stage);
+#pragma unroll
+                for (int i = 0; i < 64; ++i) acc[0][i] = chunk > 0 ? acc[0][i] + acc[1][i] : acc[1][i];
+            }
+            next_stage();
+        }
+        finish(walk);
+    }
+    while (left > 0) skip();
+#endif
+}
+
+// A block has part of a channel, the last ones that were made first: they are in L2.
+constexpr int kTilePacks = 4, kNormalTile = 128;  // of 16 bytes, of a thread; threads
+template <typename T, bool BF16> __global__ void __launch_bounds__(kNormalTile) normalize_tiles(TileOperands p, TileShape s, int parts) {
+    constexpr int V = kPack<T>;
+    constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
+    __shared__ float norm[3];
+    const int at_block = gridDim.x - 1 - blockIdx.x, plane = quotient(at_block, parts), part = at_block - plane * parts;
+    const int sample = quotient(plane, s.out_channels), channel = plane - sample * s.out_channels;
+    const int group = quotient(channel, s.group_channels);
+    const int64_t out_image = int64_t(s.rows) * s.columns, begin = plane * out_image;
+    T* const out = static_cast<T*>(p.out) + begin;
+    const Span<V> span(begin, out_image);
+    const int64_t first = int64_t(part) * (kTilePacks * kNormalTile) + threadIdx.x;
+    Pack<T, V>* const packs = reinterpret_cast<Pack<T, V>*>(out + span.head);
+    Pack<T, V> batch[kTilePacks];
+    await_launcher();
+#pragma unroll
+    for (int i = 0; i < kTilePacks; ++i) {
+        if (first + i * kNormalTile < span.packs) batch[i] = packs[first + i * kNormalTile];
+    }
+    if (threadIdx.x == 0) {
+        auto* const total = reinterpret_cast<unsigned long long*>(p.mailbox) +
+            (int64_t(sample) * s.groups + group) * 4;
+        const int of_group = (group + 1) * s.group_channels - 1, warps = of_group / 16 - group * s.group_channels / 16 + 1;
+        const int terms = s.sample_tiles * warps * (s.second_pixels > 0 ? 2 : 1);
+        double mean, square;
+        bool there = Total{total, 1}.read(terms, mean);
+        there = Total{total + 2, 1}.read(terms, square) && there;
+        mean *= s.step, square *= s.step;
+        const double variance = there ? fma(-mean, mean, square) : NAN, held_mean = mean / kUnit;
+        const float hi = float(held_mean), lo = float(held_mean - hi), rounded = variance < 0 ? 0.0f : float(variance);  // NaN stays
+        const float a = value_at(p.gamma, channel, p.parameter_type) * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
+        norm[0] = hi, norm[1] = a, norm[2] = isfinite(a) ? fmaf(-lo, a, value_at(p.beta, channel, p.parameter_type)) : NAN;
+    }
+    __syncthreads();
+    const float mean = norm[0], factor = norm[1], offset = norm[2];
+    const auto normalized = [&](T v) { return fmaf(to_acc(v) - mean, factor, offset); };
+#pragma unroll
+    for (int i = 0; i < kTilePacks; ++i) {
+        if (first + i * kNormalTile < span.packs) {
+#pragma unroll
+            for (int j = 0; j < V; j += 2) {
+                T* const two = batch[i].value + j;
+                round_pair(normalized(two[0]), normalized(two[1]), two, BF16);
+            }
+            packs[first + i * kNormalTile] = batch[i];
+        }
+    }
+    const int64_t loose = part == 0 ? span.loose(threadIdx.x) : -1;
+    if (loose >= 0) {
+        Pack<T, 2> pair;
+        round_pair(normalized(out[loose]), 0, pair.value, BF16);
+        out[loose] = pair.value[0];
+    }
+}
 #endif  // CUDART_VERSION >= 12040
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -2261,6 +2797,81 @@ static cudaError_t launch_wide_convolution(
         return launch_together(kernel, grid, Wide<T>::kBlock, plan.shared_bytes, stream, operands, plan.shape);
     }
 }
+
+template <typename T, int KS, bool PAIRS>
+static cudaError_t launch_tiles(
+    const int64_t* sizes, double eps, const ConvOperands& given, void* workspace, int64_t* workspace_bytes, cudaStream_t stream) {
+    constexpr int kPieces = kSplit<T> ? 2 : 1;
+    auto kernel = convolve_tiles<T, KS, PAIRS>;
+    Device device;
+    cudaError_t error = current_device(&device);
+    *workspace_bytes = -1;
+    TileShape s = {};
+    if (error != cudaSuccess || device.major != 9 || !describe_convolution(s, sizes, 1)) return error;
+    if (KS == 1) s.width *= s.height, s.columns = s.width, s.height = s.rows = 1;
+    s.chunks = int(divide_up(s.in_channels, 8 * kStageSlabs<KS>)), s.slabs = kStageSlabs<KS> * s.chunks;
+    s.pitch = int(divide_up(s.width, 8) * 8);
+    const bool both = !kSplit<T> && s.out_channels > kTileM;  // a block has 128 channels
+    s.channel_blocks = both ? 1 : int(divide_up(s.out_channels, kTileM));
+    s.second_channels = both ? kTileM : 0, s.second_pixels = both || kSplit<T> ? 0 : kTileN;
+    s.tile = kTileN + s.second_pixels, s.run = s.tile + KS - 1;
+    s.weight_bytes = (both ? 2 : 1) * kPieces * s.chunks * kStageSteps<KS> * 2 * kTileM * 16;
+    s.stage_bytes = kPieces * kStageSlabs<KS> * KS * s.run * 16;
+    const int shared_most = device.shared_bytes - 1024;
+    s.stages = (shared_most - s.weight_bytes - kOutBytes<T>) / s.stage_bytes;
+    if (s.stages > kMostTileStages) s.stages = kMostTileStages;
+    const int64_t sample_tiles = divide_up(int64_t(s.rows - 1) * s.pitch + s.columns, s.tile);
+    const int64_t read = (sample_tiles - 1) * s.tile + (KS - 1) * s.pitch + s.run, held = int64_t(s.height) * s.pitch;
+    const int64_t plane = divide_up(read > held ? read : held, 8) * 8, plane_blocks = divide_up(plane, kPreparePixels);
+    const int64_t out_image = int64_t(s.rows) * s.columns, normal_parts = divide_up(out_image, kTilePacks * kNormalTile * kPack<T>);
+    // So many samples at a time that x takes no more than a gigabyte as it is prepared.
+    const int64_t sample_bytes = s.slabs * kPieces * plane * 16, most = divide_up(1ll << 30, sample_bytes);
+    const int64_t samples = sizes[0] < most ? sizes[0] : most;
+    if (s.stages < 2 || sample_tiles * 2 * 9 >= Total::kMostTerms) return error;
+    s.plane = int(plane), s.sample_tiles = int(sample_tiles), s.eps = float(eps);
+    s.groups = int(sizes[6]), s.inverse_pitch = uint32_t((1ll << 32) / s.pitch + 1);
+    const double count = double(out_image) * s.group_channels;
+    for (s.inverse_step = 1.0; s.inverse_step * count < double(1ll << 46);) s.inverse_step *= 2;
+    s.step = 1 / (s.inverse_step * count);
+    const int64_t rows = int64_t(s.channel_blocks) * (both ? 2 : 1) * kTileM, mail_words = sizes[0] * s.groups * 4;
+    const int64_t constant_bytes = rows * int64_t(sizeof(SliceConstants<1>)), weight_bytes = int64_t(s.channel_blocks) * s.weight_bytes;
+    *workspace_bytes = weight_bytes + samples * sample_bytes + constant_bytes + mail_words * 8;
+    if (given.x == nullptr) return error;
+    TileOperands operands;
+    static_cast<ConvOperands&>(operands) = given;
+    operands.fragments = static_cast<uint32_t*>(workspace);
+    operands.prepared = static_cast<uint4*>(workspace) + weight_bytes / 16;
+    operands.mailbox = reinterpret_cast<uint64_t*>(operands.prepared + samples * sample_bytes / 16);
+    operands.constants = operands.mailbox + mail_words;
+    const int shared_bytes = s.weight_bytes + s.stages * s.stage_bytes + kOutBytes<T>;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return error;
+    prepare_tile_weights<T, KS><<<unsigned(rows), kConvBlock, 0, stream>>>(operands, s, mail_words);
+    // The others are launched before the one before them has ended.
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    const auto launch = [&](int64_t blocks, int threads, int shared, auto kernel, auto... arguments) {
+        const cudaLaunchConfig_t config = {dim3(unsigned(blocks)), dim3(threads), size_t(shared), stream, &early, 1};
+        if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
+    };
+    const int64_t in_bytes = sizeof(T) * s.in_channels * s.height * s.width, out_bytes = sizeof(T) * s.out_channels * out_image;
+    for (int64_t left = sizes[0]; left > 0; left -= samples) {
+        const int64_t now = left < samples ? left : samples, tiles = now * sample_tiles, most_teams = device.sms / s.channel_blocks;
+        const int64_t wanted = divide_up(tiles, 2), teams = wanted < most_teams ? wanted : most_teams;
+        s.tiles = int(tiles), s.teams = int(teams);
+        s.step_samples = int(2 * teams / sample_tiles), s.step_tiles = int(2 * teams % sample_tiles);
+        launch(now * s.slabs * plane_blocks, kConvBlock, 0, prepare_tile_x<T>, operands, s,
+            int(plane_blocks));
+        launch(teams * s.channel_blocks, kTileBlock, shared_bytes, kernel, operands, s);
+        launch(now * s.out_channels * normal_parts, kNormalTile, 0, given.type == 3 ? normalize_tiles<T, true> : normalize_tiles<T, false>,
+            operands, s, int(normal_parts));
+        operands.x = static_cast<const char*>(operands.x) + now * in_bytes;
+        operands.out = static_cast<char*>(operands.out) + now * out_bytes;
+        operands.mailbox += now * s.groups * 4;
+    }
+    return error;
+}
 #endif  // CUDART_VERSION >= 12040
 
 // --- shared: group norm entry points (home: kernels/linear_swish_group_norm.py) ---
@@ -2308,6 +2919,17 @@ extern "C" int convolution_forward(
     if (sizes[1] > 64) return cudaSuccess;
 #if CUDART_VERSION >= 12040
     cudaError_t error = cudaSuccess;
+    if (sizes[1] > (!three ? 48 : dtype == 0 ? 24 : 32)) {  // the products are the work
+        if (dtype == 0 && three && pairs) error = run(launch_tiles<float, 3, true>);
+        else if (dtype == 0 && three) error = run(launch_tiles<float, 3, false>);
+        else if (dtype == 0 && pairs) error = run(launch_tiles<float, 1, true>);
+        else if (dtype == 0) error = run(launch_tiles<float, 1, false>);
+        else if (dtype > 1 && three && pairs) error = run(launch_tiles<__half, 3, true>);
+        else if (dtype > 1 && three) error = run(launch_tiles<__half, 3, false>);
+        else if (dtype > 1 && pairs) error = run(launch_tiles<__half, 1, true>);
+        else if (dtype > 1) error = run(launch_tiles<__half, 1, false>);
+        if (error != cudaSuccess || *workspace_bytes >= 0) return error;
+    }
     if (dtype == 0 && three && few && pairs) error = run(launch_wide_convolution<float, 3, true>);
     else if (dtype == 0 && three && few) error = run(launch_wide_convolution<float, 3, false>);
     else if (dtype == 0 && !three && pairs) error = run(launch_wide_convolution<float, 1, true>);

@@ -38,10 +38,17 @@ SHAPES = [
     case("narrow images of an odd width", 5, 8, 300, 9, 3, 4, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
     case("33 channels to 128 in one group", 2, 33, 30, 31, 3, 1, 128),
+    case("48 channels to 40 in one group", 3, 48, 40, 42, 3, 1, 40),
+    case("40 channels to 75", 2, 40, 29, 64, 3, 15, 5),
     case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
     case("1x1 kernels and an odd size", 2, 20, 57, 59, 1, 4, 6),
     case("1x1 kernels and an odd width", 2, 20, 58, 57, 1, 4, 6),
+    case("1x1 kernels from 64 channels to 128", 3, 64, 56, 56, 1, 1, 128),
+    case("1x1 kernels from 56 channels, an odd size", 2, 56, 31, 33, 1, 8, 6),
 ]
+NAMED = {case.name: case for case in SHAPES}
+FEW, MANY = NAMED["groups of four channels"], NAMED["64 channels to 128"]  # input channels: kernels of their own
+ways = pytest.mark.parametrize("case", [FEW, MANY], ids=["few channels", "many channels"])
 shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
 
@@ -87,43 +94,48 @@ class TestOnTheGPU:
         for _ in range(20):
             assert torch.equal(new(*inputs), first)
 
+    @ways
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e-3, 1e3, 1e6, 1e30])
-    def test_inputs_of_any_magnitude(self, magnitude):
+    def test_inputs_of_any_magnitude(self, magnitude, case):
         """Beyond fp16's range blocks compute in float32; below it, what is lost is below the sigmoid's own rounding."""
-        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, lambda model, new, inputs: [inputs[0] * magnitude]))
+        assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32, lambda model, new, inputs: [inputs[0] * magnitude]))
 
+    @ways
     @pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e3, 1e6, 1e20])
-    def test_weights_of_any_magnitude(self, magnitude):
+    def test_weights_of_any_magnitude(self, magnitude, case):
         def change(model, new, inputs):
             for module in (model, new):
                 module.conv.weight.data.mul_(magnitude)
             return [inputs[0] / min(magnitude, 1e6)]
 
-        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, change))
+        assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32, change))
 
-    def test_a_few_inputs_beyond_half_precision(self):
+    @ways
+    def test_a_few_inputs_beyond_half_precision(self, case):
         def change(model, new, inputs):
             x = inputs[0].clone()
             x[0, 3, 17, 11], x[1, 0, 0, 0], x[1, -1, -1, -1] = 1e6, -7e5, 1e9
             return [x]
 
-        assert_as_accurate_as_eager(forward, draws(SHAPES[0], "cuda", torch.float32, change))
+        assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32, change))
 
     @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
     @dtypes
+    @pytest.mark.parametrize("case", [SHAPES[1], MANY], ids=["few channels", "many channels"])
     @torch.no_grad()
-    def test_what_is_not_finite_stays_where_eager_or_float64_has_it(self, value, dtype):
-        model, new, inputs = build(SHAPES[1], "cuda", dtype)
+    def test_what_is_not_finite_stays_where_eager_or_float64_has_it(self, value, dtype, case):
+        model, new, inputs = build(case, "cuda", dtype)
         x = inputs[0].clone()
         x[0, 3, 17, 11] = value
         out, expected = new(x), model(x)
         assert same_kinds(out, expected, in_float64(model)(x.double()))
         torch.testing.assert_close(out[1], new(inputs[0])[1], rtol=0, atol=0)
 
+    @ways
     @torch.no_grad()
-    def test_channels_of_almost_one_value(self):
+    def test_channels_of_almost_one_value(self, case):
         """Sigmoids close to 1, which differ in their last bits: the norm magnifies what the statistics get wrong."""
-        model, new, inputs = build(SHAPES[0], "cuda")
+        model, new, inputs = build(case, "cuda")
         for module in (model, new):
             module.bias.data.fill_(9.0)
             module.scale.data.fill_(1.0)
