@@ -2696,6 +2696,8 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
     constexpr int kTileN = Wide<T>::kTileN, kConsumers = Wide<T>::kConsumers, value_bytes = sizeof(T);
     if (!describe_convolution(s, sizes, kWideSlots) || s.width < 8 || s.width > 8192) return false;
     const int ks = int(sizes[5]), pack = 16 / value_bytes, pieces = value_bytes == 4 ? 2 : 1, chunk_slabs = ks == 3 || pieces == 2 ? 1 : 2;
+    // The last task's wgmma read on behind x, at most as much again as its first tap's pixels: what is found in shared memory is dropped.
+    const int behind_bytes = 2 * (kTileN + 2) * 16;
     double best = 0;
     s.shelf_channels = s.slice_channels < kShelf ? s.slice_channels : kShelf, s.unit_shelves = int(divide_up(s.slice_channels, kShelf));
     for (int own = 1; own <= s.rows; ++own) {  // rows of a block
@@ -2714,7 +2716,7 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
         for (int stages = 1; stages <= kMostStages; ++stages) {
             const int64_t room = (shared_most - stages * stage_bytes) / shelf_bytes, most_shelves = kUnderWay * s.unit_shelves;
             const int shelves = int(phases ? 0 : room < most_shelves ? room : most_shelves);
-            if (stages * stage_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
+            if (stages * stage_bytes + behind_bytes > shared_most || (!phases && shelves < s.unit_shelves)) continue;
             // Cycles of a unit: to bring x, to make v, to write it, and from the first of v to the end of its shelves' use.
             const double bring = 300 + 0.7 * pixels * s.slabs;
             const double make = 1000 + tasks * (400 + kTileN * (6.25 + 1.5625 * pieces * ks * s.slabs)) / kConsumers;
@@ -2732,9 +2734,7 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
         }
     }
     if (best == 0) return false;
-    // The last task's wgmma read on behind x, where shared memory must be; whatever they find there is dropped. Each is taken to read as much
-    // again as its first tap's pixels.
-    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + 2 * (kTileN + 2) * 16;
+    const int end = s.stages * s.pixels * s.slabs * pieces * 16 + behind_bytes;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
     const int plane = s.slabs * s.pixels, last = 2 * s.width + 2;
