@@ -193,16 +193,11 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
     def inspect(result) -> None:
         examination.while_timed(result, inputs, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
-    def move() -> None:
-        examination.move()
-        for call in contenders.values():
-            if isinstance(call, timing.Captured):
-                call.capture()
-
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
         clocks_before = machine.clocks(case.device)
+        move = None if "new_cudagraph" in contenders else examination.move  # a captured graph knows the addresses that were
         samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect, move)
         if case.device == "cuda":
             run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
