@@ -1,7 +1,6 @@
 """How far two answers are apart: gate 1 and gate 2, bits, and form.
 
-Gate 1: allclose with the Model in the run's dtype, within TOLERANCE. Who is at least as near to float64 as the Model, largest and RMS
-error, is not wrong for being far from it: in a sum that nearly vanishes the Model's own error may be above any tolerance.
+Gate 1: allclose with the Model in the run's dtype, within TOLERANCE.
 Gate 2: against the Model run in float64, ModelNew's largest and root-mean-square error are at most ERROR_RATIO times the Model's own.
 A loose tolerance alone passes kernels that lost half the digits; an error ratio alone has no meaning in float64. Both are hard.
 """
@@ -68,15 +67,6 @@ class Errors:
             if not new <= limit:
                 complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
         return complaints
-
-    def are_nearer(self) -> bool:
-        """Whether the new one is at least as near to float64 as the Model, largest and RMS, whose own distance is finite."""
-        return self.new_max <= self.eager_max < float("inf") and self.new_squares <= self.eager_squares
-
-    def pool(self, other: Errors) -> None:
-        for name, value in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, max(mine, value) if name.endswith("_max") else mine + value)
 
     def are_beyond(self, known: Errors, dtype: torch.dtype) -> bool:
         """Whether distances from the Model, pooled here, are above what its own known errors explain by more than luck on few values does."""

@@ -121,8 +121,8 @@ class Samples:
         return found
 
     def speedup_interval(self, of: str, over: str, seed: int) -> list[float]:
-        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next, and weights
-        lie well or badly until they move.
+        """95% interval of `speedup`, by bootstrap over the rounds, in blocks: what disturbs one round often disturbs the next, and until they
+        move, weights lie well or badly for all.
 
         Its ends are the 0.5% and 99.5% quantiles. For few rounds, and for rounds that depend on each other, a bootstrap is too sure of
         itself: with these quantiles equal contenders come out as equal in 95 of 100 runs or more, which is what the 95% promises.
@@ -140,7 +140,7 @@ class Samples:
 
 
 def rounds_a_block(rounds: float) -> int:
-    return max(1, int((rounds / 2) ** (1 / 3)))
+    return int(rounds ** (1 / 3))
 
 
 def verdict(interval: list[float]) -> str:
@@ -185,8 +185,8 @@ def measure(
 ) -> Samples:
     """Times all contenders in interleaved rounds. `renew(f)` gives the inputs new values, scaled by f, between rounds.
 
-    `move` gives the weights other places in memory, between blocks of rounds. The calls right behind it, which may have to find that out,
-    are not timed.
+    `move` gives the weights other places in memory, between blocks of rounds; the calls right behind it, which may have to find that out, are
+    not timed.
 
     `inspect` sees what `new` gave in some of the rounds, INSPECTED_ROUNDS at least. Which ones is drawn when the answer is there, so that no
     call can know; such a round gives no samples, as what comes after an inspection is not what comes after a call.

@@ -191,7 +191,7 @@ def _time(run: Run, case: Case, settings: Settings, examination: Examination, sa
                     x.mul_(factor)
 
     def inspect(result) -> None:
-        examination.while_timed(result, inputs, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
+        examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
     with torch.set_grad_enabled(case.backward):
         contenders = _contenders(run, case, settings, examination, inputs, say)
