@@ -344,7 +344,8 @@ class Examination:
     def _moved_weights(self) -> None:
         """The answer does not depend on where the weights lie: `.to` moves them, and so does timing."""
         self.move()
-        self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changes when the weights move in memory, as .to moves them")
+        moved = self._candidate(self.inputs, self.answer_seed)
+        self._expect_answer(moved, "the answer changes when the weights move in memory, as .to moves them")
 
     def _other_batches(self) -> None:
         """Other numbers of samples get their answers too, unless the Model itself refuses them.

@@ -253,21 +253,6 @@ def peak_memory(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-class Captured:
-    """A call as the replay of a CUDA graph, which knows the addresses of all that was there when it was captured."""
-
-    def __init__(self, call: Callable[[], object]):
-        self._call = call
-        self.capture()
-
-    def capture(self) -> None:
-        self._replay = self.output = None  # room for the next
-        self._replay, self.output = in_cuda_graph(self._call)
-
-    def __call__(self) -> None:
-        self._replay()
-
-
 def in_cuda_graph(call: Callable[[], object]) -> tuple[Callable[[], None], object]:
     """The call captured in a CUDA graph: its replay, and the output every replay overwrites."""
     stream = torch.cuda.Stream()
