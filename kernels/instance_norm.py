@@ -15,7 +15,7 @@ between. Where it waits depends on its size alone, and so does the kernel; each 
     to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
-    up to 34 MiB (backward 17 MiB)     those of all blocks (132 on an H200)       one read, write   sm_90 and later
+    up to 34 MiB (backward 17 MiB)     those of a gang of up to all SMs' blocks    one read, write   sm_90 and later
     any                                nowhere (L2, if it happens to)             two reads, write  any GPU
 
 Accesses are of 16 bytes, and a warp's of whole lines of 128; where a slice is not whole lines, its loose values at both ends go apart, or
@@ -670,15 +670,15 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster; above, as far as they reach, in those of the whole
-// grid.
+// Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster; above, as far as all multiprocessors reach, of a gang:
+// of any blocks that run at once.
 // Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With
-// the slices shared out beforehand the fast clusters end long before the slow ones.) The whole grid takes one slice after the other.
+// the slices shared out beforehand the fast clusters end long before the slow ones.) Gangs share them out beforehand.
 // The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in
 // turn, so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at
 // once, and leaves the others where they are until the slice's statistics are complete.
 // Blocks of a cluster tell each other their parts' moments by st.async, one 16-byte message a pair, and count the arrivals on an mbarrier;
-// there is no cluster-wide barrier but at the start and the end. Those of a grid write theirs to L2, once for all, where each thread of a
+// there is no cluster-wide barrier but at the start and the end. Those of a gang write theirs to L2, once for all, where each thread of a
 // team waits for one peer's: all blocks must be running then, which a cooperative launch sees to.
 
 constexpr int kTeam = 224;         // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
