@@ -15,6 +15,7 @@ between. Where it waits depends on its size alone, and so does the kernel; each 
     to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
+    up to 34 MiB (backward 17 MiB)     those of a gang of up to all SMs' blocks    one read, write   sm_90 and later
     any                                nowhere (L2, if it happens to)             two reads, write  any GPU
 
 Accesses are of 16 bytes, and a warp's of whole lines of 128; where a slice is not whole lines, its loose values at both ends go apart, or
@@ -82,8 +83,8 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 // --- end shared: values ---
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
-// be evicted first, and stores, never displace that: they share what little room is left, and a copy of 3.8 GB runs at 93% of cudaMemcpy's
-// speed on an H200. With the default it reaches 98%, with loads that are to be evicted last 101%, and such lines do make room for others.
+// be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
+// evicted last make it fastest, and such lines do make room for others.
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
 template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
     Pack<T, V> pack = {};
@@ -446,9 +447,10 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> an
 
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
-// `group` threads (a power of two) own a slice, each kRegisterItems packs of it; a group is part of a warp, or the whole block.
+// `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or whole warps of the block.
 
-template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? 4 : 8;
+constexpr int kFewItems = 4;
+template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
 constexpr int kRegisterBlock = 128;  // threads of a block at least, whole groups of it
@@ -471,11 +473,11 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
     add_across_lanes(v, warps);
 }
 
-template <typename T, int OPERANDS>
+template <typename T, int OPERANDS, int ITEMS>
 __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int log_group) {
     using A = Acc<T>;
-    constexpr int V = kPack<T>, ITEMS = kRegisterItems<T, OPERANDS>;
+    constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
     const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log_group;
     const Span<T> span(slice * n, slice < slices ? n : 0, V);
@@ -521,7 +523,7 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
 // Slices that divide a pack, or the 512 bytes of a warp's packs: the threads of a block have what is side by side, twice.
 // N is how many of a pack's values are a slice's, `lanes` how many packs.
 
-constexpr int kPackBlock = 256, kPackItems = 2;
+constexpr int kPackBlock = 128, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
@@ -668,13 +670,16 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster.
-// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With the
-// slices shared out beforehand the fast clusters end long before the slow ones.) The producer warp's bulk copies fill a ring of stages in
-// shared memory as they fall empty. Two teams of consumers take the slices in turn, so that one stores while the other gathers. A team takes
-// the first chunks of its part into registers, which empties their stages at once, and leaves the others where they are until the slice's
-// statistics are complete. Blocks tell each other their parts' moments by st.async, one 16-byte message a pair, and count the arrivals on
-// an mbarrier; there is no cluster-wide barrier but at the start and the end.
+// Up to 4 MiB: the slice waits in the registers and the shared memory of a cluster; above, as far as all multiprocessors reach, of a gang:
+// of any blocks that run at once.
+// Clusters are persistent: each takes a slice when it has room for one, and its blocks the slice's chunks of up to 14 KiB in turn. (With
+// the slices shared out beforehand the fast clusters end long before the slow ones.) Gangs share them out beforehand.
+// The producer warp's bulk copies fill a ring of stages in shared memory as they fall empty. Two teams of consumers take the slices in
+// turn, so that one stores while the other gathers. A team takes the first chunks of its part into registers, which empties their stages at
+// once, and leaves the others where they are until the slice's statistics are complete.
+// Blocks of a cluster tell each other their parts' moments by st.async, one 16-byte message a pair, and count the arrivals on an mbarrier;
+// there is no cluster-wide barrier but at the start and the end. Those of a gang write theirs to L2, once for all, where each thread of a
+// team waits for one peer's: all blocks must be running then, which a cooperative launch sees to.
 
 constexpr int kTeam = 224;         // threads of a team: two and the producer warp are 15 warps, which may have 128 registers a thread
 constexpr int kHeldPacks = 4;      // of a chunk, a thread, shared among the operands
@@ -683,6 +688,8 @@ constexpr int kRingStages = 16;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, as far as clusters reach: the other team's fit beside them, and some to come
 constexpr int kMaxCluster = 16;
+constexpr int kMailRounds = 256;   // until a message's head looks the same again
+constexpr int kMailBytes = 2 * 2 * 2 * sizeof(uint4);  // of a block: two teams' in two turns, each of one message, backward two
 constexpr int kQueue = 16;         // slices a cluster has been told of and not all of its threads have heard of, at most
 constexpr int kRingSharedBytes = kRingStages * kChunkBytes;
 constexpr int kClusterSharedBytes = kRingSharedBytes + 3072;
@@ -691,6 +698,7 @@ static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, st
 static_assert(2 * kWaitingChunks < kRingStages, "both teams' waiting chunks leave room for the next slice's");
 static_assert(kTeam >= 128, "a thread for each loose value of two bytes");
 static_assert(kHeldPacks / 2 % 2 == 0, "batches of 8 values come out even in both directions, but for the part's end");
+static_assert((kHeldChunks + kRingStages) * (kChunkBytes / 2) < (1u << 31) / kMailRounds, "a head has bits for the count");
 static_assert(sizeof(Moments<float>) == 16, "one st.async.v4 carries a block's moments, another what follows them backward");
 // The producer is at most kRingStages chunks ahead of the team that gathers, which is at most two slices ahead of the last one that every
 // block has gathered, and so has heard of.
@@ -743,11 +751,44 @@ template <typename S> __device__ __forceinline__ void post(S own, S* inbox, uint
         }
     }
 }
-__device__ __forceinline__ int cluster_rank() { int r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
-__device__ __forceinline__ int cluster_blocks() { int r; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r)); return r; }
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+// By one thread: this block's statistics to all blocks of its gang, through L2, in messages of 16 bytes that are written and read as one. Each
+// has a word for the round, which tells it from what lay there, and for the count.
+#if CUDART_VERSION >= 12030
+template <typename S> __device__ __forceinline__ void publish(S own, uint4* mail, int stride, int round) {
+    const auto send = [](uint4* to, int head, float a, float b, float c) {
+        asm volatile("{\n.reg .b64 low, high;\n.reg .b128 all;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\nmov.b128 all, {low, high};\n"
+            "st.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(to), "r"(head), "f"(a), "f"(b), "f"(c) : "memory");
+    };
+    const Moments<float>& m = moments_in(own);
+    const int head = int(m.count) * kMailRounds + round % kMailRounds;
+    send(mail, head, m.hi, m.lo, m.m2);
+    if constexpr (sizeof(S) > sizeof(m)) send(mail + stride, head, own.g, own.co, 0);
+}
+// A peer's.
+template <typename S> __device__ __forceinline__ S receive(const uint4* mail, int stride, int round) {
+    int head;
+    const auto wait = [&](const uint4* from, float& a, float& b, float& c) {
+        do {
+            asm volatile("{\n.reg .b64 low, high;\n.reg .b128 all;\nld.relaxed.gpu.global.b128 all, [%4];\nmov.b128 {low, high}, all;\n"
+                "mov.b64 {%0, %1}, low;\nmov.b64 {%2, %3}, high;\n}" : "=r"(head), "=f"(a), "=f"(b), "=f"(c) : "l"(from) : "memory");
+        } while (head % kMailRounds != round % kMailRounds);
+    };
+    S from;
+    Moments<float>& m = moments_in(from);
+    float unused;
+    wait(mail, m.hi, m.lo, m.m2);
+    if constexpr (sizeof(S) > sizeof(m)) wait(mail + stride, from.g, from.co, unused);
+    m.count = head / kMailRounds;
+    return from;
+}
+#else
+template <typename S> __device__ __forceinline__ void publish(S, uint4*, int, int) {}
+template <typename S> __device__ __forceinline__ S receive(const uint4*, int, int) { return S(); }
+#endif
 
 __device__ __forceinline__ void send_slice(int slice, int* queue, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
@@ -773,7 +814,8 @@ template <typename T> struct Part {
 
 template <typename T, int OPERANDS>
 __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int chunk_packs, float eps, int* taken) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, int blocks, int chunk_packs, float eps,
+    int* taken, uint4* mail) {
 #if CUDART_VERSION >= 12000 && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     using S = Statistics<T, OPERANDS>;
     constexpr int V = kPack<T>, kPlaces = kHeldPacks / OPERANDS;  // of a chunk, a thread
@@ -782,9 +824,9 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
     __shared__ S inbox[2][2][kMaxCluster], warp_statistics[2][kTeam / 32];
     __shared__ int queue[kQueue];
 
-    const int rank = cluster_rank(), blocks = cluster_blocks();
+    const bool is_gang = mail != nullptr;
     const int team = threadIdx.x / kTeam, tid = threadIdx.x % kTeam;  // team 2 is the producer warp
-    const int first = blockIdx.x / blocks, clusters = gridDim.x / blocks;
+    const int rank = blockIdx.x % blocks, first = blockIdx.x / blocks, clusters = gridDim.x / blocks;
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < kRingStages; ++s) {
@@ -815,7 +857,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             int round = 0;
             for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
                 // The first block asks for the next slice while it loads this one, then tells all.
-                const int next = rank > 0 || taken == nullptr ? slices : clusters + atomicAdd(taken, 1);
+                const int next = is_gang ? slice + clusters : rank > 0 || taken == nullptr ? slices : clusters + atomicAdd(taken, 1);
                 const Part<T> part(slice, n, rank, blocks, chunk_packs);
                 for (int c = 0; c < part.chunks; ++c, advance(stage, phase)) {
                     const int bytes = part.packs_of(c) * 16;
@@ -826,7 +868,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                     if constexpr (OPERANDS == 2) bulk_load(to + kChunkBytes / 2, g + part.value_of(c), bytes, &full[stage]);
                 }
                 const int q = round % kQueue;
-                if (blocks == 1) {
+                if (blocks == 1 || is_gang) {
                     queue[q] = next, mbarrier_arrive(&queued[q]);
                 } else {
                     mbarrier_expect_bytes(&queued[q], sizeof(int));
@@ -840,6 +882,8 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             __syncwarp();
             if (tid % 32 == 0) mbarrier_arrive(&empty[s]);
         };
+        const auto wait_for_team = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory"); };
+        uint4* const team_mail = mail + (first * 2 + team) * 4 * blocks;
         int round = 0;
         for (int slice = first; slice < slices; slice = slice_after(round), ++round) {
             const Part<T> part(slice, n, rank, blocks, chunk_packs);
@@ -908,18 +952,27 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             if (loose >= 0) m = merge(m, statistics_of(loose_place));
             m = merge_across_lanes<OPERANDS>(m);
             if (tid % 32 == 0) warp_statistics[team][tid / 32] = m;
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory");  // the team alone
+            wait_for_team();
 
-            // To every peer: this block's statistics. From every peer: theirs. Two inboxes take turns: a peer's team can only be one slice
-            // ahead, since it needs this block's message for that slice, which is sent after this slice's inbox was read.
+            // To every peer: this block's statistics. From every peer: theirs. Two inboxes, or places for mail, take turns: a peer's team
+            // can only be one slice ahead, since it needs this block's message for that slice, which is sent after this slice's were read.
             const int turn = (round >> 1) & 1;
+            uint4* const turn_mail = team_mail + turn * 2 * blocks;
             if (tid < 32) {
                 m = merge_across_lanes<OPERANDS>(tid % 8 < kTeam / 32 ? warp_statistics[team][tid % 8] : S(), 8);
-                post(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
+                if (!is_gang) post(m, inbox[team][turn], &exchanged[team][turn], rank, blocks, tid);
+                else if (tid == 0) publish(m, turn_mail + rank, blocks, round + 1);
             }
-            mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
-            m = inbox[team][turn][tid & (blocks - 1)];
-            if (blocks > 1) m = merge_across_lanes<OPERANDS>(m, blocks);
+            if (!is_gang) {
+                mbarrier_wait(&exchanged[team][turn], (round >> 2) & 1);
+                m = inbox[team][turn][tid & (blocks - 1)];
+                if (blocks > 1) m = merge_across_lanes<OPERANDS>(m, blocks);
+            } else {
+                m = merge_across_lanes<OPERANDS>(tid < blocks ? receive<S>(turn_mail + tid, blocks, round + 1) : S());
+                if (tid % 32 == 0) inbox[team][turn][tid / 32] = m;
+                wait_for_team();
+                m = merge_across_lanes<OPERANDS>(tid % 8 < kTeam / 32 ? inbox[team][turn][tid % 8] : S(), 8);
+            }
             const Result<T, OPERANDS> result(m, float(n), eps);
 
             if (loose >= 0) store(y + int64_t(slice) * n + loose, result(loose_place));
@@ -1091,15 +1144,16 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each. A thread has one loose value at most:
-    // slices that are not whole lines are too large for tiles, and have 32 threads or more.
-    constexpr int V = kPack<T>;
-    const int n = int(task.n), packs = int(divide_up(n, V));
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input finds
+    // threads at once. A thread has one loose value at most: slices that are not whole lines are too large for tiles, and have 16 or more.
+    constexpr int kMost = kRegisterItems<T, OPERANDS>;
+    const int n = int(task.n), packs = int(divide_up(n, kPack<T>));
+    const bool few = packs <= kFewItems * kMaxGroup<T, OPERANDS> && task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
     int log_group = 0;
-    while (kRegisterItems<T, OPERANDS> << log_group < packs) ++log_group;
-    const int group = 1 << log_group;
-    const int block = group > kRegisterBlock ? group : kRegisterBlock;
-    norm_in_registers<T, OPERANDS><<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
+    while ((few ? kFewItems : kMost) << log_group < packs) ++log_group;
+    const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
+    const auto kernel = few ? norm_in_registers<T, OPERANDS, kFewItems> : norm_in_registers<T, OPERANDS, kMost>;
+    kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), log_group);
     return cudaGetLastError();
 }
@@ -1131,7 +1185,7 @@ template <typename T, int OPERANDS> static void tile_shape(int64_t n, int* slice
         const int64_t groups = kTileBlock / *group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
         if (*group == 32) return;
-        if (3 * *slices >= 2 * fit && 3 * *slices >= 2 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return;
+        if (3 * *slices >= 2 * fit && 8 * *slices >= 7 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return;
     }
 }
 template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
@@ -1160,36 +1214,54 @@ template <typename T, int OPERANDS> static int cluster_blocks_for(int64_t bytes,
     return cluster_size(OPERANDS * bytes, OPERANDS == 1);
 }
 
-// *launched is false where the device cannot hold such a cluster (a small partition of a GPU).
-template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task& task, int blocks, bool* launched) {
+// Blocks of a gang for a slice that is too large for clusters: as many gangs as the device has room for, and no more rounds. 0: it does not fit.
+template <typename T, int OPERANDS> static int gang_blocks_for(int64_t slices, int64_t bytes, const Device& device) {
+    if (CUDART_VERSION < 12030 || sizeof(T) == 8 || device.major < 9 || device.shared_bytes < kClusterSharedBytes) return 0;  // PTX 8.3
+    const int64_t fewest = divide_up(OPERANDS * bytes, (kHeldChunks + kRingStages) * kChunkBytes);
+    if (fewest > device.sms || fewest > kTeam) return 0;
+    const int64_t rounds = divide_up(slices, device.sms / fewest), blocks = device.sms / divide_up(slices, rounds);
+    return int(blocks < kTeam ? blocks : kTeam);
+}
+
+// *launched is false where the device cannot hold such a cluster or gang (a small partition of a GPU).
+template <typename T, int OPERANDS> static cudaError_t launch_on_chip(const Task& task, int blocks, bool is_gang, bool* launched) {
     auto kernel = norm_in_cluster<T, OPERANDS>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingSharedBytes);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = blocks;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attribute;
+    attribute.id = is_gang ? cudaLaunchAttributeCooperative : cudaLaunchAttributeClusterDimension;
+    if (is_gang) {
+        attribute.val.cooperative = 1;
+    } else {
+        attribute.val.clusterDim.x = blocks;
+        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    }
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(2 * kTeam + 32);
     config.dynamicSmemBytes = kRingSharedBytes;
     config.stream = task.stream;
-    config.attrs = &cluster;
+    config.attrs = &attribute;
     config.numAttrs = 1;
-    int clusters = 0;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    int clusters = task.device.sms / blocks;
+    if (!is_gang) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     *launched = error == cudaSuccess && clusters > 0;
     if (!*launched) return error;
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
-    int* taken = task.slices > clusters ? static_cast<int*>(task.workspace) : nullptr;  // counts the slices beyond each cluster's first
+    // Clusters count the slices beyond each one's first; gangs write to each other.
+    int* taken = !is_gang && task.slices > clusters ? static_cast<int*>(task.workspace) : nullptr;
+    uint4* mail = is_gang ? static_cast<uint4*>(task.workspace) : nullptr;
     if (taken != nullptr) error = cudaMemsetAsync(taken, 0, sizeof(int), task.stream);
+    if (mail != nullptr) error = cudaMemsetAsync(mail, 0, config.gridDim.x * kMailBytes, task.stream);
     if (error != cudaSuccess) return error;
     // Equal chunks, as many for every block.
     const int64_t packs = task.n / kPack<T>, chunks = divide_up(packs, blocks * (kChunkBytes / 16 / OPERANDS)) * blocks;
     const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
-    return cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
-        int(task.slices), int(task.n), chunk_packs, float(task.eps), taken);
+    error = cudaLaunchKernelEx(&config, kernel, static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y),
+        int(task.slices), int(task.n), blocks, chunk_packs, float(task.eps), taken, mail);
+    *launched = error != cudaErrorCooperativeLaunchTooLarge;
+    return *launched ? error : (cudaGetLastError(), cudaSuccess);
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
@@ -1212,19 +1284,22 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
     if (512 % bytes == 0) return launch_in_packs<T, kPack<T>, OPERANDS>(task);
     if (bytes % 128 != 0 && OPERANDS * bytes <= kMostInTiles) return launch_in_tiles<T, OPERANDS>(task);
     if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
-    const int blocks = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
     if constexpr (sizeof(T) < 8) {
+        const int cluster = cluster_blocks_for<T, OPERANDS>(bytes, task.device);
+        const int gang = cluster > 0 ? 0 : gang_blocks_for<T, OPERANDS>(task.slices, bytes, task.device);
         bool launched = false;
-        const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
+        cudaError_t error = cudaSuccess;
+        if (cluster > 0 || gang > 0) error = launch_on_chip<T, OPERANDS>(task, cluster > 0 ? cluster : gang, gang > 0, &launched);
         if (launched || error != cudaSuccess) return error;
     }
     return launch_two_reads<T, OPERANDS>(task);
 }
 
-// Clusters count the slices they have taken.
-template <typename T, int OPERANDS> static int64_t workspace(int64_t n, const Device& device) {
+template <typename T, int OPERANDS> static int64_t workspace(int64_t slices, int64_t n, const Device& device) {
     const int64_t bytes = n * sizeof(T);
-    return bytes > kMostInRegisters<T, OPERANDS> && cluster_blocks_for<T, OPERANDS>(bytes, device) > 0 ? sizeof(int) : 0;
+    if (bytes <= kMostInRegisters<T, OPERANDS>) return 0;
+    if (cluster_blocks_for<T, OPERANDS>(bytes, device) > 0) return sizeof(int);
+    return gang_blocks_for<T, OPERANDS>(slices, bytes, device) > 0 ? device.sms * int64_t(kMailBytes) : 0;
 }
 
 template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
@@ -1242,8 +1317,8 @@ template <int OPERANDS> static cudaError_t launch(int dtype, Task task) {
 extern "C" int64_t instance_norm_workspace(int backward, int dtype, int64_t slices, int64_t n) {
     Device device;
     if (dtype == 1 || current_device(&device) != cudaSuccess) return 0;
-    if (dtype == 0) return backward ? workspace<float, 2>(n, device) : workspace<float, 1>(n, device);
-    return backward ? workspace<__half, 2>(n, device) : workspace<__half, 1>(n, device);
+    if (dtype == 0) return backward ? workspace<float, 2>(slices, n, device) : workspace<float, 1>(slices, n, device);
+    return backward ? workspace<__half, 2>(slices, n, device) : workspace<__half, 1>(slices, n, device);
 }
 extern "C" int instance_norm_forward(
     int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
