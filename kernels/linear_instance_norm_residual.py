@@ -3013,7 +3013,7 @@ std::vector<at::Tensor> linear_gradients_cuda(
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
     int64_t sizes[4];
-    if (!(needs[0] || needs[1]) || !product_gradient_bytes(m, n, k, tf32, sizes)) {
+    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
         if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
         if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
         if (needs[2]) results[2] = at::sum(grad, {0});
