@@ -36,7 +36,8 @@ def grouped_case(m: int, n: int, k: int, group: int = 64) -> Case:
 
 
 CASES = [rows_case(M, N, K), grouped_case(M, N, K)]
-LARGE = [rows_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
+# Enough for one product to pay beside cuBLAS's TF32.
+LARGE = [rows_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024, 1024)]
 # fmt: off
 FEW = [rows_case(1, 4096, 1024), rows_case(37, 2112, 1032), grouped_case(3, 2112, 2056), grouped_case(64, 4096, 512)]  # rows: a kernel of their own
 ODD = [

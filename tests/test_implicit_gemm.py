@@ -36,6 +36,8 @@ SHAPES = [
     case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
     case("a group of 35 channels and an odd size", 2, 3, 51, 53, 3, 2, 35),
     case("narrow images of an odd width", 5, 8, 300, 9, 3, 4, 4),
+    case("images seven pixels wide", 2, 8, 300, 7, 3, 8, 4),
+    case("images four pixels wide of twelve channels", 2, 12, 300, 4, 3, 8, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
     case("33 channels to 128 in one group", 2, 33, 30, 31, 3, 1, 128),
     case("48 channels to 40 in one group", 3, 48, 40, 42, 3, 1, 40),
