@@ -2864,8 +2864,8 @@ static cudaError_t launch_tiles(
         launch(now * s.slabs * plane_blocks, kConvBlock, 0, prepare_tile_x<T>, operands, s,
             int(plane_blocks));
         launch(teams * s.channel_blocks, kTileBlock, shared_bytes, kernel, operands, s);
-        launch(now * s.out_channels * normal_parts, kNormalTile, 0, given.type == 3 ? normalize_tiles<T, true> : normalize_tiles<T, false>,
-            operands, s, int(normal_parts));
+        launch(now * s.out_channels * normal_parts, kNormalTile, 0,
+            given.type == 3 ? normalize_tiles<T, !kSplit<T>> : normalize_tiles<T, false>, operands, s, int(normal_parts));
         operands.x = static_cast<const char*>(operands.x) + now * in_bytes;
         operands.out = static_cast<char*>(operands.out) + now * out_bytes;
         operands.mailbox += now * s.groups * 4;
