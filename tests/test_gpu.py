@@ -184,7 +184,8 @@ LARGE = [
     *(Case("instance_norm", f"{3 * n} slices of {h} x {w}", (3,), ((n, 3, h, w),)) for n, h, w in IMAGES),
     Case("instance_norm", "300000 slices of 2 x 4", (30,), ((10000, 30, 2, 4),)),
     Case("instance_norm", "5 slices of 1448 x 1448", (5,), ((1, 5, 1448, 1448),)),
-    *(Case("instance_norm", f"1 slice of {h} x {w}", (1,), ((1, 1, h, w),)) for h, w in [(4244, 4244), (4241, 4245)]),  # read twice
+    # Read twice. Of even sizes: beyond 2^24 values ATen's float64, the judge here, counts them in float32.
+    *(Case("instance_norm", f"1 slice of {h} x {w}", (1,), ((1, 1, h, w),)) for h, w in [(4244, 4244), (4242, 4245)]),
     *(Case("linear_instance_norm_residual", f"{b} rows of {f}", (k, f), ((b, k), (b, f))) for b, k, f in ROWS),
     *(
         Case("linear_swish_group_norm", f"{b} rows of {g} groups of {size}", (k, g * size, g, (g * size,)), ((b, k),))
