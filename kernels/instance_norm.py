@@ -468,7 +468,7 @@ constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
-constexpr int kRegisterBlock = 128;  // threads of a block at least, whole groups of it
+constexpr int kRegisterBlock = 64;  // threads of a block at least, whole groups of it
 constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
@@ -489,7 +489,7 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
 }
 
 template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
-__global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
+__global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
@@ -517,7 +517,7 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
         anchor = to_acc(x[begin]);
     }
     // What is computed from few packs a thread stays in its registers, wide.
-    const auto keep = [&](int i) { if constexpr (ITEMS > kFewItems || OPERANDS == 2) keep_packed(r[i]); };
+    const auto keep = [&](int i) { if constexpr (!WHOLE && ITEMS > kFewItems || OPERANDS == 2) keep_packed(r[i]); };
     const auto each = [&](auto take) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -606,7 +606,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 // A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
 // lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
 
-constexpr int kTileBlock = 128;
+constexpr int kTileBlock = 64;
 constexpr int kTileBytes = 18 * 1024;  // at most; twelve blocks' are a multiprocessor's
 constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
@@ -666,11 +666,10 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
         const bool exists = s < here;
         const int begin = min(s, here - 1) * n, words_begin = begin + (W == 2 ? begin & 1 : 0);
         const int loose = exists && W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : begin + n - 1) : -1;
-        const int words = exists ? (n / W - lane + group - 1) >> log_group : 0;  // this lane's
-        const auto word = [&](int i) { return words_begin + (lane + (i << log_group)) * W; };
+        const int own_begin = words_begin + lane * W, words = exists ? (n / W - lane + group - 1) >> log_group : 0;  // this lane's
         const auto each = [&](auto take) {
 #pragma unroll 4
-            for (int i = 0; i < words; ++i) take(load_place<W, OPERANDS>(tile, g_tile, word(i)));
+            for (int w = 0, i = own_begin; w < words; ++w, i += group * W) take(load_place<W, OPERANDS>(tile, g_tile, i));
             if (loose >= 0) take(load_place<1, OPERANDS>(tile, g_tile, loose));
         };
         const A anchor = exists ? to_acc(tile[begin]) : A(0);
@@ -678,7 +677,9 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
         const Result<T, OPERANDS> result(m, share, eps);
         if (exists) {
 #pragma unroll 4
-            for (int i = 0; i < words; ++i) store(tile + word(i), result(load_place<W, OPERANDS>(tile, g_tile, word(i))));
+            for (int w = 0, i = own_begin; w < words; ++w, i += group * W) {
+                store(tile + i, result(load_place<W, OPERANDS>(tile, g_tile, i)));
+            }
             if (loose >= 0) store(tile + loose, result(load_place<1, OPERANDS>(tile, g_tile, loose)));
         }
     }
@@ -1006,13 +1007,20 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                     if (i < count) store(to + i * (kTeam * V), result(place(i)));
                 }
             };
+            // Of a gang the ring first: its blocks hold so much of a slice that the next one waits for room.
+#pragma unroll 1
+            for (int half = 0; half < 2; ++half) {
+                if ((half == 0) == is_gang) {
+                    for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
+                        write(c, [&](int i) { return my_place(stage, i); });
+                        leave_stage(stage);
+                    }
+                } else {
 #pragma unroll
-            for (int c = 0; c < kHeldChunks; ++c) {
-                if (c < part.chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
-            }
-            for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
-                write(c, [&](int i) { return my_place(stage, i); });
-                leave_stage(stage);
+                    for (int c = 0; c < kHeldChunks; ++c) {
+                        if (c < part.chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
+                    }
+                }
             }
         }
     }
@@ -1166,19 +1174,21 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many up to 2 KiB a slice, and
-    // while the whole input finds threads at once. A thread has one loose value at most: slices that are not whole lines are too large for
-    // tiles, and have 16 or more.
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input finds
+    // threads at once, or a warp has them. A thread has one loose value at most: slices that are not whole lines are too large for tiles, and
+    // have 16 or more.
     constexpr int kMost = kRegisterItems<T, OPERANDS>;
     const int n = int(task.n), packs = int(divide_up(n, kPack<T>));
-    const bool few = packs <= kFewItems * 32 ||
-        (packs <= kFewItems * kMaxGroup<T, OPERANDS> && task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms);
+    const bool warp = (n & (n - 1)) == 0 && packs <= kMost * 32;  // whole ones take it to be quick, and have nothing to exchange with others
+    const bool few = warp ? packs <= kFewItems * 32
+                          : packs <= kFewItems * kMaxGroup<T, OPERANDS> && task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
+    const int items = few ? kFewItems : kMost;
     int log_group = 0;
-    while ((few ? kFewItems : kMost) << log_group < packs) ++log_group;
+    while (items << log_group < packs) ++log_group;
     const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
-    const bool whole = few && kFewItems * group == packs && n % kPack<T> == 0;
-    const auto kernel = whole ? norm_in_registers<T, OPERANDS, kFewItems, OPERANDS == 1>
-        : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
+    const bool whole = OPERANDS == 1 && n == items * group * kPack<T> && (few || group <= 32);
+    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, OPERANDS == 1> : norm_in_registers<T, OPERANDS, kMost, OPERANDS == 1>
+                              : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
         Acc<T>(task.eps), log_group);
@@ -1203,11 +1213,11 @@ static int bank_conflicts(int n, int word, int group) {
     return most;
 }
 // Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
-template <typename T, int OPERANDS> static void tile_shape(int64_t n, int* slices, int* log_group) {
+template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* log_group) {
     constexpr int V = kPack<T>;
-    const int64_t power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
-    const int64_t bytes = OPERANDS * n * sizeof(T);
-    const int64_t fit = kTileBytes / bytes / unit * unit;
+    const int64_t n = task.n, power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
+    const int64_t bytes = OPERANDS * n * sizeof(T), most = task.slices * bytes < 2 * kTileBytes * int64_t(task.device.sms) ? kTileBytes / 2 : kTileBytes;
+    const int64_t fit = most / bytes < unit ? unit : most / bytes / unit * unit;
     for (*log_group = 0;; ++*log_group) {
         const int64_t groups = kTileBlock >> *log_group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
@@ -1218,7 +1228,7 @@ template <typename T, int OPERANDS> static void tile_shape(int64_t n, int* slice
 template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
     const int n = int(task.n);
     int slices, log_group;
-    tile_shape<T, OPERANDS>(n, &slices, &log_group);
+    tile_shape<T, OPERANDS>(task, &slices, &log_group);
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
