@@ -11,7 +11,7 @@ value is used twice; the floor of one read of x (backward: and of g) and one wri
 between. Where it waits depends on its size alone, and so does the kernel; each is written once for both directions:
 
     slice                              waits in                                   DRAM traffic      on
-    512 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
+    256 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
     to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
@@ -463,6 +463,7 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or whole warps of the block.
+// WHOLE: every thread has all of its packs, and nothing is loose.
 
 constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
@@ -489,7 +490,8 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
 }
 
 template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
-__global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
+__global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
+    norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
@@ -606,7 +608,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 // A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
 // lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
 
-constexpr int kTileBlock = 64;
+constexpr int kTileBlock = 128;        // threads at most; half as many where they would have less than two slices each
 constexpr int kTileBytes = 18 * 1024;  // at most; twelve blocks' are a multiprocessor's
 constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
@@ -644,14 +646,19 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     x += first * n, g += first * n, y += first * n;
     const int line_begin = -int(first * n / V % 8);  // warps move whole 128-byte lines, the block's first and last apart
     const int loose_end = packs * V + threadIdx.x;  // the last tile's may be no whole packs
-
-#pragma unroll 4
-    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
-        if (i >= 0) {
-            begin_copy(tile + i * V, x + i * V);
-            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V);
+    const auto each_pack = [&](const auto& move) {
+        for (int i = line_begin + int(threadIdx.x); i < packs; i += 4 * blockDim.x) {
+#pragma unroll
+            for (int j = i, k = 0; k < 4; ++k, j += blockDim.x) {
+                if (j >= 0 && j < packs) move(j * V);
+            }
         }
-    }
+    };
+
+    each_pack([&](int i) {
+        begin_copy(tile + i, x + i);
+        if constexpr (OPERANDS == 2) begin_copy(g_tile + i, g + i);
+    });
     if (loose_end < here * n) {
         tile[loose_end] = x[loose_end];
         if constexpr (OPERANDS == 2) g_tile[loose_end] = g[loose_end];
@@ -660,7 +667,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     __syncthreads();
 
     const int own = threadIdx.x >> log_group, lane = threadIdx.x & (group - 1);
-    for (int s = own; s - own < here; s += kTileBlock >> log_group) {
+    for (int s = own; s - own < here; s += blockDim.x >> log_group) {
         // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
         // Lanes without a slice come along to the shuffles, and read nothing: the last slice's owner may be writing there.
         const bool exists = s < here;
@@ -685,10 +692,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     }
     __syncthreads();
 
-#pragma unroll 4
-    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
-        if (i >= 0) store(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
-    }
+    each_pack([&](int i) { store(y + i, reinterpret_cast<const Pack<T, V>&>(tile[i])); });
     if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
 
@@ -1174,20 +1178,21 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input finds
-    // threads at once, or a warp has them. A thread has one loose value at most: slices that are not whole lines are too large for tiles, and
-    // have 16 or more.
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
+    // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
+    // tiles, and have 16 or more.
     constexpr int kMost = kRegisterItems<T, OPERANDS>;
     const int n = int(task.n), packs = int(divide_up(n, kPack<T>));
-    const bool warp = (n & (n - 1)) == 0 && packs <= kMost * 32;  // whole ones take it to be quick, and have nothing to exchange with others
-    const bool few = warp ? packs <= kFewItems * 32
-                          : packs <= kFewItems * kMaxGroup<T, OPERANDS> && task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
+    const bool warp_holds = (n & (n - 1)) == 0 && packs <= kMost * 32;
+    const bool at_once = task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
+    const bool few = warp_holds ? packs <= kFewItems * 32 : packs <= kFewItems * kMaxGroup<T, OPERANDS> && at_once;
     const int items = few ? kFewItems : kMost;
     int log_group = 0;
     while (items << log_group < packs) ++log_group;
     const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
-    const bool whole = OPERANDS == 1 && n == items * group * kPack<T> && (few || group <= 32);
-    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, OPERANDS == 1> : norm_in_registers<T, OPERANDS, kMost, OPERANDS == 1>
+    const bool whole = n == items * group * kPack<T> && (few || group <= 32);
+    constexpr bool kForward = OPERANDS == 1;
+    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
@@ -1212,14 +1217,16 @@ static int bank_conflicts(int n, int word, int group) {
     }
     return most;
 }
-// Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
-template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* log_group) {
+// Tiles of how many slices, by how many threads, and lanes for each slice: as few as leave little of the tile unused, few lanes idle and
+// none waiting for a bank.
+template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* threads, int* log_group) {
     constexpr int V = kPack<T>;
     const int64_t n = task.n, power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
-    const int64_t bytes = OPERANDS * n * sizeof(T), most = task.slices * bytes < 2 * kTileBytes * int64_t(task.device.sms) ? kTileBytes / 2 : kTileBytes;
-    const int64_t fit = most / bytes < unit ? unit : most / bytes / unit * unit;
+    const int64_t bytes = OPERANDS * n * sizeof(T), few = int64_t(2 * kTileBytes) * task.device.sms;
+    const int64_t units = (task.slices * bytes < few ? kTileBytes / 2 : kTileBytes) / bytes / unit, fit = (units > 0 ? units : 1) * unit;
+    *threads = fit < 2 * kTileBlock ? kTileBlock / 2 : kTileBlock;
     for (*log_group = 0;; ++*log_group) {
-        const int64_t groups = kTileBlock >> *log_group, whole = fit / groups * groups;
+        const int64_t groups = *threads >> *log_group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
         if (*log_group == 5) return;
         if (3 * *slices >= 2 * fit && 8 * *slices >= 7 * groups && bank_conflicts(int(n), kWord<T>, 1 << *log_group) <= 2) return;
@@ -1227,10 +1234,10 @@ template <typename T, int OPERANDS> static void tile_shape(const Task& task, int
 }
 template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
     const int n = int(task.n);
-    int slices, log_group;
-    tile_shape<T, OPERANDS>(task, &slices, &log_group);
+    int slices, threads, log_group;
+    tile_shape<T, OPERANDS>(task, &slices, &threads, &log_group);
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
-    kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
+    kernel<<<unsigned(divide_up(task.slices, slices)), threads, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
         Acc<T>(task.eps), slices, log_group);
     return cudaGetLastError();
