@@ -11,7 +11,7 @@ value is used twice; the floor of one read of x (backward: and of g) and one wri
 between. Where it waits depends on its size alone, and so does the kernel; each is written once for both directions:
 
     slice                              waits in                                   DRAM traffic      on
-    256 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
+    256 bytes (backward 512), halves   a warp's registers, 16 bytes a thread      one read, write   any GPU
     to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
@@ -84,16 +84,17 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
-// evicted last make it fastest, and such lines do make room for others.
+// evicted last make a long one fastest, and such lines do make room for others. What is short is fastest as it comes: see `evict_last`.
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true, bool last = true) {
     Pack<T, V> pack = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if constexpr (V * sizeof(T) == 16) {
         int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("{\n.reg .b64 policy;\n.reg .pred exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
-            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)) : "memory");
+        asm volatile("{\n.reg .b64 policy, normal;\n.reg .pred last, exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+            "createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;\nsetp.ne.s32 last, %6, 0;\nselp.b64 policy, policy, normal, last;\n"
+            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
+            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "r"(int(last)) : "memory");
         return pack;
     }
 #endif
@@ -188,10 +189,10 @@ __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERA
     return values;
 }
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true) {
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true, bool last = true) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i, exists);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
+    place.of[0] = load<T, V>(x + i, exists, last);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists, last);
     return place;
 }
 
@@ -469,7 +470,7 @@ constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
-constexpr int kRegisterBlock = 64;  // threads of a block at least, whole groups of it
+constexpr int kRegisterBlock = 32;  // threads of a block at least, whole groups of it
 constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
@@ -492,7 +493,8 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
 template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
 __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
     norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, bool last,
+    int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
@@ -508,11 +510,11 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
 
     Place<T, V, OPERANDS> r[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i), last);
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
     A anchor = 0;
     if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
-        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists);
+        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists, last);
 #pragma unroll
         for (int j = 0; j < V; ++j) anchor += widened(few, j) * (1.0f / V);
     } else if (exists) {
@@ -547,11 +549,11 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
 // Slices that divide a pack, or the 512 bytes of a warp's packs: the threads of a block have what is side by side, twice.
 // N is how many of a pack's values are a slice's, `lanes` how many packs.
 
-constexpr int kPackBlock = 128, kPackItems = 2;
+constexpr int kPackBlock = 64, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, int lanes) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, bool last, int lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
@@ -560,7 +562,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 #pragma unroll
     for (int p = 0; p < kPackItems; ++p) {
         const int64_t begin = first + p * kPackBlock * V;
-        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values);
+        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values, last);
         if (N < V && begin + V > values) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -608,19 +610,19 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 // A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
 // lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
 
-constexpr int kTileBlock = 128;        // threads at most; half as many where they would have less than two slices each
+constexpr int kTileBlock = 64;
 constexpr int kTileBytes = 18 * 1024;  // at most; twelve blocks' are a multiprocessor's
 constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 
-// 16 bytes into shared memory, under way until wait_for_copies.
-__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
+// 16 bytes into shared memory, under way until wait_for_copies; `last` as in `load`.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global, bool last) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n}"
-        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+        "{\n.reg .b64 policy;\n.reg .pred last;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\nsetp.ne.s32 last, %2, 0;\n"
+        "@last cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n@!last cp.async.cg.shared.global [%0], [%1], 16;\n}"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "r"(int(last)) : "memory");
 #else
     *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
@@ -634,7 +636,7 @@ __device__ __forceinline__ void wait_for_copies() {
 template <typename T, int OPERANDS, bool ALONE>
 __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> share, Acc<T> eps,
-    int tile_slices, int log_lanes) {
+    bool last, int tile_slices, int log_lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>, W = kWord<T>;
     const int log_group = ALONE ? 0 : log_lanes, group = 1 << log_group;
@@ -646,19 +648,14 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     x += first * n, g += first * n, y += first * n;
     const int line_begin = -int(first * n / V % 8);  // warps move whole 128-byte lines, the block's first and last apart
     const int loose_end = packs * V + threadIdx.x;  // the last tile's may be no whole packs
-    const auto each_pack = [&](const auto& move) {
-        for (int i = line_begin + int(threadIdx.x); i < packs; i += 4 * blockDim.x) {
-#pragma unroll
-            for (int j = i, k = 0; k < 4; ++k, j += blockDim.x) {
-                if (j >= 0 && j < packs) move(j * V);
-            }
-        }
-    };
 
-    each_pack([&](int i) {
-        begin_copy(tile + i, x + i);
-        if constexpr (OPERANDS == 2) begin_copy(g_tile + i, g + i);
-    });
+#pragma unroll 4
+    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
+        if (i >= 0) {
+            begin_copy(tile + i * V, x + i * V, last);
+            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V, last);
+        }
+    }
     if (loose_end < here * n) {
         tile[loose_end] = x[loose_end];
         if constexpr (OPERANDS == 2) g_tile[loose_end] = g[loose_end];
@@ -667,7 +664,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     __syncthreads();
 
     const int own = threadIdx.x >> log_group, lane = threadIdx.x & (group - 1);
-    for (int s = own; s - own < here; s += blockDim.x >> log_group) {
+    for (int s = own; s - own < here; s += kTileBlock >> log_group) {
         // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
         // Lanes without a slice come along to the shuffles, and read nothing: the last slice's owner may be writing there.
         const bool exists = s < here;
@@ -692,7 +689,10 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     }
     __syncthreads();
 
-    each_pack([&](int i) { store(y + i, reinterpret_cast<const Pack<T, V>&>(tile[i])); });
+#pragma unroll 4
+    for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
+        if (i >= 0) store(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
+    }
     if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
 
@@ -1011,20 +1011,13 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                     if (i < count) store(to + i * (kTeam * V), result(place(i)));
                 }
             };
-            // Of a gang the ring first: its blocks hold so much of a slice that the next one waits for room.
-#pragma unroll 1
-            for (int half = 0; half < 2; ++half) {
-                if ((half == 0) == is_gang) {
-                    for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
-                        write(c, [&](int i) { return my_place(stage, i); });
-                        leave_stage(stage);
-                    }
-                } else {
 #pragma unroll
-                    for (int c = 0; c < kHeldChunks; ++c) {
-                        if (c < part.chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
-                    }
-                }
+            for (int c = 0; c < kHeldChunks; ++c) {
+                if (c < part.chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
+            }
+            for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
+                write(c, [&](int i) { return my_place(stage, i); });
+                leave_stage(stage);
             }
         }
     }
@@ -1177,6 +1170,9 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
+// How x and g are loaded that wait in registers or tiles: measured on an H200, whose L2 has 60 MB.
+template <typename T> static bool evict_last(const Task& task) { return task.slices * task.n * int64_t(sizeof(T)) > 256 * 1024 * 1024; }
+
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
     // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
@@ -1196,7 +1192,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), log_group);
+        Acc<T>(task.eps), evict_last<T>(task), log_group);
     return cudaGetLastError();
 }
 
@@ -1204,7 +1200,7 @@ template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(co
     const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(1.0 / task.n),
-        Acc<T>(task.eps), int(divide_up(task.n, N)));
+        Acc<T>(task.eps), evict_last<T>(task), int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1217,16 +1213,16 @@ static int bank_conflicts(int n, int word, int group) {
     }
     return most;
 }
-// Tiles of how many slices, by how many threads, and lanes for each slice: as few as leave little of the tile unused, few lanes idle and
-// none waiting for a bank.
-template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* threads, int* log_group) {
+// Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
+// Half a tile is enough where it has two slices a thread, and while the input has not two whole ones for each multiprocessor.
+template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* log_group) {
     constexpr int V = kPack<T>;
     const int64_t n = task.n, power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
-    const int64_t bytes = OPERANDS * n * sizeof(T), few = int64_t(2 * kTileBytes) * task.device.sms;
-    const int64_t units = (task.slices * bytes < few ? kTileBytes / 2 : kTileBytes) / bytes / unit, fit = (units > 0 ? units : 1) * unit;
-    *threads = fit < 2 * kTileBlock ? kTileBlock / 2 : kTileBlock;
+    const int64_t bytes = OPERANDS * n * sizeof(T);
+    const bool half = kTileBytes / 2 >= 2 * kTileBlock * bytes || task.slices * bytes < int64_t(2 * kTileBytes) * task.device.sms;
+    const int64_t units = (half ? kTileBytes / 2 : kTileBytes) / bytes / unit, fit = (units > 0 ? units : 1) * unit;
     for (*log_group = 0;; ++*log_group) {
-        const int64_t groups = *threads >> *log_group, whole = fit / groups * groups;
+        const int64_t groups = kTileBlock >> *log_group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
         if (*log_group == 5) return;
         if (3 * *slices >= 2 * fit && 8 * *slices >= 7 * groups && bank_conflicts(int(n), kWord<T>, 1 << *log_group) <= 2) return;
@@ -1234,12 +1230,12 @@ template <typename T, int OPERANDS> static void tile_shape(const Task& task, int
 }
 template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
     const int n = int(task.n);
-    int slices, threads, log_group;
-    tile_shape<T, OPERANDS>(task, &slices, &threads, &log_group);
+    int slices, log_group;
+    tile_shape<T, OPERANDS>(task, &slices, &log_group);
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
-    kernel<<<unsigned(divide_up(task.slices, slices)), threads, OPERANDS * slices * n * sizeof(T), task.stream>>>(
+    kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), slices, log_group);
+        Acc<T>(task.eps), evict_last<T>(task), slices, log_group);
     return cudaGetLastError();
 }
 
