@@ -84,7 +84,7 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
-// evicted last make a long one fastest, and such lines do make room for others. What is short is fastest as it comes: see `evict_last`.
+// evicted last make a long one fastest, and such lines do make room for others: see `evict_last`.
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
 template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true, bool last = true) {
     Pack<T, V> pack = {};
@@ -470,7 +470,7 @@ constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
-constexpr int kRegisterBlock = 32;  // threads of a block at least, whole groups of it
+constexpr int kRegisterBlock = 64;  // threads of a block at least, whole groups of it
 constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
@@ -1170,8 +1170,12 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
-// How x and g are loaded that wait in registers or tiles: measured on an H200, whose L2 has 60 MB.
-template <typename T> static bool evict_last(const Task& task) { return task.slices * task.n * int64_t(sizeof(T)) > 256 * 1024 * 1024; }
+// How slices are loaded that wait in registers or tiles. Evicted last is an input that L2 holds, for whoever reads it next, and a long one,
+// for its writes' sake. In between nothing would be left when it is read again, and loads are fastest as they come.
+template <typename T> static bool evict_last(const Task& task) {
+    const int64_t mib = task.slices * task.n * int64_t(sizeof(T)) >> 20;
+    return mib < 32 || mib > 128;
+}
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
