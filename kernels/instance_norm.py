@@ -1171,10 +1171,10 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
 }
 
 // How slices are loaded that wait in registers or tiles. Evicted last is an input that L2 holds, for whoever reads it next, and a long one,
-// for its writes' sake. In between nothing would be left when it is read again, and loads are fastest as they come.
-template <typename T> static bool evict_last(const Task& task) {
-    const int64_t mib = task.slices * task.n * int64_t(sizeof(T)) >> 20;
-    return mib < 32 || mib > 128;
+// for its writes' sake. In between nothing would be left when it is read again, and forward small slices are fastest loaded as they come.
+template <typename T, int OPERANDS> static bool evict_last(const Task& task) {
+    const int64_t bytes = task.n * int64_t(sizeof(T)), mib = task.slices * bytes >> 20;
+    return OPERANDS == 2 || bytes > 4096 || mib < 32 || mib > 128;
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
@@ -1196,7 +1196,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T>(task), log_group);
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), log_group);
     return cudaGetLastError();
 }
 
@@ -1204,7 +1204,7 @@ template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(co
     const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(1.0 / task.n),
-        Acc<T>(task.eps), evict_last<T>(task), int(divide_up(task.n, N)));
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1239,7 +1239,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Tas
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T>(task), slices, log_group);
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), slices, log_group);
     return cudaGetLastError();
 }
 
