@@ -1207,6 +1207,11 @@ struct WideShape : ConvShape {
     int team_samples, team_parts;  // how far it is from a team's unit to its next one
     int groups, channel_share, line;  // of a unit, in a block; lanes of a group's channels; words between two of a Total
     uint32_t inverse_width;  // of 2^32
+    // A task's first pixel is task * task_step + task / (a band's rows) * column_step: row by row, or, where x is handed over in halves
+    // of its columns, a producer warpgroup's each, column by column. half_tasks: of the first half; next_half: the first that reads of
+    // the second.
+    int task_step, column_step, halved, half_tasks, next_half;
+    uint32_t inverse_rows;   // of 2^32; 0 where tasks go row by row
     double step, inverse_step;  // of a sum in the mailbox; the first one also over the values of a group
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
@@ -1466,14 +1471,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
-    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
     __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
                    v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
                    norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+            mbarrier_init(x_full + 8 * i, s.halved ? 4 : 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kUnderWay; ++i) {
             mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
@@ -1491,6 +1495,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0);
     const bool bf16 = p.type == 3;
 
+    const auto first_pixel = [&](int task) {
+        return task * s.task_step + int(__umulhi(task, s.inverse_rows)) * s.column_step;
+    };
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
         return max(0, min(s.slice_channels, min((part + 1) * s.unit_channels, s.out_channels) - first_channel(part)));
@@ -1515,43 +1522,110 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         bool all_exist = false;  // the warp's channels
         const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
         uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
-        uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
-        asm volatile("" : "+r"(own_v), "+r"(own_made));
+        asm volatile("" : "+r"(own_v));
+        uint32_t own_made = shared_address(made[0][warpgroup] + c);
+        if (!PHASES) own_made = __shfl_sync(~0u, own_made, lane);  // or ptxas works it out anew for each unit
+        const int next_turn = __shfl_sync(~0u, 1 + (int(threadIdx.x) / 128 + 1) % kConsumers, lane);
         if (warpgroup == kConsumers - 1) bar_arrive(1);  // the first one's turn
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, part = at_unit.part;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
                 const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
-                    (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
+                    (int64_t(part * s.slices + slice) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
 #pragma unroll
                 for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + i * 128);
             };
-            if (known != q) {
-                known = q;
-                own_rows = c < channel_count(at_unit.part) ? rows : 0;
+            if (known != part) {
+                const int q = part * s.slices + slice;
+                known = part;
+                own_rows = c < channel_count(part) ? rows : 0;
                 all_exist = __all_sync(~0u, own_rows > 0);
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0, a);
             }
-            const int channel = first_channel(at_unit.part) + c;
+            const int channel = first_channel(part) + c;
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
             uint32_t v = own_v;
             if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
             if (!PHASES && !s.whole) v += int(sizeof(T)) * (int(out_begin(sample, channel)) & (V - 1));  // packs as the output's
             const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
-            const auto await_place = [&] {
+            const uint32_t own_empty = v_empty + 8 * at_unit.shelf_of(warp, s);
+            const auto await_place = [&](int zero) {
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
-                else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+                else if (warp < s.unit_shelves) mbarrier_wait(own_empty + zero, at_unit.phase_of(warp, s) ^ 1);
+            };
+            Deviations all = {}, norm = {};
+            const auto enter = [&](bool any) {  // any: of what is to be done before the wait
+                await_place(int(any) & s.stages >> 8);
+                if (writes) norm = made[place][0][c];
             };
             char* const out = static_cast<char*>(p.out) + (PHASES ? int(sizeof(T)) * out_begin(sample, channel) : 0);
-            Deviations all = {}, norm = {};
-            int values = 0, task = turn;
+            int task = turn, from_next = turn - s.next_half;  // how many tasks on from the first that reads of x's second half
+            // The thread's next two values: where they are; bound: where the row's outputs end.
+            int row, column, bound;
+            uint32_t at;
+            float sum = 0, square = 0;  // of a task
+            const auto begin = [&](int first_row, int first_column) {
+                column = first_column + 2 * t, row = first_row;
+                if (column >= s.width) column -= s.width, ++row;
+                bound = row < own_rows ? s.columns : 0;
+                at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
+            };
+            // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
+            const auto pack = [](float v0, float v1) {
+                Pack<T, 2> pair;
+                round_pair(v0, v1, pair.value, false);
+                return pair;
+            };
+            // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+            const auto set_anchor = [&](float first, int lane_of_it) {
+                all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
+            };
+            const auto first_output = [&] {
+                const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
+            };
+            // Two neighbouring values: into the thread's sums.
+            const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                const float d0 = valid ? to_acc(pair.value[0]) - all.anchor : 0.0f;
+                const float d1 = next_valid ? to_acc(pair.value[1]) - all.anchor : 0.0f;
+                sum += d0 + d1;
+                square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+            };
+            // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
+            const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
+                if (!PHASES) {
+                    to += further;
+                    if (PAIRS) store_shared_if(valid, to, pair);
+                    else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
+                } else if (writes) {
+                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
+                    round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
+                    T* const at = reinterpret_cast<T*>(out + to + further);
+                    if (PAIRS) {
+                        if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
+                    } else {
+                        if (valid) at[0] = pair.value[0];
+                        if (next_valid) at[next] = pair.value[1];
+                    }
+                }
+            };
+            const auto take = [&](float v0, float v1) {
+                bool wraps = !PAIRS && column + 1 == s.width;
+                const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                const Pack<T, 2> pair = pack(v0, v1);
+                keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                add(valid, next_valid, pair);
+                column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
+                column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
+                bound = row < own_rows ? s.columns : 0;
+            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
-                float d[kTileN / 2], sum = 0, square = 0;
-                const int first = task * kTileN, tile_row = __umulhi(first, s.inverse_width), tile_column = first - tile_row * s.width;
+                float d[kTileN / 2];
+                const int first = first_pixel(task);
                 const auto multiply = [&](int chunk) {
                     const uint32_t x = x_begin + chunk * (kChunkSlabs<T, KS> * s.pixels) + first;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -1562,9 +1636,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
+                if (uint32_t(from_next) < kConsumers) mbarrier_wait(x_full + 8, at_unit.stage_phase);
                 if (s.chunks == 1) bar_sync(1 + warpgroup);  // one warpgroup's products go beside the others' sigmoids
                 multiply(0);
-                if (s.chunks == 1) bar_arrive(1 + (warpgroup + 1) % kConsumers);
+                if (s.chunks == 1) bar_arrive(next_turn);
+                from_next += kConsumers;
+                asm volatile("" : "+r"(from_next));  // not worked out from the task where it is asked for: that would take longer
 #pragma unroll 1
                 for (int chunk = 1; chunk < s.chunks; ++chunk) {
                     Fragment<T> ahead[kSteps<KS>];
@@ -1578,114 +1655,80 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     multiply(chunk);
                 }
-                // The thread's next two values: where they are; bound: where the row's outputs end.
-                int row, column, bound;
-                uint32_t at;
-                const auto begin = [&](int first_row, int first_column) {
-                    column = first_column + 2 * t, row = first_row;
-                    if (column >= s.width) column -= s.width, ++row;
-                    bound = row < own_rows ? s.columns : 0;
-                    at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
-                };
-                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
-                const auto pack = [](float v0, float v1) {
-                    Pack<T, 2> pair;
-                    round_pair(v0, v1, pair.value, false);
-                    return pair;
-                };
-                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first, int lane_of_it) {
-                    all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
-                };
-                const auto first_output = [&] {
-                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
-                };
-                // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
-                    const float d0 = valid ? to_acc(pair.value[0]) - all.anchor : 0.0f;
-                    const float d1 = next_valid ? to_acc(pair.value[1]) - all.anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                };
-                // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
-                const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
-                    if (!PHASES) {
-                        to += further;
-                        if (PAIRS) store_shared_if(valid, to, pair);
-                        else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
-                    } else if (writes) {
-                        const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
-                        round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
-                        T* const at = reinterpret_cast<T*>(out + to + further);
-                        if (PAIRS) {
-                            if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
-                        } else {
-                            if (valid) at[0] = pair.value[0];
-                            if (next_valid) at[next] = pair.value[1];
-                        }
-                    }
-                };
-                const auto take = [&](float v0, float v1) {
-                    bool wraps = !PAIRS && column + 1 == s.width;
-                    const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    const Pack<T, 2> pair = pack(v0, v1);
-                    keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
-                    add(valid, next_valid, pair);
-                    column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
-                    column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
-                    bound = row < own_rows ? s.columns : 0;
-                    return int(valid) + int(next_valid);
-                };
-                const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
-                    const int k = 4 * j + i;
-                    return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
-                };
-                if (task == turn) {
-                    await_place();
-                    if (writes) norm = made[place][0][c];
+                if (s.chunks > 1) {
+                    wgmma_wait(d);
+                    load_fragments(0, a);
                 }
-                wgmma_wait(d);
-                if (s.chunks > 1) load_fragments(0, a);
-                if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
+                // Of each run, worked out beside the products: where it goes, and how many of a row's outputs are left for its last eight
+                // pixels. Less than 0 where a row ends before them, or an output is missing.
+                uint32_t to[kTileN / kRun];
+                int rest[kTileN / kRun];
 #pragma unroll
                 for (int run = 0; run < kTileN / kRun; ++run) {
                     const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
                     const int run_column = pixel - run_row * s.width;
-                    const auto of_run = [&](int j, int i) { return value(run * (kRun / 8) + j, i); };
-                    // No row ends here, and no output is missing but some of the last eight: nothing to ask.
-                    if (all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width) {
-                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), lane & 28);
-                        const int rest = s.columns - run_column - (kRun - 8);
-                        const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
-                        values += kRun / 4 - 2 + int(valid) + int(next_valid);
-                        const uint32_t to = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                    const bool simple = all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width;
+                    to[run] = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                    rest[run] = simple ? s.columns - run_column - (kRun - 8) : -1;
+                    asm volatile("" : "+r"(to[run]), "+r"(rest[run]));
+                }
+                const auto take_products = [&] {
+                    wgmma_wait(d);
+                    if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * (stage + s.halved));
+                    if (uint32_t(s.half_tasks - 1 - task) < kConsumers) mbarrier_arrive(x_empty);
+                };
+                sum = square = 0;
+#pragma unroll
+                for (int run = 0; run < kTileN / kRun; ++run) {
+                    const auto value = [&](int j, int i) {  // of the run's j-th eight pixels
+                        const int k = run * (kRun / 2) + 4 * j + i;
+                        return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                    };
+                    const auto finish = [&](auto first) {  // nothing to ask, but for the last eight
+                        if (run == 0) take_products();
+                        if (decltype(first)::value) set_anchor(value(0, 0), lane & 28);
+                        const bool valid = 2 * t < rest[run], next_valid = PAIRS ? valid : 2 * t + 1 < rest[run];
                         Pack<T, 2> pairs[kRun / 8];
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            pairs[j] = pack(of_run(j, 0), of_run(j, 1));
+                            pairs[j] = pack(value(j, 0), value(j, 1));
                             add(inner || valid, inner || next_valid, pairs[j]);
                         }
-                        // All stores behind all sums: a register that a store has not read yet is not to be written.
+                        // Not sooner: the first task's values are there when a place comes free. The wait's address is made of the sums, or
+                        // ptxas leaves them for after it.
+                        if (decltype(first)::value) enter(__any_sync(~0u, square == 0));
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            keep(to, 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
+                            keep(to[run], 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
                         }
-                    } else {
-                        begin(run_row, run_column);
-                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), first_output());
+                    };
+                    if (rest[run] < 0) {
+                        const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
+                        if (run == 0) take_products();
+                        begin(run_row, pixel - run_row * s.width);
+                        if (run == 0 && task == turn) enter(false), set_anchor(value(0, 0), first_output());
 #pragma unroll
-                        for (int j = 0; j < kRun / 8; ++j) values += take(of_run(j, 0), of_run(j, 1));
+                        for (int j = 0; j < kRun / 8; ++j) take(value(j, 0), value(j, 1));
+                    } else if (run == 0 && task == turn) {
+                        finish(std::true_type{});
+                    } else {
+                        finish(std::false_type{});
                     }
                 }
-                // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
-                if (__any_sync(~0u, !(square < INFINITY))) {
-                    begin(tile_row, tile_column);
+                all.sum += sum, all.square += square;
+            }
+            // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite. All tasks again.
+            if (__any_sync(~0u, !(all.square < INFINITY))) {
+                all.sum = all.square = 0;
+                int own_sample = sample, own_channel = channel;
+                asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
+#pragma unroll 1
+                for (task = turn; task < tasks; task += kConsumers) {
+                    const int first = first_pixel(task), tile_row = __umulhi(first, s.inverse_width);
+                    begin(tile_row, first - tile_row * s.width);
                     sum = square = 0;
-                    int own_sample = sample, own_channel = channel;
-                    asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
 #pragma unroll 1
                     for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
@@ -1700,12 +1743,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         if (j == 0 && task == turn) set_anchor(v0, first_output());
                         take(v0, v1);
                     }
+                    all.sum += sum, all.square += square;
                 }
-                all.sum += sum, all.square += square;
             }
             if (task == turn) {  // all of a small band were the others'
                 mbarrier_arrive(x_empty + 8 * stage);
-                await_place();
+                await_place(0);
             }
             turn = task - tasks;
             if (!writes) {  // then the norm is there
@@ -1716,10 +1759,6 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 if (t == 0) {
                     asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
                         ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
-                }
-                if (warp == 0) {
-                    for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
-                    if (lane == 0) made_of[place][warpgroup] = values;
                 }
             }
             mbarrier_arrive(v_full + 8 * place);
@@ -1733,6 +1772,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
         const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
+        const int own_half = s.halved * (warpgroup - kConsumers);  // of x
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
@@ -1760,7 +1800,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         }
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
-                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * (at_unit.stage + own_half), at_unit.stage_phase ^ 1);
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
                     for (int i = 0; i < kPairs; ++i) {
@@ -1812,7 +1852,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const uint4& last_made = SPLIT ? lo[i] : hi[i];
                             all |= last_made.x | last_made.y | last_made.z | last_made.w;
                         }
-                        mbarrier_wait(x_empty + 8 * at_unit.stage + (all & nothing), at_unit.stage_phase ^ 1);
+                        mbarrier_wait(x_empty + 8 * (at_unit.stage + own_half) + (all & nothing), at_unit.stage_phase ^ 1);
                     }
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
@@ -1828,7 +1868,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
-            mbarrier_arrive(x_full + 8 * at_unit.stage);
+            mbarrier_arrive(x_full + 8 * (at_unit.stage + own_half));
         }
     }
     if (warpgroup < kConsumers + kProducers) return;
@@ -1837,7 +1877,19 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (role == 0) {  // posts the band's sums
         if (writes) return;
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+        const auto outputs_before = [&](int pixel) {
+            const int row = __umulhi(pixel, s.inverse_width);
+            return row < rows ? row * s.columns + min(pixel - row * s.width, s.columns) : rows * s.columns;
+        };
+        int outputs_of_lane = 0;  // of the tasks of a warpgroup that begins with this one
+        for (int task = lane; lane < kConsumers && task < tasks; task += kConsumers) {
+            outputs_of_lane += outputs_before(first_pixel(task) + kTileN) - outputs_before(first_pixel(task));
+        }
+        int turn = 0;  // the task with which the first warpgroup begins
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), turn = (turn + kConsumers - tasks % kConsumers) % kConsumers) {
+            int outputs[kConsumers];  // of a channel, of each warpgroup
+#pragma unroll
+            for (int k = 0; k < kConsumers; ++k) outputs[k] = __shfl_sync(~0u, outputs_of_lane, (turn + k) % kConsumers);
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
             int c = (lane >> share_bits) * d + sub;
@@ -1848,8 +1900,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
 #pragma unroll
                     for (int k = 0; k < kConsumers; ++k) {
                         const Deviations some = made[place][k][c];
-                        const int values = made_of[place][k];
-                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
+                        const double origin = outputs[k] > 0 ? some.anchor : 0.0f;  // of none the anchor is chance
+                        const double far = outputs[k] * origin;
                         sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                     }
                 }
@@ -2734,6 +2786,10 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
         }
     }
     if (best == 0) return false;
+    s.halved = Wide<T>::kProducers == 2 && s.width == 256 && s.stages == 1 && s.band_rows > 1 && s.rows % s.band_rows == 0;
+    s.task_step = s.halved ? s.width : kTileN, s.column_step = s.halved ? kTileN - s.band_rows * s.width : 0;
+    s.half_tasks = s.halved ? s.band_rows * (s.width / 2 / kTileN) : 1 << 30, s.next_half = s.halved ? s.half_tasks - s.band_rows : 1 << 30;
+    s.inverse_rows = s.halved ? uint32_t((1ll << 32) / s.band_rows + 1) : 0;
     const int end = s.stages * s.pixels * s.slabs * pieces * 16 + behind_bytes;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
