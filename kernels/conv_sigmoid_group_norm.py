@@ -688,47 +688,63 @@ __device__ __forceinline__ void prepare_constants(
     const ConvOperands& p, const ConvShape& s, int taps, int q, bool to_fp16, int held_exponent, float (&row_scale)[SLOTS]) {
     const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
     static_assert(SLOTS <= 32, "a lane for each");
-    __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
+    __shared__ float largest[SLOTS], sums[SLOTS];
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
-    for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
-        float most = 0, sum = 0;
-        for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(parameter(p.weight, int64_t(first + c) * k + i));
-            most = fmaxf(most, w), sum += w;
+    float scale = 0, bias = 0;  // on their way beside the weights
+    if (threadIdx.x < count) {
+        scale = parameter(p.scale, first + lane), bias = parameter(p.conv_bias, first + lane) + parameter(p.bias, first + lane);
+    }
+    constexpr int kEach = (SLOTS + kConvWarps - 1) / kConvWarps, kAtOnce = 3;  // channels of a warp; weights of one that a lane asks for
+    float most[kEach] = {}, sum[kEach] = {};
+    const auto sweep = [&](auto weight) {
+        for (int begin = lane; begin < k; begin += 32 * kAtOnce) {
+            float w[kEach][kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const int c = threadIdx.x / 32 + i / kAtOnce * kConvWarps, at = begin + i % kAtOnce * 32;
+                w[i / kAtOnce][i % kAtOnce] = c < count && at < k ? fabsf(weight(int64_t(first + c) * k + at)) : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const float one = w[i / kAtOnce][i % kAtOnce];
+                most[i / kAtOnce] = fmaxf(most[i / kAtOnce], one), sum[i / kAtOnce] += one;
+            }
         }
-        for (int offset = 16; offset > 0; offset /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-            sum += __shfl_xor_sync(~0u, sum, offset);
+    };
+    if (p.parameter_type == 0) sweep([&](int64_t i) { return value_at(p.weight, i, 0); });
+    else sweep([&](int64_t i) { return parameter(p.weight, i); });
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], offset));
+            sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
         }
-        if (lane == 0) largest[c] = most, sums[c] = sum;
+    }
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        const int c = threadIdx.x / 32 + e * kConvWarps;
+        if (lane == 0 && c < count) largest[c] = most[e], sums[c] = sum[e];
     }
     __syncthreads();
     if (threadIdx.x < 32) {
         // Of a pre-activation, for inputs in [-1, 1].
-        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;
+        float reach = lane < count ? fabsf(scale) * sums[lane] : 0.0f;
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        if (lane == 0) shared_input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
-    }
-    __syncthreads();
-    if (threadIdx.x < SLOTS) {
-        const int c = threadIdx.x;
-        int exponent = 0;
-        if (c < count) frexpf(largest[c], &exponent);
-        const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
-        row_scale[c] = r;
-        float slope = 0, offset = 0;
-        if (c < count) {
-            const float factor = -1.44269504f * parameter(p.scale, first + c);
-            slope = factor / (shared_input_scale * r);
-            offset = factor * (parameter(p.conv_bias, first + c) + parameter(p.bias, first + c)) - held_exponent;
+        const float input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane < SLOTS) {
+            exponent = 0;
+            if (lane < count) frexpf(largest[lane], &exponent);
+            const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f, factor = -1.44269504f * scale;
+            row_scale[lane] = r;
+            SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
+            constants.slope[lane] = lane < count ? factor / (input_scale * r) : 0.0f;
+            constants.offset[lane] = lane < count ? factor * bias - held_exponent : 0.0f;
+            if (lane == 0) constants.input_scale = input_scale;
         }
-        SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
-        constants.slope[c] = slope, constants.offset[c] = offset;
-        if (c == 0) constants.input_scale = shared_input_scale;
     }
     __syncthreads();
 }
@@ -1261,19 +1277,21 @@ template <typename T, int KS> constexpr int kChunkSlabs = kSplit<T> || KS == 3 ?
 template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
 template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each chunk, step, thread; and constants. All blocks empty the mailbox.
+// Each slice's weights, as A's fragments: of each chunk, step, thread; and constants. The blocks of a slice share the fragments. All blocks
+// empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
     constexpr int kSlabs = kChunkSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    const int slices = s.units_per_sample * s.slices, share = blockIdx.x / slices, shares = gridDim.x / slices;
+    const int q = blockIdx.x % slices, first = slice_first(s, q), count = slice_count(s, q);
     constexpr int kWords = sizeof(Fragment<T>) / 4;
     const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * kWords;
     empty_mailbox(p, mail_words);
-    if (q >= s.units_per_sample * s.slices) return;
+    if (share >= shares || share * kConvBlock >= words) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
 #pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += kConvBlock) {
+    for (int i = share * kConvBlock + threadIdx.x; i < words; i += shares * kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
         const int step = at_step / 128 % kSteps<KS>, chunk = at_step / (128 * kSteps<KS>);
