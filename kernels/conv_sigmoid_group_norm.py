@@ -1485,16 +1485,17 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
     __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
-    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
+    __shared__ uint64_t bars[2 * kMostStages + (2 + kConsumers) * kUnderWay + kMostShelves];
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
-                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
+                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay * kConsumers,
                    norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
             mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kUnderWay; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
+            for (int k = 0; k < kConsumers; ++k) mbarrier_init(v_full + 8 * (i * kConsumers + k), 4);
+            mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
         for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1740,7 +1741,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     if (lane == 0) made_of[place][warpgroup] = values;
                 }
             }
-            mbarrier_arrive(v_full + 8 * place);
+            mbarrier_arrive(v_full + 8 * (place * kConsumers + warpgroup));
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kProducerRegisters));
@@ -1854,22 +1855,26 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         if (writes) return;
+        int last = kConsumers - 1;
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
             int c = (lane >> share_bits) * d + sub;
-            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
+            last = (last + tasks) % kConsumers;
             for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
-                if (sub < d && c < channels) {
+                const bool own = sub < d && c < channels;
+                // The warpgroup that had the last task comes last.
 #pragma unroll
-                    for (int k = 0; k < kConsumers; ++k) {
-                        const Deviations some = made[place][k][c];
-                        const int values = made_of[place][k];
-                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
-                        sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
-                    }
+                for (int i = 1; i <= kConsumers; ++i) {
+                    const int k = last + i - (last + i >= kConsumers ? kConsumers : 0);
+                    mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase);
+                    if (!own) continue;
+                    const Deviations some = made[place][k][c];
+                    const int values = made_of[place][k];
+                    const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
+                    sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                 }
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
@@ -1891,7 +1896,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
             unsigned long long* const total = total_of(at_unit.unit, group);
-            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
+            if (!writes) mbarrier_wait(posted + 8 * place, at_unit.place_phase);
+            for (int k = 0; writes && k < kConsumers; ++k) mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase ^ 1);
             if (own) {
                 const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
                 double mean, square;
