@@ -1479,7 +1479,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     using W = Wide<T>;
     constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
-    static_assert(kWriters <= kShelf, "each writer has channels of each shelf");
+    static_assert(kWriters <= kShelf, "each writer has channels of each shelf: it has read the norm before one comes free");
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
@@ -1497,7 +1497,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             for (int k = 0; k < kConsumers; ++k) mbarrier_init(v_full + 8 * (i * kConsumers + k), 4);
             mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1919,19 +1919,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             mbarrier_arrive(norm_full + 8 * place);
         }
     } else if (!PHASES) {
-        const int values = rows * s.columns, first = role - 2;
+        const int values = rows * s.columns;
+        int c = role - 2;  // through all units: no writer has more to do than the others
         const bool at_once = s.whole && values <= 32 * 4 * V;
         const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), c -= s.unit_shelves * kShelf) {
             const int channels = channel_count(at_unit.part);
-            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + c) + lane * V;
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
             const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
             const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
             const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
             const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
-            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+            for (; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
                 const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
@@ -1979,7 +1980,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
-                if (c / kShelf != (c + kWriters) / kShelf) mbarrier_arrive(empty);  // its last channel of the shelf
+                mbarrier_arrive(empty);
             }
         }
     }
