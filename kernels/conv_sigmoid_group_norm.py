@@ -688,47 +688,63 @@ __device__ __forceinline__ void prepare_constants(
     const ConvOperands& p, const ConvShape& s, int taps, int q, bool to_fp16, int held_exponent, float (&row_scale)[SLOTS]) {
     const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
     static_assert(SLOTS <= 32, "a lane for each");
-    __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
+    __shared__ float largest[SLOTS], sums[SLOTS];
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
-    for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
-        float most = 0, sum = 0;
-        for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(parameter(p.weight, int64_t(first + c) * k + i));
-            most = fmaxf(most, w), sum += w;
+    float scale = 0, bias = 0;  // on their way beside the weights
+    if (threadIdx.x < count) {
+        scale = parameter(p.scale, first + lane), bias = parameter(p.conv_bias, first + lane) + parameter(p.bias, first + lane);
+    }
+    constexpr int kEach = (SLOTS + kConvWarps - 1) / kConvWarps, kAtOnce = 3;  // channels of a warp; weights of one that a lane asks for
+    float most[kEach] = {}, sum[kEach] = {};
+    const auto sweep = [&](auto weight) {
+        for (int begin = lane; begin < k; begin += 32 * kAtOnce) {
+            float w[kEach][kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const int c = threadIdx.x / 32 + i / kAtOnce * kConvWarps, at = begin + i % kAtOnce * 32;
+                w[i / kAtOnce][i % kAtOnce] = c < count && at < k ? fabsf(weight(int64_t(first + c) * k + at)) : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const float one = w[i / kAtOnce][i % kAtOnce];
+                most[i / kAtOnce] = fmaxf(most[i / kAtOnce], one), sum[i / kAtOnce] += one;
+            }
         }
-        for (int offset = 16; offset > 0; offset /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-            sum += __shfl_xor_sync(~0u, sum, offset);
+    };
+    if (p.parameter_type == 0) sweep([&](int64_t i) { return value_at(p.weight, i, 0); });
+    else sweep([&](int64_t i) { return parameter(p.weight, i); });
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], offset));
+            sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
         }
-        if (lane == 0) largest[c] = most, sums[c] = sum;
+    }
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        const int c = threadIdx.x / 32 + e * kConvWarps;
+        if (lane == 0 && c < count) largest[c] = most[e], sums[c] = sum[e];
     }
     __syncthreads();
     if (threadIdx.x < 32) {
         // Of a pre-activation, for inputs in [-1, 1].
-        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;
+        float reach = lane < count ? fabsf(scale) * sums[lane] : 0.0f;
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        if (lane == 0) shared_input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
-    }
-    __syncthreads();
-    if (threadIdx.x < SLOTS) {
-        const int c = threadIdx.x;
-        int exponent = 0;
-        if (c < count) frexpf(largest[c], &exponent);
-        const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
-        row_scale[c] = r;
-        float slope = 0, offset = 0;
-        if (c < count) {
-            const float factor = -1.44269504f * parameter(p.scale, first + c);
-            slope = factor / (shared_input_scale * r);
-            offset = factor * (parameter(p.conv_bias, first + c) + parameter(p.bias, first + c)) - held_exponent;
+        const float input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane < SLOTS) {
+            exponent = 0;
+            if (lane < count) frexpf(largest[lane], &exponent);
+            const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f, factor = -1.44269504f * scale;
+            row_scale[lane] = r;
+            SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
+            constants.slope[lane] = lane < count ? factor / (input_scale * r) : 0.0f;
+            constants.offset[lane] = lane < count ? factor * bias - held_exponent : 0.0f;
+            if (lane == 0) constants.input_scale = input_scale;
         }
-        SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
-        constants.slope[c] = slope, constants.offset[c] = offset;
-        if (c == 0) constants.input_scale = shared_input_scale;
     }
     __syncthreads();
 }
@@ -1266,19 +1282,21 @@ template <typename T, int KS> constexpr int kChunkSlabs = kSplit<T> || KS == 3 ?
 template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
 template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each chunk, step, thread; and constants. All blocks empty the mailbox.
+// Each slice's weights, as A's fragments: of each chunk, step, thread; and constants. The blocks of a slice share the fragments. All blocks
+// empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
     constexpr int kSlabs = kChunkSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    const int slices = s.units_per_sample * s.slices, share = blockIdx.x / slices, shares = gridDim.x / slices;
+    const int q = blockIdx.x % slices, first = slice_first(s, q), count = slice_count(s, q);
     constexpr int kWords = sizeof(Fragment<T>) / 4;
     const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * kWords;
     empty_mailbox(p, mail_words);
-    if (q >= s.units_per_sample * s.slices) return;
+    if (share >= shares || share * kConvBlock >= words) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
 #pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += kConvBlock) {
+    for (int i = share * kConvBlock + threadIdx.x; i < words; i += shares * kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
         const int step = at_step / 128 % kSteps<KS>, chunk = at_step / (128 * kSteps<KS>);
@@ -1466,23 +1484,24 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     using W = Wide<T>;
     constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
-    static_assert(kWriters <= kShelf, "each writer has channels of each shelf");
+    static_assert(kWriters <= kShelf, "each writer has channels of each shelf: it has read the norm before one comes free");
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
-    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
+    __shared__ uint64_t bars[2 * kMostStages + (2 + kConsumers) * kUnderWay + kMostShelves];
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
-                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
+                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay * kConsumers,
                    norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
             mbarrier_init(x_full + 8 * i, s.halved ? 4 : 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kUnderWay; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
+            for (int k = 0; k < kConsumers; ++k) mbarrier_init(v_full + 8 * (i * kConsumers + k), 4);
+            mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1761,7 +1780,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
                 }
             }
-            mbarrier_arrive(v_full + 8 * place);
+            mbarrier_arrive(v_full + 8 * (place * kConsumers + warpgroup));
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kProducerRegisters));
@@ -1876,6 +1895,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
     if (role == 0) {  // posts the band's sums
         if (writes) return;
+        int last = kConsumers - 1;
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
         const auto outputs_before = [&](int pixel) {
             const int row = __umulhi(pixel, s.inverse_width);
@@ -1885,25 +1905,27 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         for (int task = lane; lane < kConsumers && task < tasks; task += kConsumers) {
             outputs_of_lane += outputs_before(first_pixel(task) + kTileN) - outputs_before(first_pixel(task));
         }
-        int turn = 0;  // the task with which the first warpgroup begins
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), turn = (turn + kConsumers - tasks % kConsumers) % kConsumers) {
-            int outputs[kConsumers];  // of a channel, of each warpgroup
+        int outputs[kConsumers];  // of a channel, of each warpgroup; the one that has the last task comes last
 #pragma unroll
-            for (int k = 0; k < kConsumers; ++k) outputs[k] = __shfl_sync(~0u, outputs_of_lane, (turn + k) % kConsumers);
+        for (int i = 0; i < kConsumers; ++i) outputs[i] = __shfl_sync(~0u, outputs_of_lane, (tasks + i) % kConsumers);
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
             int c = (lane >> share_bits) * d + sub;
-            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
+            last = (last + tasks) % kConsumers;
             for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
-                if (sub < d && c < channels) {
+                const bool own = sub < d && c < channels;
+                // The warpgroup that had the last task comes last.
 #pragma unroll
-                    for (int k = 0; k < kConsumers; ++k) {
-                        const Deviations some = made[place][k][c];
-                        const double origin = outputs[k] > 0 ? some.anchor : 0.0f;  // of none the anchor is chance
-                        const double far = outputs[k] * origin;
-                        sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
-                    }
+                for (int i = 0; i < kConsumers; ++i) {
+                    const int k = last + 1 + i - (last + 1 + i >= kConsumers ? kConsumers : 0);
+                    mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase);
+                    if (!own) continue;
+                    const Deviations some = made[place][k][c];
+                    const double origin = outputs[i] > 0 ? some.anchor : 0.0f;  // of none the anchor is chance
+                    const double far = outputs[i] * origin;
+                    sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                 }
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
@@ -1925,7 +1947,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
             unsigned long long* const total = total_of(at_unit.unit, group);
-            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
+            if (!writes) mbarrier_wait(posted + 8 * place, at_unit.place_phase);
+            for (int k = 0; writes && k < kConsumers; ++k) mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase ^ 1);
             if (own) {
                 const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
                 double mean, square;
@@ -1947,19 +1970,20 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             mbarrier_arrive(norm_full + 8 * place);
         }
     } else if (!PHASES) {
-        const int values = rows * s.columns, first = role - 2;
+        const int values = rows * s.columns;
+        int c = role - 2;  // through all units: no writer has more to do than the others
         const bool at_once = s.whole && values <= 32 * 4 * V;
         const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), c -= s.unit_shelves * kShelf) {
             const int channels = channel_count(at_unit.part);
-            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + c) + lane * V;
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
             const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
             const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
             const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
             const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
-            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+            for (; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
                 const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
@@ -2007,7 +2031,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
-                if (c / kShelf != (c + kWriters) / kShelf) mbarrier_arrive(empty);  // its last channel of the shelf
+                mbarrier_arrive(empty);
             }
         }
     }
