@@ -1260,7 +1260,10 @@ struct Total {
         const unsigned long long a = get(words), b = get(words + line);
         const double parts = double(b & (1ull << kCounted) - 1) / double(1ll << kPart);
         sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + parts;
-        return ((int(a >> kCounted) ^ terms) & 255) == 0 && ((int(b >> kCounted) ^ terms) & 255) == 0;
+        return complete(a, terms) && complete(b, terms);
+    }
+    static __device__ __forceinline__ bool complete(unsigned long long word, int terms) {
+        return ((int(word >> kCounted) ^ terms) & 255) == 0;
     }
     static __device__ __forceinline__ void add(unsigned long long* to, long long value) {
         asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value + (1ll << kCounted)) : "memory");
@@ -1342,6 +1345,10 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     const uint4& w = *reinterpret_cast<const uint4*>(&pack);
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t to, float a, float b, float c) {
+    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
+        ::"r"(to), "f"(a), "f"(b), "f"(c) : "memory");
 }
 template <typename T> __device__ __forceinline__ void load_shared(uint32_t from, T& v) {
     if constexpr (sizeof(T) == 16) {
@@ -1776,8 +1783,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     all.square += __shfl_xor_sync(~0u, all.square, mask);
                 }
                 if (t == 0) {
-                    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
-                        ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
+                    store_shared(own_made + place * int(sizeof(made[0])), all.anchor, all.sum, all.square);
                 }
             }
             mbarrier_arrive(v_full + 8 * (place * kConsumers + warpgroup));
@@ -1893,6 +1899,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     if (warpgroup < kConsumers + kProducers) return;
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
+    // Through a shuffle: or ptxas works the address out anew wherever it is wanted.
+    const uint32_t made_at = __shfl_sync(~0u, shared_address(made), 0);
+    const auto deviations_of = [&](int place, int k, int c) {
+        const uint32_t at = made_at + ((place * kConsumers + k) * kWideSlots + c) * int(sizeof(Deviations));
+        Deviations d;
+        load_shared(at, d.anchor), load_shared(at + 4, d.sum), load_shared(at + 8, d.square);
+        return d;
+    };
     if (role == 0) {  // posts the band's sums
         if (writes) return;
         int last = kConsumers - 1;
@@ -1922,7 +1936,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     const int k = last + 1 + i - (last + 1 + i >= kConsumers ? kConsumers : 0);
                     mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase);
                     if (!own) continue;
-                    const Deviations some = made[place][k][c];
+                    const Deviations some = deviations_of(place, k, c);
                     const double origin = outputs[i] > 0 ? some.anchor : 0.0f;  // of none the anchor is chance
                     const double far = outputs[i] * origin;
                     sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
@@ -1951,6 +1965,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             for (int k = 0; writes && k < kConsumers; ++k) mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase ^ 1);
             if (own) {
                 const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
+                // One word is asked for until all bands' sums are in it: the others' lines are left to those that add to them.
+                unsigned long long* const one = total_of(at_unit.unit, 0) + 3 * s.line;
+                while (!PHASES && !Total::complete(Total::get(one), members)) __nanosleep(20);
                 double mean, square;
                 bool there;
                 do {
@@ -1964,8 +1981,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
-                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
-                else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+                const uint32_t at = made_at + (place * kConsumers * kWideSlots + lane) * int(sizeof(Deviations));
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) store_shared(at, 0, a, float(beta - far));
+                else store_shared(at, hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN);
             }
             mbarrier_arrive(norm_full + 8 * place);
         }
@@ -1980,14 +1998,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
             const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
-            const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
+            const Deviations of_lane = deviations_of(at_unit.place, 0, min(lane, s.unit_shelves * kShelf - 1));  // mean, factor, offset
             const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
             const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
             for (; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
                 const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
-                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
+                constexpr int kBatch = 2;  // packs of a lane in flight: with four its stores stand in the others' way
                 // left: until the channel's last pack; around: the mean is taken off first.
                 const auto normalized = [&](T w, auto around) {
                     return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
@@ -2011,7 +2029,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 };
                 if (c >= channels) {  // none in this unit
                 } else if (at_once && mean == 0) {
-                    write(own, v, values / V - lane, std::false_type{});
+#pragma unroll
+                    for (int i = 0; i < 128; i += 32 * kBatch) write(own + i * V, v + 16 * i, values / V - lane - i, std::false_type{});
                 } else {
                     const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
                     const int packs = int(uint32_t(values - head) / V);
