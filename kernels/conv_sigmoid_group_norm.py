@@ -1493,6 +1493,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
     static_assert(kWriters <= kShelf, "each writer has channels of each shelf: it has read the norm before one comes free");
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
+    constexpr bool kHalves = SPLIT && KS == 3 && !PHASES;  // x may be handed over in halves
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
@@ -1502,7 +1503,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                    norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, s.halved ? 4 : 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+            mbarrier_init(x_full + 8 * i, kHalves && s.halved ? 4 : 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kUnderWay; ++i) {
             for (int k = 0; k < kConsumers; ++k) mbarrier_init(v_full + 8 * (i * kConsumers + k), 4);
@@ -1522,7 +1523,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const bool bf16 = p.type == 3;
 
     const auto first_pixel = [&](int task) {
-        return task * s.task_step + int(__umulhi(task, s.inverse_rows)) * s.column_step;
+        return kHalves ? task * s.task_step + int(__umulhi(task, s.inverse_rows)) * s.column_step : task * kTileN;
     };
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
@@ -1662,12 +1663,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
-                if (uint32_t(from_next) < kConsumers) mbarrier_wait(x_full + 8, at_unit.stage_phase);
+                if (kHalves && uint32_t(from_next) < kConsumers) mbarrier_wait(x_full + 8, at_unit.stage_phase);
                 if (s.chunks == 1) bar_sync(1 + warpgroup);  // one warpgroup's products go beside the others' sigmoids
                 multiply(0);
                 if (s.chunks == 1) bar_arrive(next_turn);
-                from_next += kConsumers;
-                asm volatile("" : "+r"(from_next));  // not worked out from the task where it is asked for: that would take longer
+                if (kHalves) {
+                    from_next += kConsumers;
+                    asm volatile("" : "+r"(from_next));  // not worked out from the task where it is asked for: that would take longer
+                }
 #pragma unroll 1
                 for (int chunk = 1; chunk < s.chunks; ++chunk) {
                     Fragment<T> ahead[kSteps<KS>];
@@ -1700,8 +1703,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
                 const auto take_products = [&] {
                     wgmma_wait(d);
-                    if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * (stage + s.halved));
-                    if (uint32_t(s.half_tasks - 1 - task) < kConsumers) mbarrier_arrive(x_empty);
+                    if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * (stage + (kHalves ? s.halved : 0)));
+                    if (kHalves && uint32_t(s.half_tasks - 1 - task) < kConsumers) mbarrier_arrive(x_empty);
                 };
                 sum = square = 0;
 #pragma unroll
@@ -1797,7 +1800,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
         const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
-        const int own_half = s.halved * (warpgroup - kConsumers);  // of x
+        const int own_half = kHalves ? s.halved * (warpgroup - kConsumers) : 0;  // of x
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
@@ -2829,7 +2832,7 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
         }
     }
     if (best == 0) return false;
-    s.halved = Wide<T>::kProducers == 2 && s.width == 256 && s.stages == 1 && s.band_rows > 1 && s.rows % s.band_rows == 0;
+    s.halved = pieces == 2 && ks == 3 && !phases && s.width == 256 && s.stages == 1 && s.band_rows > 1 && s.rows % s.band_rows == 0;
     s.task_step = s.halved ? s.width : kTileN, s.column_step = s.halved ? kTileN - s.band_rows * s.width : 0;
     s.half_tasks = s.halved ? s.band_rows * (s.width / 2 / kTileN) : 1 << 30, s.next_half = s.halved ? s.half_tasks - s.band_rows : 1 << 30;
     s.inverse_rows = s.halved ? uint32_t((1ll << 32) / s.band_rows + 1) : 0;
