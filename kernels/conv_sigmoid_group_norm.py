@@ -1298,7 +1298,6 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
     empty_mailbox(p, mail_words);
     if (share >= shares || share * kConvBlock >= words) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
-#pragma unroll 4
     for (int i = share * kConvBlock + threadIdx.x; i < words; i += shares * kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
@@ -2008,7 +2007,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
-                constexpr int kBatch = 2;  // packs of a lane in flight: with four its stores stand in the others' way
+                constexpr int kBatch = SPLIT ? 2 : 4;  // packs of a lane in flight: four of float would stand in the way of the others
                 // left: until the channel's last pack; around: the mean is taken off first.
                 const auto normalized = [&](T w, auto around) {
                     return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
