@@ -1298,6 +1298,7 @@ __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands 
     empty_mailbox(p, mail_words);
     if (share >= shares || share * kConvBlock >= words) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
+#pragma unroll 1
     for (int i = share * kConvBlock + threadIdx.x; i < words; i += shares * kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
