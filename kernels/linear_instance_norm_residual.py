@@ -394,10 +394,10 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
+    const int row = int(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
-    const float* values = (of_x ? x.values : weight.values) + row * k;
-    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
+    const float* values = (of_x ? x.values : weight.values) + int64_t(row) * k;
+    __half* pieces = (of_x ? x.pieces : weight.pieces) + int64_t(row) * padded_k(k) * kPieces;
     const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
         if (group == 32) return v;
         if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
