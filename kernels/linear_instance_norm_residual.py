@@ -290,13 +290,13 @@ template <typename T, int V, int ITEMS, typename A> __device__ __forceinline__ M
 // The range of float32 is wider than that of a scaled row: what lies below 2^-16 of the row's maximum is kept to 2^-25 (2^-39 of the
 // maximum) at best, however large its partner. With n such values in a row of x and in one of W, their output is off by less than
 // 2^-25 * 2^15 * n, which is within float32's own 2^-24 of it where the accumulator is at least 2^14 * n. Every other output is uncertain,
-// one in 10^6 of ordinary data: the epilogue leaves kUncertain in its place and flags its block of 64 x 64, and `recompute` puts float32's
-// sums there. So it does for rows whose sums may be of few products only: there the dropped lo lo and the rounding of lo do not average
-// out. (Both rows may hold many values and still meet in a few, where zeros lie against values: such a sum is within 8 units of 2^-24 of
-// its terms' magnitudes, a float32's within 1.)
+// one in 10^6 of ordinary data: the epilogue leaves kUncertain in its place, the product itself in the rest of a strip of 16 rows and 64
+// columns, and flags that; `recompute` puts float32's sums there. So it does for rows whose sums may be of few products only: there the
+// dropped lo lo and the rounding of lo do not average out. (Both rows may hold many values and still meet in a few, where zeros lie against
+// values: such a sum is within 8 units of 2^-24 of its terms' magnitudes, a float32's within 1.)
 
-constexpr int kBlockSide = 64;              // of a block of outputs that is flagged as a whole
-constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
+constexpr int kBlockSide = 64, kStripRows = 16;  // of a block of outputs, and of its strips, which are flagged as a whole
+constexpr unsigned kUncertain = 0x7fc0beef;      // a NaN that no arithmetic makes
 
 // Of a row of x or W: its values are unscaled by `unscale`; an output with an accumulator below the sum of its two rows' `doubt` is uncertain.
 struct RowScale {
@@ -307,7 +307,7 @@ struct RowScale {
 struct Product {
     const float *x, *weight, *bias;
     const RowScale *rows, *columns;
-    int* flags;  // of each block of kBlockSide^2 outputs, row by row
+    int* flags;  // of each block of kBlockSide^2 outputs, row by row: a byte for each strip
     int m, n, k;
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
@@ -394,10 +394,10 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
+    const int row = int(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
-    const float* values = (of_x ? x.values : weight.values) + row * k;
-    __half* pieces = (of_x ? x.pieces : weight.pieces) + row * padded_k(k) * kPieces;
+    const float* values = (of_x ? x.values : weight.values) + int64_t(row) * k;
+    __half* pieces = (of_x ? x.pieces : weight.pieces) + int64_t(row) * padded_k(k) * kPieces;
     const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
         if (group == 32) return v;
         if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
@@ -416,14 +416,16 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
             held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
         }
     };
-    uint32_t largest = 0;
+    uint32_t largest = 0, least = ~0u;  // least: of what is not 0, and less by 1
     int first = 0;
     for (;; first += step) {
         load(first);
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
             const float4 v = held[i];
-            largest = max(largest, max(max(magnitude_bits(v.x), magnitude_bits(v.y)), max(magnitude_bits(v.z), magnitude_bits(v.w))));
+            const uint32_t bits[4] = {magnitude_bits(v.x), magnitude_bits(v.y), magnitude_bits(v.z), magnitude_bits(v.w)};
+            largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
+            least = min(least, min(min(bits[0] - 1, bits[1] - 1), min(bits[2] - 1, bits[3] - 1)));
         }
         if (first + step >= quads) break;
     }
@@ -433,12 +435,11 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
     }));
     const int exponent = scale_exponent(largest);
     const float scale = largest < 0x7f800000u ? power_of_two(exponent) : NAN;
+    const uint32_t intact = __float_as_uint(kIntact<kPieces> * power_of_two(-exponent)) - 1;
+    const bool loses = __any_sync(~0u, least < intact);  // seldom
     float sum = 0, squares = 0, lost = 0;
-    const auto count = [&](float v) {
-        const float magnitude = fabsf(v);
-        if (magnitude < kIntact<kPieces> && magnitude > 0) lost += 1;
-        if constexpr (kPieces == 2) sum += magnitude, squares += magnitude * magnitude;
-    };
+    const auto add_up = [&](float v) { sum += fabsf(v), squares += v * v; };
+    const auto count = [&](float v) { lost += magnitude_bits(v) - 1 < intact ? 1.0f : 0.0f; };
     for (;; load(first)) {
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
@@ -447,8 +448,12 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
                 float4 v = held[i];
                 v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
                 store_pieces<kPieces>(pieces, quad * 4, v);
-                count(v.x), count(v.y), count(v.z), count(v.w);
+                if constexpr (kPieces == 2) add_up(v.x), add_up(v.y), add_up(v.z), add_up(v.w);
             }
+        }
+        if (loses) {
+#pragma unroll
+            for (int i = 0; i < kSplitItems; ++i) count(held[i].x), count(held[i].y), count(held[i].z), count(held[i].w);
         }
         first -= step;
         if (first < 0) break;
@@ -581,10 +586,11 @@ struct Products {
 using ThreeProducts = Products<2, 128, 5, 3>;
 using OneProduct = Products<1, 128, 5, 3>;
 
-// What the epilogue knows of a tile: kVectors numbers of each column, the largest doubt of 32 columns at a time, and the rows' scales.
+// What the epilogue knows of a tile: kVectors numbers of each column, the rows' scales, and the largest doubts of 32 of either at a time.
 template <class Kind, class Epilogue> struct Margins {
-    float columns[Epilogue::kVectors][Kind::kTileN], doubts[Kind::kTileN / 32];
+    float columns[Epilogue::kVectors][Kind::kTileN];
     float2 rows[kTileM];
+    float column_doubts[Kind::kTileN / 32], row_doubts[kTileM / 32];
 };
 template <class Kind, class Epilogue> constexpr int kProductBytes =
     1024 + Kind::kStages * (Kind::kStageBytes + 16) + Kind::kSlots * (kSlabBytes + 16) + int(sizeof(Margins<Kind, Epilogue>));
@@ -624,6 +630,7 @@ template <int kTileN> struct Tiles {
     __device__ __forceinline__ Slab find(int tile) const {
         const int band = tile / (kBand * across), inside = tile - band * kBand * across;
         const int height = min(kBand, down - band * kBand);
+        if (height == kBand) return {(band * kBand + inside % kBand) * kTileM, inside / kBand * kTileN};  // without another division
         return {(band * kBand + inside % height) * kTileM, inside / height * kTileN};
     }
 };
@@ -677,7 +684,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
     constexpr int kStages = Kind::kStages, kStageBytes = Kind::kStageBytes, kSlots = Kind::kSlots;
     static_assert(kProductBytes<Kind, Epilogue> <= 227 * 1024, "one block's shared memory on sm_90");
     extern __shared__ __align__(1024) unsigned char shared[];
-    const uint32_t stages = (shared_address(shared) + 1023) & ~1023u;  // swizzle atoms are 1024 bytes
+    // Swizzle atoms are 1024 bytes. What a shuffle gave is kept, and not found anew wherever it is wanted.
+    const uint32_t stages = __shfl_sync(~0u, (shared_address(shared) + 1023) & ~1023u, 0);
     const uint32_t slots = stages + kStages * kStageBytes, margins_at = slots + kSlots * kSlabBytes;
     const uint32_t full = margins_at + sizeof(Margins<Kind, Epilogue>), empty = full + kStages * 8;
     const uint32_t ready = empty + kStages * 8, taken = ready + kSlots * 8;
@@ -727,16 +735,20 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         constexpr int kRounds = (kTileN + kFinisherThreads - 1) / kFinisherThreads;
         float column[kRounds][kVectors], doubt[kRounds];
         float2 row = {};
+        Slab next;
         const auto look_ahead = [&](int tile) {  // a thread: a column or two, and a row
-            const Slab corner = tiles.find(min(tile, tiles.count - 1));
+            next = tiles.find(min(tile, tiles.count - 1));
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-                const int own = min(corner.column + own_thread + i * kFinisherThreads, epilogue.product.n - 1);
+                const int own = min(next.column + own_thread + i * kFinisherThreads, epilogue.product.n - 1);
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) column[i][q] = epilogue.column(own, q);
                 doubt[i] = epilogue.doubt(own);
             }
-            row = epilogue.scale(min(corner.row + own_thread, epilogue.product.m - 1));
+            row = epilogue.scale(min(next.row + own_thread, epilogue.product.m - 1));
+        };
+        const auto largest = [](float doubt) {  // of a warp's; as integers they are in order too: negative ones that meet are equal
+            return __int_as_float(__reduce_max_sync(~0u, __float_as_int(doubt)));
         };
         look_ahead(blockIdx.x);
         slot.advance(finisher);
@@ -744,21 +756,27 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
             named_barrier_sync<2, kFinisherThreads>();  // the last tile's margins have been read
 #pragma unroll
             for (int i = 0; i < kRounds; ++i) {
-#pragma unroll
-                for (int offset = 16; offset > 0; offset /= 2) doubt[i] = fmaxf(doubt[i], __shfl_xor_sync(~0u, doubt[i], offset));
+                const float most = largest(doubt[i]);
                 const int own = own_thread + i * kFinisherThreads;
                 if (own >= kTileN) continue;
 #pragma unroll
                 for (int q = 0; q < kVectors; ++q) margins.columns[q][own] = column[i][q];
-                if (lane == 0) margins.doubts[own / 32] = doubt[i];
+                if (lane == 0) margins.column_doubts[own / 32] = most;
             }
+            const float most = largest(row.y);
             if (own_thread < kTileM) margins.rows[own_thread] = row;
+            if (own_thread < kTileM && lane == 0) margins.row_doubts[own_thread / 32] = most;
             named_barrier_sync<2, kFinisherThreads>();
+            const Slab corner = next;
             look_ahead(tile + gridDim.x);
-            const Slab corner = tiles.find(tile);
 #pragma unroll 1
             for (int s = finisher; s < kConsumers * kSlabs; s += Kind::kFinishers, slot.advance(Kind::kFinishers)) {
                 const int top = s / kSlabs * 64 + warp * 16 + lane / 8, left = s % kSlabs * kBlockSide;
+                const float most = fmaxf(margins.column_doubts[left / 32], margins.column_doubts[left / 32 + 1]);
+                const bool certain = !__any_sync(~0u, margins.row_doubts[s / kSlabs * 2 + warp / 2] + most > 0);
+                float2 rows[4];
+#pragma unroll
+                for (int r = 0; r < 4; ++r) rows[r] = margins.rows[top + 4 * r];
                 float sum[4][8];
                 // Parity cannot tell this round of a slot from the last but one. The round between was the other finisher's: of the tile
                 // before, whose end both have met at, or left by the warpgroup that left the slab before this one, and earlier.
@@ -769,9 +787,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                 const auto four = [&](int q, int half) {
                     return *reinterpret_cast<const float4*>(&margins.columns[q][left + half * 32 + lane % 8 * 4]);
                 };
-                const auto scale = [&](int r) { return margins.rows[top + 4 * r]; };
-                const float most = fmaxf(margins.doubts[left / 32], margins.doubts[left / 32 + 1]);
-                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, most);
+                const auto scale = [&](int r) { return rows[r]; };
+                epilogue.finish(sum, {corner.row + top, corner.column + left + lane % 8 * 4}, four, scale, certain, most);
             }
         }
     } else {
@@ -927,11 +944,18 @@ __global__ void __launch_bounds__(kPortableThreads, 1) multiply_portably(
             for (int i = 0; i < 4; ++i) v[i] = epilogue.column(column(half * 32 + i), q);
             return make_float4(v[0], v[1], v[2], v[3]);
         };
-        const auto scale = [&](int r) { return epilogue.scale(min(slab.row + 4 * r, m - 1)); };
+        float2 rows[4];
         float most = -INFINITY;
 #pragma unroll
         for (int i = 0; i < 8; ++i) most = fmaxf(most, epilogue.doubt(column(i / 4 * 32 + i % 4)));
-        epilogue.finish(v, slab, four, scale, most);
+        bool perhaps = false;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            rows[r] = epilogue.scale(min(slab.row + 4 * r, m - 1));
+            perhaps = perhaps || rows[r].y + most > 0;
+        }
+        const auto scale = [&](int r) { return rows[r]; };
+        epilogue.finish(v, slab, four, scale, !__any_sync(~0u, perhaps), most);
     }
 #endif
 }
@@ -963,43 +987,8 @@ __device__ __forceinline__ void store_row(T* out, int row, const Slab& slab, int
 
 // h = acc * 2^a * 2^b + bias. acc is under 2^46 and 2^a, of a row that is certain, at most kLargestScale: nothing overflows on the way to a
 // value that fits. (What underflows on the way is below float32's own error for these rows.)
-// A row of the slab with an uncertain output is left to `recompute`: h itself, with kUncertain in the output's place, and the block's flag.
-// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row. most: no column of the slab
-// (or of the thread) doubts more. open[r]: the row exists and is not left.
-template <bool kWhole, class Four, class Scale>
-__device__ __forceinline__ void unscale(
-    const Product& product, float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out, bool (&open)[4]) {
-    float2 rows[4];
-    bool perhaps = false;
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-        rows[r] = scale(r);
-        perhaps = perhaps || rows[r].y + most > 0;
-        open[r] = slab.row + 4 * r < product.m;
-    }
-    bool seldom = __any_sync(~0u, perhaps);
-    if (seldom) {
-        perhaps = false;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            float least = fabsf(v[r][0]);
-#pragma unroll
-            for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
-            perhaps = perhaps || least < rows[r].y + most;
-        }
-        seldom = __any_sync(~0u, perhaps);
-    }
-    unsigned uncertain[4] = {};  // a bit for each column
-    if (seldom) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int column = min(slab.column + i / 4 * 32 + i % 4, product.n - 1);
-                if (fabsf(v[r][i]) < rows[r].y + product.columns[column].doubt) uncertain[r] |= 1u << i;
-            }
-        }
-    }
+// four(q, half): the q-th numbers of the thread's four columns: unscale, then bias. scale(r): of its r-th row.
+template <class Four, class Scale> __device__ __forceinline__ void unscale(float (&v)[4][8], const Four& four, const Scale& scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float4 scales = four(0, half), biases = four(1, half);
@@ -1007,23 +996,44 @@ __device__ __forceinline__ void unscale(
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             float& own = v[i / 4][half * 4 + i % 4];
-            own = fmaf(own * rows[i / 4].x, by[i % 4], plus[i % 4]);
+            own = fmaf(own * scale(i / 4).x, by[i % 4], plus[i % 4]);
         }
     }
-    if (seldom) {
+}
+
+// Whether a warp's strip, of accumulators v, is left to `recompute`, since an output is uncertain: then h is stored, and the strip flagged.
+// most: no column of the slab (or of the thread) doubts more.
+template <bool kWhole, class Four, class Scale>
+__device__ __forceinline__ bool leave_uncertain(
+    const Product& product, const float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most, float* out) {
+    bool perhaps = false;
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int row = slab.row + 4 * r;
-            const unsigned votes = __ballot_sync(~0u, uncertain[r] != 0);
-            if ((votes >> (threadIdx.x % 32 & ~7) & 255) == 0 || !open[r]) continue;  // none of this row's
-            float left[8];
+    for (int r = 0; r < 4; ++r) {
+        float least = fabsf(v[r][0]);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) left[i] = uncertain[r] >> i & 1 ? __uint_as_float(kUncertain) : v[r][i];
-            store_row<kWhole>(out, row, slab, product.n, left);
-            product.flags[row / kBlockSide * product.blocks_across() + slab.column / kBlockSide] = 1;
-            open[r] = false;
-        }
+        for (int i = 1; i < 8; ++i) least = fminf(least, fabsf(v[r][i]));
+        perhaps = perhaps || least < scale(r).y + most;
     }
+    if (!__any_sync(~0u, perhaps)) return false;
+    unsigned uncertain = 0;  // a bit for each value
+    float h[4][8];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        const int column = min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1);
+        h[i / 8][i % 8] = v[i / 8][i % 8];
+        if (fabsf(v[i / 8][i % 8]) < scale(i / 8).y + product.columns[column].doubt) uncertain |= 1u << i;
+    }
+    if (!__any_sync(~0u, uncertain != 0)) return false;
+    unscale(h, four, scale);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) h[r][i] = uncertain >> (r * 8 + i) & 1 ? __uint_as_float(kUncertain) : h[r][i];
+        if (slab.row + 4 * r < product.m) store_row<kWhole>(out, slab.row + 4 * r, slab, product.n, h[r]);
+    }
+    auto* const flags = product.flags + slab.row / kBlockSide * product.blocks_across() + slab.column / kBlockSide;
+    reinterpret_cast<unsigned char*>(flags)[slab.row % kBlockSide / kStripRows] = 1;
+    return true;
 }
 
 // C = x W^T + bias.
@@ -1037,12 +1047,13 @@ struct StoreEpilogue {
     __device__ __forceinline__ float doubt(int at) const { return product.columns[at].doubt; }
     __device__ __forceinline__ float2 scale(int row) const { return *reinterpret_cast<const float2*>(product.rows + row); }
     template <class Four, class Scale>
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
-        bool open[4];
-        unscale<false>(product, v, slab, four, scale, most, out, open);
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, bool certain,
+                                           float most) const {
+        if (!certain && leave_uncertain<false>(product, v, slab, four, scale, most, out)) return;
+        unscale(v, four, scale);
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            if (open[r]) store_row<false>(out, slab.row + 4 * r, slab, product.n, v[r]);
+            if (slab.row + 4 * r < product.m) store_row<false>(out, slab.row + 4 * r, slab, product.n, v[r]);
         }
     }
     // A warp has a row's 64 values of h from `column` on, two a lane.
@@ -1091,17 +1102,15 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
     __shared__ float h[kBlockSide][kBlockSide + 2];
     __shared__ int flagged[kRecomputeBlock], flagged_count, few[kFew * 16], few_count;
     __shared__ float warp_totals[kRecomputeBlock / 32];
-    __shared__ bool touched[kBlockSide];
     const Product& product = epilogue.product;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, top = tid / 16 * 4, left = tid % 16 * 4;
 
     allow_successor();
     wait_for_predecessor();
 
-    const auto finish_block = [&](int row0, int column0) {
+    const auto finish_block = [&](int row0, int column0, unsigned strips) {
         const int rows = min(kBlockSide, product.m - row0), columns = min(kBlockSide, product.n - column0);
         if (tid == 0) few_count = 0;
-        if (tid < kBlockSide) touched[tid] = false;
         float values[16];  // all on their way at once
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
@@ -1115,7 +1124,7 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
             const int r = top + i / 4, c = left + i % 4;
             if (r >= rows || c >= columns) continue;
             h[r][c] = values[i];
-            if (__float_as_uint(values[i]) == kUncertain) mine |= 1u << i, touched[r] = true;
+            if (__float_as_uint(values[i]) == kUncertain) mine |= 1u << i;
         }
         if (__syncthreads_count(mine != 0) <= kFew) {
             for (unsigned bits = mine; bits != 0; bits &= bits - 1) few[atomicAdd(&few_count, 1)] = tid * 16 + __ffs(bits) - 1;
@@ -1160,7 +1169,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         }
         __syncthreads();
         for (int r = warp; r < rows; r += kRecomputeBlock / 32) {
-            if (touched[r] && lane * 2 < columns) epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
+            if ((strips >> r / kStripRows * 8 & 1) == 0 || lane * 2 >= columns) continue;
+            epilogue.finish_row(row0 + r, column0, make_float2(h[r][lane * 2], h[r][lane * 2 + 1]));
         }
         __syncthreads();
     };
@@ -1172,7 +1182,9 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeBlock, 2) 
         const int own = first + tid * gridDim.x;
         if (own < product.blocks() && product.flags[own] != 0) flagged[atomicAdd(&flagged_count, 1)] = own;
         __syncthreads();
-        for (int i = 0; i < flagged_count; ++i) finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide);
+        for (int i = 0; i < flagged_count; ++i) {
+            finish_block(flagged[i] / across * kBlockSide, flagged[i] % across * kBlockSide, product.flags[flagged[i]]);
+        }
         __syncthreads();
     }
 #endif
@@ -2087,11 +2099,12 @@ struct GradientEpilogue : StoreEpilogue {
     }
     __device__ __forceinline__ float right(int column, int k) const { return product.weight[int64_t(k) * columns + column]; }
     template <class Four, class Scale>
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, float most) const {
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale& scale, bool certain,
+                                           float most) const {
         bool infinite = false;
 #pragma unroll
         for (int r = 0; r < 4; ++r) infinite = infinite || scale(r).y + most == INFINITY;
-        if (__any_sync(~0u, infinite)) {
+        if (!certain && __any_sync(~0u, infinite)) {
 #pragma unroll
             for (int i = 0; i < 32; ++i) {
                 if (scale(i / 8).y + doubt(min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1)) == INFINITY) v[i / 8][i % 8] = 0;
@@ -2099,7 +2112,7 @@ struct GradientEpilogue : StoreEpilogue {
         }
         StoreEpilogue whole = *this;
         whole.product.n = columns;
-        whole.finish(v, {slab.row, first + slab.column}, four, scale, most);
+        whole.finish(v, {slab.row, first + slab.column}, four, scale, certain, most);
     }
 };
 

@@ -29,12 +29,17 @@ from judge.pairs import Problem
 # What is cut out of a kernel file, each pattern once, and what stands there instead.
 GUARD = {
     r" *for \(int64_t i = int64_t\(blockIdx\.x\) \* kSplitBlock[^\n]*flags\[i\] = 0;\n": "",  # the split clears the flags,
-    r" *count\(v\.x\), count\(v\.y\), count\(v\.z\), count\(v\.w\);\n": "",  # counts what a row's values lose,
-    r" *const auto add = [^\n]*\n *lost = sum_across_lanes.*?across_group\(squares, 3, add\);\n": "",  # adds it up,
+    r" *const uint32_t intact = .*?const auto count = [^\n]*\n": "",  # looks for values that lose something,
+    r" *if constexpr \(kPieces == 2\) add_up[^\n]*\n": "",  # adds up a row's values,
+    r" *if \(loses\) {\n.*?\n        }\n": "",  # counts those that lose,
+    r" *const auto add = [^\n]*\n *lost = sum_across_lanes.*?across_group\(squares, 3, add\);\n": "",  # adds that up,
     r"result\.doubt = kDoubt<kPieces> \* lost;.*?result\.doubt = -INFINITY;[^\n]*\n": "result.doubt = 0;\n",  # and leaves a doubt;
-    r"doubt\[i\] = epilogue\.doubt\(own\);": "doubt[i] = 0;",  # the epilogue reads it,
-    r"#pragma unroll\n[^\n]*doubt\[i\] = fmaxf\(doubt\[i\], __shfl_xor_sync[^\n]*\n": "",  # finds the largest of some columns,
-    r"bool seldom = __any_sync\(~0u, perhaps\);": "bool seldom = false;",  # and holds the outputs against it;
+    r" *doubt\[i\] = epilogue\.doubt\(own\);\n": "",  # the epilogue reads it,
+    r" *const float most = largest\(doubt\[i\]\);\n": "",  # finds the largest of some columns
+    r" *if \(lane == 0\) margins\.column_doubts[^\n]*\n": "",
+    r" *const float most = largest\(row\.y\);\n": "",  # and of some rows
+    r" *if \(own_thread < kTileM && lane == 0\) margins\.row_doubts[^\n]*\n": "",
+    r"const bool certain = !__any_sync\(~0u, margins[^\n]*\n": "const bool certain = true;\n",  # and holds the outputs against them;
     r"return error != cudaSuccess \? error : launch_recompute\(epilogue, device, stream\);": "return error;",  # what is flagged is recomputed
 }
 
