@@ -11,7 +11,7 @@ value is used twice; the floor of one read of x (backward: and of g) and one wri
 between. Where it waits depends on its size alone, and so does the kernel; each is written once for both directions:
 
     slice                              waits in                                   DRAM traffic      on
-    512 bytes, a half, a quarter, ...  a warp's registers, 16 bytes a thread      one read, write   any GPU
+    256 bytes (backward 512), halves   a warp's registers, 16 bytes a thread      one read, write   any GPU
     to 2 KiB (backward 1), not lines   shared memory, with its neighbours         one read, write   any GPU
     up to 64 KiB (backward 16 KiB)     registers of 4 to 512 threads              one read, write   any GPU
     up to 4 MiB (backward 2 MiB)       a cluster's registers and shared memory    one read, write   sm_90 and later
@@ -84,16 +84,17 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
-// evicted last make it fastest, and such lines do make room for others.
+// evicted last make a long one fastest, and such lines do make room for others: see `evict_last`.
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true, bool last = true) {
     Pack<T, V> pack = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if constexpr (V * sizeof(T) == 16) {
         int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("{\n.reg .b64 policy;\n.reg .pred exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L1::no_allocate.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
-            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)) : "memory");
+        asm volatile("{\n.reg .b64 policy, normal;\n.reg .pred last, exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+            "createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;\nsetp.ne.s32 last, %6, 0;\nselp.b64 policy, policy, normal, last;\n"
+            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
+            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "r"(int(last)) : "memory");
         return pack;
     }
 #endif
@@ -164,7 +165,18 @@ template <typename T, int V, int OPERANDS> struct Place {
     Pack<T, V> of[OPERANDS];
 };
 
-// And one value of each, widened.
+// A pack's value, widened: of bfloat16 in one instruction, where the compiler takes two for every other one.
+template <typename T, int V> __device__ __forceinline__ Acc<T> widened(const Pack<T, V>& pack, int i) { return to_acc(pack.value[i]); }
+template <int V> __device__ __forceinline__ float widened(const Pack<__nv_bfloat16, V>& pack, int i) {
+    if constexpr (V % 2 == 0) {
+        const uint32_t pair = reinterpret_cast<const uint32_t*>(&pack)[i / 2];
+        return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+    } else {
+        return to_acc(pack.value[i]);
+    }
+}
+
+// And one value of each operand.
 template <typename T, int OPERANDS> struct Values {
     Acc<T> of[OPERANDS];
 };
@@ -173,14 +185,14 @@ template <typename T, int V, int OPERANDS>
 __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERANDS>& place, int i) {
     Values<T, OPERANDS> values;
 #pragma unroll
-    for (int o = 0; o < OPERANDS; ++o) values.of[o] = to_acc(place.of[o].value[i]);
+    for (int o = 0; o < OPERANDS; ++o) values.of[o] = widened(place.of[o], i);
     return values;
 }
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true) {
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true, bool last = true) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i, exists);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
+    place.of[0] = load<T, V>(x + i, exists, last);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists, last);
     return place;
 }
 
@@ -205,7 +217,9 @@ template <typename A> __device__ __forceinline__ Moments<A>& moments_in(Joint<A>
 
 // Several sums at once, over `group` lanes.
 template <typename A, int K> __device__ __forceinline__ void add_across_lanes(A (&v)[K], int group) {
-    for (int offset = group / 2; offset > 0; offset /= 2) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+        if (offset >= group) continue;
 #pragma unroll
         for (int k = 0; k < K; ++k) v[k] += __shfl_xor_sync(~0u, v[k], offset);
     }
@@ -327,31 +341,32 @@ template <typename T, int OPERANDS> __device__ __forceinline__ Statistics<T, OPE
     return r;
 }
 
-// What is written: y or dx. In two bytes nobody sees what the mean's rounding left over.
+// What is written: y = (x - mean) * rstd or dx = (g - mean(g)) * rstd - (x - mean) * slope. In two bytes nobody sees what is lost where the
+// terms of hi's remainder lo and mean(g) are multiplied out, and added as one.
 template <typename T, int OPERANDS> struct Result {
     using A = Acc<T>;
-    A hi, lo, rstd, g, slope;  // dx = (g - mean(g)) * rstd - (x - mean) * slope; `g` here is mean(g), of two bytes mean(g) * rstd
-    __device__ __forceinline__ Result(const Moments<A>& m, A n, A eps)
-        : hi(m.hi), lo(sizeof(T) == 2 ? A(0) : m.lo), g(0), slope(0) {
-        const A variance = m.m2 * reciprocal(n) + eps;
-        if constexpr (sizeof(T) == 2) rstd = rsqrtf(variance); else rstd = reciprocal_sqrt(variance);
+    A hi, lo, rstd, g = 0, slope = 0, rest = 0;
+    __device__ __forceinline__ Result(const Moments<A>& m, A share, A eps) : hi(m.hi), lo(m.lo) {
+        const A variance = m.m2 * share + eps;
+        if constexpr (sizeof(T) == 2) rstd = rsqrtf(variance), rest = -lo * rstd; else rstd = reciprocal_sqrt(variance);
     }
-    __device__ __forceinline__ Result(const Joint<A>& m, A n, A eps) : Result(m.x, n, eps) {
-        g = sizeof(T) == 2 ? m.g * rstd : m.g;
-        slope = rstd * rstd * rstd * (m.co * reciprocal(n));
+    __device__ __forceinline__ Result(const Joint<A>& m, A share, A eps) : Result(m.x, share, eps) {
+        g = m.g;
+        slope = rstd * rstd * rstd * (m.co * share);
+        rest = lo * slope - g * rstd;
     }
-    __device__ __forceinline__ A deviation(A value) const { return sizeof(T) == 2 ? value - hi : (value - hi) - lo; }
     template <int V> __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
             const Values<T, OPERANDS> values = values_at(place, i);
+            const A deviation = values.of[0] - hi;
             if constexpr (OPERANDS == 1) {
-                from_acc(deviation(values.of[0]) * rstd, out.value[i]);
+                from_acc(sizeof(T) == 2 ? fma(deviation, rstd, rest) : (deviation - lo) * rstd, out.value[i]);
             } else {
-                const A projected = deviation(values.of[0]) * slope, own = values.of[1];
-                if constexpr (sizeof(T) == 2) from_acc(fma(own, rstd, -g) - projected, out.value[i]);
-                else from_acc(fma(own - g, rstd, -projected), out.value[i]);
+                const A own = values.of[1];
+                if constexpr (sizeof(T) == 2) from_acc(fma(-deviation, slope, fma(own, rstd, rest)), out.value[i]);
+                else from_acc(fma(own - g, rstd, -(deviation - lo) * slope), out.value[i]);
             }
         }
         return out;
@@ -383,11 +398,12 @@ template <typename T> struct Span {
 // A slice's statistics, in all of its threads. `each(take)` hands `take` every place that this thread holds, `add_up` adds an array up over
 // the slice's threads. `anchor`, which all threads know, is one of the slice's values or the mean of a few: where all are equal nothing is
 // left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. The others take a second:
-// deviations from the rounded mean give M2 and what the rounding left over.
+// deviations from the rounded mean give M2 and what the rounding left over. `share`, 1 / n, is multiplied in before the sum, so that large
+// values do not overflow it.
 template <typename T, int OPERANDS, typename Each, typename AddUp>
-__device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> anchor, int n, const Each& each, const AddUp& add_up) {
+__device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
+    Acc<T> anchor, int n, Acc<T> share, const Each& each, const AddUp& add_up) {
     using A = Acc<T>;
-    const A share = reciprocal(A(n));  // multiplied in before the sum, so that large values do not overflow it
     Statistics<T, OPERANDS> r;
     Moments<A>& m = moments_in(r);
     m.count = n;
@@ -404,7 +420,7 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> an
             }
         });
         add_up(sums);
-        m.hi = anchor + sums[0];
+        m.hi = anchor, m.lo = sums[0];
         m.m2 = isinf(sums[1]) ? sums[1] : sums[1] - sums[0] * sums[0] * n;
         if constexpr (OPERANDS == 2) r.g = sums[2], r.co = sums[3] - sums[0] * sums[2] * n;
     } else {
@@ -448,12 +464,13 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(Acc<T> an
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or whole warps of the block.
+// WHOLE: every thread has all of its packs, and nothing is loose.
 
 constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
 template <typename T, int OPERANDS> constexpr int kMaxGroup = kRegisterItems<T, OPERANDS> == 8 ? 512 : 256;
 template <typename T, int OPERANDS> constexpr int kMostInRegisters = kMaxGroup<T, OPERANDS> * kRegisterItems<T, OPERANDS> * 16;  // bytes
-constexpr int kRegisterBlock = 128;  // threads of a block at least, whole groups of it
+constexpr int kRegisterBlock = 64;  // threads of a block at least, whole groups of it
 constexpr int kMaxWarps = 16;         // of a block
 // As many blocks as hide each other's waiting, as far as registers reach.
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
@@ -473,47 +490,56 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
     add_across_lanes(v, warps);
 }
 
-template <typename T, int OPERANDS, int ITEMS>
-__global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>) norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int log_group) {
+template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
+__global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
+    norm_in_registers(
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, bool last,
+    int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
-    const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) >> log_group;
-    const Span<T> span(slice * n, slice < slices ? n : 0, V);
-    const int packs = int(span.packs) - lane, loose = int(span.loose(lane)), first = int(span.head) + lane * V;
-    const int64_t begin = slice * n;
-    const auto mine = [&](int i) { return i * group < packs; };
+    const int slice = blockIdx.x * (blockDim.x >> log_group) + (threadIdx.x >> log_group);
+    const int64_t begin = int64_t(slice) * n;
+    const bool exists = slice < slices;
+    int packs = ITEMS * group, first = lane * V, loose = -1;
+    if constexpr (!WHOLE) {
+        const Span<T> span(begin, exists ? n : 0, V);
+        packs = int(span.packs), loose = int(span.loose(lane)), first += span.head;
+    }
+    const auto mine = [&](int i) { return WHOLE ? exists : i * group + lane < packs; };
 
     Place<T, V, OPERANDS> r[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i), last);
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
-    A anchor = slice < slices ? to_acc(x[begin]) : A(0);
+    A anchor = 0;
     if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
-        const Pack<T, V> few = load<T, V>(x + begin + span.head, slice < slices);
-        anchor = 0;
+        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists, last);
 #pragma unroll
-        for (int j = 0; j < V; ++j) anchor += to_acc(few.value[j]) * (1.0f / V);
+        for (int j = 0; j < V; ++j) anchor += widened(few, j) * (1.0f / V);
+    } else if (exists) {
+        anchor = to_acc(x[begin]);
     }
+    // What is computed from few packs a thread stays in its registers, wide.
+    const auto keep = [&](int i) { if constexpr (!WHOLE && ITEMS > kFewItems || OPERANDS == 2) keep_packed(r[i]); };
     const auto each = [&](auto take) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            keep_packed(r[i]);
-            if (mine(i)) take(r[i]);
+            keep(i);
+            if (WHOLE || mine(i)) take(r[i]);
         }
         if (loose >= 0) take(loose_place);
     };
     __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
     int row = 0;
-    const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) {
+    const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, share, each, [&](auto& v) {
         add_across_group(v, group, warp_sums + row);
         row += OPERANDS;
     });
-    const Result<T, OPERANDS> result(m, A(n), eps);
+    const Result<T, OPERANDS> result(m, share, eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        keep_packed(r[i]);
+        keep(i);
         if (mine(i)) store(y + begin + first + i * group * V, result(r[i]));
     }
     if (loose >= 0) store(y + begin + loose, result(loose_place));
@@ -523,11 +549,11 @@ __global__ void __launch_bounds__(kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPE
 // Slices that divide a pack, or the 512 bytes of a warp's packs: the threads of a block have what is side by side, twice.
 // N is how many of a pack's values are a slice's, `lanes` how many packs.
 
-constexpr int kPackBlock = 128, kPackItems = 2;
+constexpr int kPackBlock = 64, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> eps, int lanes) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, bool last, int lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
@@ -536,7 +562,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 #pragma unroll
     for (int p = 0; p < kPackItems; ++p) {
         const int64_t begin = first + p * kPackBlock * V;
-        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values);
+        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values, last);
         if (N < V && begin + V > values) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -561,10 +587,10 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
             }
             A anchor = to_acc(slice.of[0].value[0]);
             if (N == V) anchor = __shfl_sync(~0u, anchor, threadIdx.x & -lanes);
-            const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, [&](auto take) { take(slice); }, [&](auto& v) {
+            const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, share, [&](auto take) { take(slice); }, [&](auto& v) {
                 if (N == V) add_across_lanes(v, lanes);
             });
-            const Pack<T, N> normed = Result<T, OPERANDS>(m, A(n), eps)(slice);
+            const Pack<T, N> normed = Result<T, OPERANDS>(m, share, eps)(slice);
 #pragma unroll
             for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
@@ -584,19 +610,19 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 // A block takes a run of slices that is whole packs in DRAM, whatever each of them is, and moves it in whole lines. In the tile `group`
 // lanes own a slice, and read it by words of 4 bytes (of 8, float64): lanes that are an odd number of words apart meet in no bank.
 
-constexpr int kTileBlock = 128;
+constexpr int kTileBlock = 64;
 constexpr int kTileBytes = 18 * 1024;  // at most; twelve blocks' are a multiprocessor's
 constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 
-// 16 bytes into shared memory, under way until wait_for_copies.
-__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
+// 16 bytes into shared memory, under way until wait_for_copies; `last` as in `load`.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global, bool last) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n}"
-        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global) : "memory");
+        "{\n.reg .b64 policy;\n.reg .pred last;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\nsetp.ne.s32 last, %2, 0;\n"
+        "@last cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n@!last cp.async.cg.shared.global [%0], [%1], 16;\n}"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "r"(int(last)) : "memory");
 #else
     *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
@@ -609,10 +635,11 @@ __device__ __forceinline__ void wait_for_copies() {
 
 template <typename T, int OPERANDS, bool ALONE>
 __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> eps, int tile_slices, int lanes) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> share, Acc<T> eps,
+    bool last, int tile_slices, int log_lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>, W = kWord<T>;
-    const int group = ALONE ? 1 : lanes;  // known to the compiler where a division by it would cost as much as the slice
+    const int log_group = ALONE ? 0 : log_lanes, group = 1 << log_group;
     extern __shared__ __align__(128) unsigned char ring[];
     T* const tile = reinterpret_cast<T*>(ring);
     T* const g_tile = tile + (OPERANDS - 1) * (tile_slices * n);  // forward there is none
@@ -625,8 +652,8 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
         if (i >= 0) {
-            begin_copy(tile + i * V, x + i * V);
-            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V);
+            begin_copy(tile + i * V, x + i * V, last);
+            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V, last);
         }
     }
     if (loose_end < here * n) {
@@ -636,25 +663,26 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     wait_for_copies();
     __syncthreads();
 
-    const int own = threadIdx.x / group, lane = threadIdx.x % group, step = group * W;
-    for (int s = own; s - own < here; s += kTileBlock / group) {
+    const int own = threadIdx.x >> log_group, lane = threadIdx.x & (group - 1);
+    for (int s = own; s - own < here; s += kTileBlock >> log_group) {
         // n odd in words of two: every other slice begins amid a word. What is before the first or behind the last whole one is lane 0's.
         // Lanes without a slice come along to the shuffles, and read nothing: the last slice's owner may be writing there.
         const bool exists = s < here;
         const int begin = min(s, here - 1) * n, words_begin = begin + (W == 2 ? begin & 1 : 0);
-        const int words_end = words_begin + (exists ? n / W * W : 0);
-        const int loose = exists && W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : words_end) : -1;
+        const int loose = exists && W == 2 && (n & 1) && lane == 0 ? (begin & 1 ? begin : begin + n - 1) : -1;
+        const int own_begin = words_begin + lane * W, words = exists ? (n / W - lane + group - 1) >> log_group : 0;  // this lane's
         const auto each = [&](auto take) {
 #pragma unroll 4
-            for (int i = words_begin + lane * W; i < words_end; i += step) take(load_place<W, OPERANDS>(tile, g_tile, i));
+            for (int w = 0; w < words; ++w) take(load_place<W, OPERANDS>(tile, g_tile, own_begin + w * group * W));
             if (loose >= 0) take(load_place<1, OPERANDS>(tile, g_tile, loose));
         };
         const A anchor = exists ? to_acc(tile[begin]) : A(0);
-        const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, each, [&](auto& v) { add_across_lanes(v, group); });
-        const Result<T, OPERANDS> result(m, A(n), eps);
+        const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, share, each, [&](auto& v) { add_across_lanes(v, group); });
+        const Result<T, OPERANDS> result(m, share, eps);
         if (exists) {
 #pragma unroll 4
-            for (int i = words_begin + lane * W; i < words_end; i += step) {
+            for (int w = 0; w < words; ++w) {
+                const int i = own_begin + w * group * W;
                 store(tile + i, result(load_place<W, OPERANDS>(tile, g_tile, i)));
             }
             if (loose >= 0) store(tile + loose, result(load_place<1, OPERANDS>(tile, g_tile, loose)));
@@ -755,13 +783,13 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// By one thread: this block's statistics to all blocks of its gang, through L2, in messages of 16 bytes that are written and read as one. Each
-// has a word for the round, which tells it from what lay there, and for the count.
+// By one thread: this block's statistics to all blocks of its gang, through L2, in messages of 16 bytes that are written and read as one.
+// Each has a word for the round, which tells it from what lay there, and for the count.
 #if CUDART_VERSION >= 12030
 template <typename S> __device__ __forceinline__ void publish(S own, uint4* mail, int stride, int round) {
     const auto send = [](uint4* to, int head, float a, float b, float c) {
-        asm volatile("{\n.reg .b64 low, high;\n.reg .b128 all;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\nmov.b128 all, {low, high};\n"
-            "st.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(to), "r"(head), "f"(a), "f"(b), "f"(c) : "memory");
+        asm volatile("{\n.reg .b64 low, high;\n.reg .b128 all;\nmov.b64 low, {%1, %2};\nmov.b64 high, {%3, %4};\n"
+            "mov.b128 all, {low, high};\nst.relaxed.gpu.global.b128 [%0], all;\n}" ::"l"(to), "r"(head), "f"(a), "f"(b), "f"(c) : "memory");
     };
     const Moments<float>& m = moments_in(own);
     const int head = int(m.count) * kMailRounds + round % kMailRounds;
@@ -973,7 +1001,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                 wait_for_team();
                 m = merge_across_lanes<OPERANDS>(tid % 8 < kTeam / 32 ? inbox[team][turn][tid % 8] : S(), 8);
             }
-            const Result<T, OPERANDS> result(m, float(n), eps);
+            const Result<T, OPERANDS> result(m, reciprocal(float(n)), eps);
 
             if (loose >= 0) store(y + int64_t(slice) * n + loose, result(loose_place));
             const auto write = [&](int c, auto place) {
@@ -1083,7 +1111,7 @@ template <typename T, int OPERANDS> __global__ void __launch_bounds__(kStreamBlo
         }
         __syncthreads();
     }
-    const Result<T, OPERANDS> result(m, Acc<T>(n), eps);
+    const Result<T, OPERANDS> result(m, reciprocal(Acc<T>(n)), eps);
     const auto write = [&](int64_t first, int64_t end) {
         constexpr int kBatch = 4;
         for (int64_t j = first + threadIdx.x; j < end; j += kBatch * kStreamBlock) {
@@ -1143,26 +1171,41 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
+// How slices are loaded that wait in registers or tiles. Evicted last is an input that L2 holds, for whoever reads it next, and a long one,
+// for its writes' sake. In between nothing would be left when it is read again, and forward small slices are fastest loaded as they come.
+template <typename T, int OPERANDS> static bool evict_last(const Task& task) {
+    const int64_t bytes = task.n * int64_t(sizeof(T)), mib = task.slices * bytes >> 20;
+    return OPERANDS == 2 || bytes > 4096 || mib < 32 || mib > 128;
+}
+
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
-    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input finds
-    // threads at once. A thread has one loose value at most: slices that are not whole lines are too large for tiles, and have 16 or more.
+    // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
+    // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
+    // tiles, and have 16 or more.
     constexpr int kMost = kRegisterItems<T, OPERANDS>;
     const int n = int(task.n), packs = int(divide_up(n, kPack<T>));
-    const bool few = packs <= kFewItems * kMaxGroup<T, OPERANDS> && task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
+    const bool warp_holds = (n & (n - 1)) == 0 && packs <= kMost * 32;
+    const bool at_once = task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
+    const bool few = warp_holds ? packs <= kFewItems * 32 : packs <= kFewItems * kMaxGroup<T, OPERANDS> && at_once;
+    const int items = few ? kFewItems : kMost;
     int log_group = 0;
-    while ((few ? kFewItems : kMost) << log_group < packs) ++log_group;
+    while (items << log_group < packs) ++log_group;
     const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
-    const auto kernel = few ? norm_in_registers<T, OPERANDS, kFewItems> : norm_in_registers<T, OPERANDS, kMost>;
+    const bool whole = n == items * group * kPack<T> && (few || group <= 32);
+    constexpr bool kForward = OPERANDS == 1;
+    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
+                              : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), log_group);
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), log_group);
     return cudaGetLastError();
 }
 
 template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(const Task& task) {
     const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(task.eps),
-        int(divide_up(task.n, N)));
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(1.0 / task.n),
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1176,26 +1219,28 @@ static int bank_conflicts(int n, int word, int group) {
     return most;
 }
 // Tiles of how many slices, and lanes for each: as few as leave little of the tile unused, few lanes idle and none waiting for a bank.
-template <typename T, int OPERANDS> static void tile_shape(int64_t n, int* slices, int* group) {
+// Half a tile is enough where it has two slices a thread, and while the input has not two whole ones for each multiprocessor.
+template <typename T, int OPERANDS> static void tile_shape(const Task& task, int* slices, int* log_group) {
     constexpr int V = kPack<T>;
-    const int64_t power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
+    const int64_t n = task.n, power = n & -n, unit = power < V ? V / power : 1;  // slices that are whole packs together
     const int64_t bytes = OPERANDS * n * sizeof(T);
-    const int64_t fit = kTileBytes / bytes / unit * unit;
-    for (*group = 1;; *group *= 2) {
-        const int64_t groups = kTileBlock / *group, whole = fit / groups * groups;
+    const bool half = kTileBytes / 2 >= 2 * kTileBlock * bytes || task.slices * bytes < int64_t(2 * kTileBytes) * task.device.sms;
+    const int64_t units = (half ? kTileBytes / 2 : kTileBytes) / bytes / unit, fit = (units > 0 ? units : 1) * unit;
+    for (*log_group = 0;; ++*log_group) {
+        const int64_t groups = kTileBlock >> *log_group, whole = fit / groups * groups;
         *slices = int(whole > 0 ? whole : fit);
-        if (*group == 32) return;
-        if (3 * *slices >= 2 * fit && 8 * *slices >= 7 * groups && bank_conflicts(int(n), kWord<T>, *group) <= 2) return;
+        if (*log_group == 5) return;
+        if (3 * *slices >= 2 * fit && 8 * *slices >= 7 * groups && bank_conflicts(int(n), kWord<T>, 1 << *log_group) <= 2) return;
     }
 }
 template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Task& task) {
     const int n = int(task.n);
-    int slices, group;
-    tile_shape<T, OPERANDS>(n, &slices, &group);
-    const auto kernel = group == 1 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
+    int slices, log_group;
+    tile_shape<T, OPERANDS>(task, &slices, &log_group);
+    const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(task.eps), slices,
-        group);
+        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
+        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), slices, log_group);
     return cudaGetLastError();
 }
 
@@ -1214,7 +1259,8 @@ template <typename T, int OPERANDS> static int cluster_blocks_for(int64_t bytes,
     return cluster_size(OPERANDS * bytes, OPERANDS == 1);
 }
 
-// Blocks of a gang for a slice that is too large for clusters: as many gangs as the device has room for, and no more rounds. 0: it does not fit.
+// Blocks of a gang for a slice that is too large for clusters: as many gangs as the device has room for, and no more rounds. 0: it does
+// not fit.
 template <typename T, int OPERANDS> static int gang_blocks_for(int64_t slices, int64_t bytes, const Device& device) {
     if (CUDART_VERSION < 12030 || sizeof(T) == 8 || device.major < 9 || device.shared_bytes < kClusterSharedBytes) return 0;  // PTX 8.3
     const int64_t fewest = divide_up(OPERANDS * bytes, (kHeldChunks + kRingStages) * kChunkBytes);
@@ -1281,7 +1327,7 @@ template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) 
     const int64_t bytes = task.n * sizeof(T);
     if constexpr (kPack<T> > 2) if (task.n == 2) return launch_in_packs<T, 2, OPERANDS>(task);
     if constexpr (kPack<T> > 4) if (task.n == 4) return launch_in_packs<T, 4, OPERANDS>(task);
-    if (512 % bytes == 0) return launch_in_packs<T, kPack<T>, OPERANDS>(task);
+    if ((OPERANDS == 1 ? 256 : 512) % bytes == 0) return launch_in_packs<T, kPack<T>, OPERANDS>(task);
     if (bytes % 128 != 0 && OPERANDS * bytes <= kMostInTiles) return launch_in_tiles<T, OPERANDS>(task);
     if (bytes <= kMostInRegisters<T, OPERANDS>) return launch_in_registers<T, OPERANDS>(task);
     if constexpr (sizeof(T) < 8) {
