@@ -688,47 +688,63 @@ __device__ __forceinline__ void prepare_constants(
     const ConvOperands& p, const ConvShape& s, int taps, int q, bool to_fp16, int held_exponent, float (&row_scale)[SLOTS]) {
     const auto parameter = [&](const void* vector, int64_t i) { return value_at(vector, i, p.parameter_type); };
     static_assert(SLOTS <= 32, "a lane for each");
-    __shared__ float largest[SLOTS], sums[SLOTS], shared_input_scale;
+    __shared__ float largest[SLOTS], sums[SLOTS];
     const int first = slice_first(s, q), count = slice_count(s, q), k = s.in_channels * taps, lane = threadIdx.x % 32;
-    for (int c = threadIdx.x / 32; c < count; c += kConvWarps) {
-        float most = 0, sum = 0;
-        for (int i = lane; i < k; i += 32) {
-            const float w = fabsf(parameter(p.weight, int64_t(first + c) * k + i));
-            most = fmaxf(most, w), sum += w;
+    float scale = 0, bias = 0;  // on their way beside the weights
+    if (threadIdx.x < count) {
+        scale = parameter(p.scale, first + lane), bias = parameter(p.conv_bias, first + lane) + parameter(p.bias, first + lane);
+    }
+    constexpr int kEach = (SLOTS + kConvWarps - 1) / kConvWarps, kAtOnce = 3;  // channels of a warp; weights of one that a lane asks for
+    float most[kEach] = {}, sum[kEach] = {};
+    const auto sweep = [&](auto weight) {
+        for (int begin = lane; begin < k; begin += 32 * kAtOnce) {
+            float w[kEach][kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const int c = threadIdx.x / 32 + i / kAtOnce * kConvWarps, at = begin + i % kAtOnce * 32;
+                w[i / kAtOnce][i % kAtOnce] = c < count && at < k ? fabsf(weight(int64_t(first + c) * k + at)) : 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < kEach * kAtOnce; ++i) {
+                const float one = w[i / kAtOnce][i % kAtOnce];
+                most[i / kAtOnce] = fmaxf(most[i / kAtOnce], one), sum[i / kAtOnce] += one;
+            }
         }
-        for (int offset = 16; offset > 0; offset /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-            sum += __shfl_xor_sync(~0u, sum, offset);
+    };
+    if (p.parameter_type == 0) sweep([&](int64_t i) { return value_at(p.weight, i, 0); });
+    else sweep([&](int64_t i) { return parameter(p.weight, i); });
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+        for (int e = 0; e < kEach; ++e) {
+            most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], offset));
+            sum[e] += __shfl_xor_sync(~0u, sum[e], offset);
         }
-        if (lane == 0) largest[c] = most, sums[c] = sum;
+    }
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+        const int c = threadIdx.x / 32 + e * kConvWarps;
+        if (lane == 0 && c < count) largest[c] = most[e], sums[c] = sum[e];
     }
     __syncthreads();
     if (threadIdx.x < 32) {
         // Of a pre-activation, for inputs in [-1, 1].
-        float reach = lane < count ? fabsf(parameter(p.scale, first + lane)) * sums[lane] : 0.0f;
+        float reach = lane < count ? fabsf(scale) * sums[lane] : 0.0f;
         const bool plain = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
         // fp16's finest step, 2^-25 when rounded, then is 2^-25 of a pre-activation at most. NaN: all blocks compute in float32.
-        if (lane == 0) shared_input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
-    }
-    __syncthreads();
-    if (threadIdx.x < SLOTS) {
-        const int c = threadIdx.x;
-        int exponent = 0;
-        if (c < count) frexpf(largest[c], &exponent);
-        const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f;
-        row_scale[c] = r;
-        float slope = 0, offset = 0;
-        if (c < count) {
-            const float factor = -1.44269504f * parameter(p.scale, first + c);
-            slope = factor / (shared_input_scale * r);
-            offset = factor * (parameter(p.conv_bias, first + c) + parameter(p.bias, first + c)) - held_exponent;
+        const float input_scale = !to_fp16 ? 1.0f : plain ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (lane < SLOTS) {
+            exponent = 0;
+            if (lane < count) frexpf(largest[lane], &exponent);
+            const float r = to_fp16 ? ldexpf(1.0f, min(60, 15 - exponent)) : 1.0f, factor = -1.44269504f * scale;
+            row_scale[lane] = r;
+            SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
+            constants.slope[lane] = lane < count ? factor / (input_scale * r) : 0.0f;
+            constants.offset[lane] = lane < count ? factor * bias - held_exponent : 0.0f;
+            if (lane == 0) constants.input_scale = input_scale;
         }
-        SliceConstants<SLOTS>& constants = static_cast<SliceConstants<SLOTS>*>(p.constants)[q];
-        constants.slope[c] = slope, constants.offset[c] = offset;
-        if (c == 0) constants.input_scale = shared_input_scale;
     }
     __syncthreads();
 }
@@ -1207,6 +1223,11 @@ struct WideShape : ConvShape {
     int team_samples, team_parts;  // how far it is from a team's unit to its next one
     int groups, channel_share, line;  // of a unit, in a block; lanes of a group's channels; words between two of a Total
     uint32_t inverse_width;  // of 2^32
+    // A task's first pixel is task * task_step + task / (a band's rows) * column_step: row by row, or, where x is handed over in halves
+    // of its columns, a producer warpgroup's each, column by column. half_tasks: of the first half; next_half: the first that reads of
+    // the second.
+    int task_step, column_step, halved, half_tasks, next_half;
+    uint32_t inverse_rows;   // of 2^32; 0 where tasks go row by row
     double step, inverse_step;  // of a sum in the mailbox; the first one also over the values of a group
     uint32_t taps[9];        // of each product, in a descriptor's form
 };
@@ -1239,7 +1260,10 @@ struct Total {
         const unsigned long long a = get(words), b = get(words + line);
         const double parts = double(b & (1ull << kCounted) - 1) / double(1ll << kPart);
         sum = a >> kDoubtful & 255 ? NAN : double(a & (1ull << kDoubtful) - 1) + parts;
-        return ((int(a >> kCounted) ^ terms) & 255) == 0 && ((int(b >> kCounted) ^ terms) & 255) == 0;
+        return complete(a, terms) && complete(b, terms);
+    }
+    static __device__ __forceinline__ bool complete(unsigned long long word, int terms) {
+        return ((int(word >> kCounted) ^ terms) & 255) == 0;
     }
     static __device__ __forceinline__ void add(unsigned long long* to, long long value) {
         asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value + (1ll << kCounted)) : "memory");
@@ -1261,19 +1285,21 @@ template <typename T, int KS> constexpr int kChunkSlabs = kSplit<T> || KS == 3 ?
 template <typename T> constexpr int kHeldExponent = kSplit<T> ? 0 : 15;  // of the power of two times which v is held
 template <typename T> using Fragment = std::conditional_t<kSplit<T>, uint4, uint2>;  // of A; without lo's rows, which then are zeros
 
-// Block q prepares slice q's weights, as A's fragments: of each chunk, step, thread; and constants. All blocks empty the mailbox.
+// Each slice's weights, as A's fragments: of each chunk, step, thread; and constants. The blocks of a slice share the fragments. All blocks
+// empty the mailbox.
 template <typename T, int KS>
 __global__ void __launch_bounds__(kConvBlock) prepare_wide_weights(ConvOperands p, ConvShape s, int64_t mail_words) {
     constexpr int kSlabs = kChunkSlabs<T, KS>;
     __shared__ float row_scale[kWideSlots];
-    const int q = blockIdx.x, first = slice_first(s, q), count = slice_count(s, q);
+    const int slices = s.units_per_sample * s.slices, share = blockIdx.x / slices, shares = gridDim.x / slices;
+    const int q = blockIdx.x % slices, first = slice_first(s, q), count = slice_count(s, q);
     constexpr int kWords = sizeof(Fragment<T>) / 4;
     const int words = (s.slabs + kSlabs - 1) / kSlabs * kSteps<KS> * 128 * kWords;
     empty_mailbox(p, mail_words);
-    if (q >= s.units_per_sample * s.slices) return;
+    if (share >= shares || share * kConvBlock >= words) return;
     prepare_constants<kWideSlots>(p, s, KS * KS, q, p.type != 2, kHeldExponent<T>, row_scale);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < words; i += kConvBlock) {
+#pragma unroll 1
+    for (int i = share * kConvBlock + threadIdx.x; i < words; i += shares * kConvBlock) {
         // Of a thread's four registers the odd ones are of the rows of lo; the last two are of K's second half.
         const int r = i % kWords * (4 / kWords), at_step = i / kWords, thread = at_step % 128;
         const int step = at_step / 128 % kSteps<KS>, chunk = at_step / (128 * kSteps<KS>);
@@ -1319,6 +1345,10 @@ template <typename P> __device__ __forceinline__ void store_if(bool condition, v
     const uint4& w = *reinterpret_cast<const uint4*>(&pack);
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};\n}"
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(int(condition)) : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t to, float a, float b, float c) {
+    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
+        ::"r"(to), "f"(a), "f"(b), "f"(c) : "memory");
 }
 template <typename T> __device__ __forceinline__ void load_shared(uint32_t from, T& v) {
     if constexpr (sizeof(T) == 16) {
@@ -1461,24 +1491,25 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     constexpr bool SPLIT = kSplit<T>;
     using W = Wide<T>;
     constexpr int V = kPack<T>, kTileN = W::kTileN, kConsumers = W::kConsumers, kProducers = W::kProducers, kWriters = W::kWriters;
-    static_assert(kWriters <= kShelf, "each writer has channels of each shelf");
+    static_assert(kWriters <= kShelf, "each writer has channels of each shelf: it has read the norm before one comes free");
     constexpr double kUnit = 1.0 / (1 << kHeldExponent<T>);
+    constexpr bool kHalves = SPLIT && KS == 3 && !PHASES;  // x may be handed over in halves
     const bool writes = PHASES && s.phase == 2;  // the consumers
     extern __shared__ __align__(128) unsigned char stages[];
     __shared__ Deviations made[kUnderWay][kConsumers][kWideSlots];
-    __shared__ int made_of[kUnderWay][kConsumers];  // values of each channel
-    __shared__ uint64_t bars[2 * kMostStages + 3 * kUnderWay + kMostShelves];
+    __shared__ uint64_t bars[2 * kMostStages + (2 + kConsumers) * kUnderWay + kMostShelves];
     const uint32_t x_full = __shfl_sync(~0u, shared_address(bars), 0), x_empty = x_full + 8 * kMostStages,
-                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay,
+                   v_full = x_empty + 8 * kMostStages, posted = v_full + 8 * kUnderWay * kConsumers,
                    norm_full = posted + 8 * kUnderWay, v_empty = norm_full + 8 * kUnderWay;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kMostStages; ++i) {
-            mbarrier_init(x_full + 8 * i, 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
+            mbarrier_init(x_full + 8 * i, kHalves && s.halved ? 4 : 4 * kProducers), mbarrier_init(x_empty + 8 * i, 4 * kConsumers);
         }
         for (int i = 0; i < kUnderWay; ++i) {
-            mbarrier_init(v_full + 8 * i, 4 * kConsumers), mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
+            for (int k = 0; k < kConsumers; ++k) mbarrier_init(v_full + 8 * (i * kConsumers + k), 4);
+            mbarrier_init(posted + 8 * i, 1), mbarrier_init(norm_full + 8 * i, 1);
         }
-        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kWriters);
+        for (int i = 0; i < kMostShelves; ++i) mbarrier_init(v_empty + 8 * i, kShelf);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -1491,6 +1522,9 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
     const uint32_t held = __shfl_sync(~0u, shared_address(stages) + s.stages * stage_bytes, 0);
     const bool bf16 = p.type == 3;
 
+    const auto first_pixel = [&](int task) {
+        return kHalves ? task * s.task_step + int(__umulhi(task, s.inverse_rows)) * s.column_step : task * kTileN;
+    };
     const auto first_channel = [&](int part) { return part * s.unit_channels + slice * s.slice_channels; };
     const auto channel_count = [&](int part) {
         return max(0, min(s.slice_channels, min((part + 1) * s.unit_channels, s.out_channels) - first_channel(part)));
@@ -1515,43 +1549,110 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
         bool all_exist = false;  // the warp's channels
         const int shelf_bytes = int(sizeof(T)) * s.shelf_channels * s.plane;
         uint32_t own_v = int(sizeof(T)) * (2 * t + (PHASES ? 0 : c % kShelf * s.plane)) + (PHASES ? 0 : held);
-        uint32_t own_made = __shfl_sync(~0u, shared_address(made), 0) + (warpgroup * kWideSlots + c) * int(sizeof(Deviations));
-        asm volatile("" : "+r"(own_v), "+r"(own_made));
+        asm volatile("" : "+r"(own_v));
+        uint32_t own_made = shared_address(made[0][warpgroup] + c);
+        if (!PHASES) own_made = __shfl_sync(~0u, own_made, lane);  // or ptxas works it out anew for each unit
+        const int next_turn = __shfl_sync(~0u, 1 + (int(threadIdx.x) / 128 + 1) % kConsumers, lane);
         if (warpgroup == kConsumers - 1) bar_arrive(1);  // the first one's turn
         int known = -1, turn = warpgroup;  // the warpgroups take the tasks in turn, through all units
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
-            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, q = at_unit.part * s.slices + slice;
+            const int stage = at_unit.stage, place = at_unit.place, sample = at_unit.sample, part = at_unit.part;
             const auto load_fragments = [&](int chunk, Fragment<T> (&to)[kSteps<KS>]) {
                 const Fragment<T>* const fragments = reinterpret_cast<const Fragment<T>*>(p.fragments) +
-                    (int64_t(q) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
+                    (int64_t(part * s.slices + slice) * s.chunks + chunk) * (kSteps<KS> * 128) + threadIdx.x % 128;
 #pragma unroll
                 for (int i = 0; i < kSteps<KS>; ++i) to[i] = __ldg(fragments + i * 128);
             };
-            if (known != q) {
-                known = q;
-                own_rows = c < channel_count(at_unit.part) ? rows : 0;
+            if (known != part) {
+                const int q = part * s.slices + slice;
+                known = part;
+                own_rows = c < channel_count(part) ? rows : 0;
                 all_exist = __all_sync(~0u, own_rows > 0);
                 const SliceConstants<kWideSlots>& constants = static_cast<const SliceConstants<kWideSlots>*>(p.constants)[q];
                 slope = constants.slope[c], offset = constants.offset[c];
                 load_fragments(0, a);
             }
-            const int channel = first_channel(at_unit.part) + c;
+            const int channel = first_channel(part) + c;
             // Where the thread's v goes: into shared memory, or into the output, then counted from the channel's begin there.
             uint32_t v = own_v;
             if (!PHASES) v += at_unit.shelf_of(warp, s) * shelf_bytes;
             if (!PHASES && !s.whole) v += int(sizeof(T)) * (int(out_begin(sample, channel)) & (V - 1));  // packs as the output's
             const uint32_t x_begin = __shfl_sync(~0u, (shared_address(stages) + stage * stage_bytes) / 16, 0);
-            const auto await_place = [&] {
+            const uint32_t own_empty = v_empty + 8 * at_unit.shelf_of(warp, s);
+            const auto await_place = [&](int zero) {
                 if (PHASES) mbarrier_wait((writes ? norm_full : posted) + 8 * place, at_unit.place_phase ^ int(!writes));
-                else if (warp < s.unit_shelves) mbarrier_wait(v_empty + 8 * at_unit.shelf_of(warp, s), at_unit.phase_of(warp, s) ^ 1);
+                else if (warp < s.unit_shelves) mbarrier_wait(own_empty + zero, at_unit.phase_of(warp, s) ^ 1);
+            };
+            Deviations all = {}, norm = {};
+            const auto enter = [&](bool any) {  // any: of what is to be done before the wait
+                await_place(int(any) & s.stages >> 8);
+                if (writes) norm = made[place][0][c];
             };
             char* const out = static_cast<char*>(p.out) + (PHASES ? int(sizeof(T)) * out_begin(sample, channel) : 0);
-            Deviations all = {}, norm = {};
-            int values = 0, task = turn;
+            int task = turn, from_next = turn - s.next_half;  // how many tasks on from the first that reads of x's second half
+            // The thread's next two values: where they are; bound: where the row's outputs end.
+            int row, column, bound;
+            uint32_t at;
+            float sum = 0, square = 0;  // of a task
+            const auto begin = [&](int first_row, int first_column) {
+                column = first_column + 2 * t, row = first_row;
+                if (column >= s.width) column -= s.width, ++row;
+                bound = row < own_rows ? s.columns : 0;
+                at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
+            };
+            // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
+            const auto pack = [](float v0, float v1) {
+                Pack<T, 2> pair;
+                round_pair(v0, v1, pair.value, false);
+                return pair;
+            };
+            // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
+            const auto set_anchor = [&](float first, int lane_of_it) {
+                all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
+            };
+            const auto first_output = [&] {
+                const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
+                return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
+            };
+            // Two neighbouring values: into the thread's sums.
+            const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
+                const float d0 = valid ? to_acc(pair.value[0]) - all.anchor : 0.0f;
+                const float d1 = next_valid ? to_acc(pair.value[1]) - all.anchor : 0.0f;
+                sum += d0 + d1;
+                square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+            };
+            // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
+            const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
+                if (!PHASES) {
+                    to += further;
+                    if (PAIRS) store_shared_if(valid, to, pair);
+                    else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
+                } else if (writes) {
+                    const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
+                    round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
+                    T* const at = reinterpret_cast<T*>(out + to + further);
+                    if (PAIRS) {
+                        if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
+                    } else {
+                        if (valid) at[0] = pair.value[0];
+                        if (next_valid) at[next] = pair.value[1];
+                    }
+                }
+            };
+            const auto take = [&](float v0, float v1) {
+                bool wraps = !PAIRS && column + 1 == s.width;
+                const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
+                const Pack<T, 2> pair = pack(v0, v1);
+                keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
+                add(valid, next_valid, pair);
+                column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
+                column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
+                bound = row < own_rows ? s.columns : 0;
+            };
             mbarrier_wait(x_full + 8 * stage, at_unit.stage_phase);
             for (; task < tasks; task += kConsumers) {
-                float d[kTileN / 2], sum = 0, square = 0;
-                const int first = task * kTileN, tile_row = __umulhi(first, s.inverse_width), tile_column = first - tile_row * s.width;
+                float d[kTileN / 2];
+                const int first = first_pixel(task);
                 const auto multiply = [&](int chunk) {
                     const uint32_t x = x_begin + chunk * (kChunkSlabs<T, KS> * s.pixels) + first;
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -1562,9 +1663,14 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 };
+                if (kHalves && uint32_t(from_next) < kConsumers) mbarrier_wait(x_full + 8, at_unit.stage_phase);
                 if (s.chunks == 1) bar_sync(1 + warpgroup);  // one warpgroup's products go beside the others' sigmoids
                 multiply(0);
-                if (s.chunks == 1) bar_arrive(1 + (warpgroup + 1) % kConsumers);
+                if (s.chunks == 1) bar_arrive(next_turn);
+                if (kHalves) {
+                    from_next += kConsumers;
+                    asm volatile("" : "+r"(from_next));  // not worked out from the task where it is asked for: that would take longer
+                }
 #pragma unroll 1
                 for (int chunk = 1; chunk < s.chunks; ++chunk) {
                     Fragment<T> ahead[kSteps<KS>];
@@ -1578,114 +1684,76 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     }
                     multiply(chunk);
                 }
-                // The thread's next two values: where they are; bound: where the row's outputs end.
-                int row, column, bound;
-                uint32_t at;
-                const auto begin = [&](int first_row, int first_column) {
-                    column = first_column + 2 * t, row = first_row;
-                    if (column >= s.width) column -= s.width, ++row;
-                    bound = row < own_rows ? s.columns : 0;
-                    at = v + int(sizeof(T)) * (row * s.columns + column - 2 * t);
-                };
-                // Two values as they are held, and what becomes of them there: the norm of equal values is to be 0.
-                const auto pack = [](float v0, float v1) {
-                    Pack<T, 2> pair;
-                    round_pair(v0, v1, pair.value, false);
-                    return pair;
-                };
-                // A quad of lanes has one anchor: of its first pixels at least one is an output, if any of the task's is.
-                const auto set_anchor = [&](float first, int lane_of_it) {
-                    all.anchor = __shfl_sync(~0u, to_acc(pack(first, first).value[0]), lane_of_it);
-                };
-                const auto first_output = [&] {
-                    const uint32_t outputs = __ballot_sync(~0u, column < bound) >> (lane & 28) & 15;
-                    return outputs ? (lane & 28) + __ffs(outputs) - 1 : lane;
-                };
-                // Two neighbouring values: into the thread's sums.
-                const auto add = [&](bool valid, bool next_valid, const Pack<T, 2>& pair) {
-                    const float d0 = valid ? to_acc(pair.value[0]) - all.anchor : 0.0f;
-                    const float d1 = next_valid ? to_acc(pair.value[1]) - all.anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                };
-                // To where they go, which is `further` bytes on from `to`; next: how much further on the second one goes.
-                const auto keep = [&](uint32_t to, int further, int next, bool valid, bool next_valid, Pack<T, 2> pair) {
-                    if (!PHASES) {
-                        to += further;
-                        if (PAIRS) store_shared_if(valid, to, pair);
-                        else store_shared_if(valid, to, pair.value[0]), store_shared_if(next_valid, to + sizeof(T) * next, pair.value[1]);
-                    } else if (writes) {
-                        const auto normalized = [&](T w) { return fmaf(to_acc(w) - norm.anchor, norm.sum, norm.square); };
-                        round_pair(normalized(pair.value[0]), normalized(pair.value[1]), pair.value, bf16);
-                        T* const at = reinterpret_cast<T*>(out + to + further);
-                        if (PAIRS) {
-                            if (valid) *reinterpret_cast<Pack<T, 2>*>(at) = pair;
-                        } else {
-                            if (valid) at[0] = pair.value[0];
-                            if (next_valid) at[next] = pair.value[1];
-                        }
-                    }
-                };
-                const auto take = [&](float v0, float v1) {
-                    bool wraps = !PAIRS && column + 1 == s.width;
-                    const bool valid = column < bound, next_valid = PAIRS ? valid : wraps ? row + 1 < own_rows : column + 1 < bound;
-                    const Pack<T, 2> pair = pack(v0, v1);
-                    keep(at, 0, wraps ? s.columns - column : 1, valid, next_valid, pair);
-                    add(valid, next_valid, pair);
-                    column += 8, at += 8 * sizeof(T), wraps = column >= s.width;
-                    column -= wraps ? s.width : 0, at -= wraps ? int(sizeof(T)) * (KS - 1) : 0, row += wraps;
-                    bound = row < own_rows ? s.columns : 0;
-                    return int(valid) + int(next_valid);
-                };
-                const auto value = [&](int j, int i) {  // of the tile's j-th eight pixels
-                    const int k = 4 * j + i;
-                    return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
-                };
-                if (task == turn) {
-                    await_place();
-                    if (writes) norm = made[place][0][c];
+                if (s.chunks > 1) {
+                    wgmma_wait(d);
+                    load_fragments(0, a);
                 }
-                wgmma_wait(d);
-                if (s.chunks > 1) load_fragments(0, a);
-                if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * stage);
+                // Of each run, worked out beside the products: where it goes, and how many of a row's outputs are left for its last eight
+                // pixels. Less than 0 where a row ends before them, or an output is missing.
+                uint32_t to[kTileN / kRun];
+                int rest[kTileN / kRun];
 #pragma unroll
                 for (int run = 0; run < kTileN / kRun; ++run) {
                     const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
                     const int run_column = pixel - run_row * s.width;
-                    const auto of_run = [&](int j, int i) { return value(run * (kRun / 8) + j, i); };
-                    // No row ends here, and no output is missing but some of the last eight: nothing to ask.
-                    if (all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width) {
-                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), lane & 28);
-                        const int rest = s.columns - run_column - (kRun - 8);
-                        const bool valid = 2 * t < rest, next_valid = PAIRS ? valid : 2 * t + 1 < rest;
-                        values += kRun / 4 - 2 + int(valid) + int(next_valid);
-                        const uint32_t to = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                    const bool simple = all_exist && (run == 0 || run_row < rows) && run_column + kRun <= s.width;
+                    to[run] = v + int(sizeof(T)) * (run_row * s.columns + run_column);
+                    rest[run] = simple ? s.columns - run_column - (kRun - 8) : -1;
+                    asm volatile("" : "+r"(to[run]), "+r"(rest[run]));
+                }
+                wgmma_wait(d);  // all warps at one place, whatever channels they have
+                if (task + kConsumers >= tasks) mbarrier_arrive(x_empty + 8 * (stage + (kHalves ? s.halved : 0)));
+                if (kHalves && uint32_t(s.half_tasks - 1 - task) < kConsumers) mbarrier_arrive(x_empty);
+                sum = square = 0;
+#pragma unroll
+                for (int run = 0; run < kTileN / kRun; ++run) {
+                    const auto value = [&](int j, int i) {  // of the run's j-th eight pixels
+                        const int k = run * (kRun / 2) + 4 * j + i;
+                        return sigmoid_from_exponent<kHeldExponent<T>>(fmaf(SPLIT ? d[k] + d[k + 2] : d[k], slope, offset));
+                    };
+                    const auto finish = [&](auto first) {  // nothing to ask, but for the last eight
+                        if (decltype(first)::value) set_anchor(value(0, 0), lane & 28);
+                        const bool valid = 2 * t < rest[run], next_valid = PAIRS ? valid : 2 * t + 1 < rest[run];
                         Pack<T, 2> pairs[kRun / 8];
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            pairs[j] = pack(of_run(j, 0), of_run(j, 1));
+                            pairs[j] = pack(value(j, 0), value(j, 1));
                             add(inner || valid, inner || next_valid, pairs[j]);
                         }
-                        // All stores behind all sums: a register that a store has not read yet is not to be written.
+                        // Not sooner: the first task's values are there when a place comes free. The wait's address is made of the sums, or
+                        // ptxas leaves them for after it.
+                        if (decltype(first)::value) enter(__any_sync(~0u, square == 0));
 #pragma unroll
                         for (int j = 0; j < kRun / 8; ++j) {
                             const bool inner = j < kRun / 8 - 1;
-                            keep(to, 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
+                            keep(to[run], 8 * int(sizeof(T)) * j, 1, inner || valid, inner || next_valid, pairs[j]);
                         }
-                    } else {
-                        begin(run_row, run_column);
-                        if (run == 0 && task == turn) set_anchor(of_run(0, 0), first_output());
+                    };
+                    if (rest[run] < 0) {
+                        const int pixel = first + run * kRun, run_row = __umulhi(pixel, s.inverse_width);
+                        begin(run_row, pixel - run_row * s.width);
+                        if (run == 0 && task == turn) enter(false), set_anchor(value(0, 0), first_output());
 #pragma unroll
-                        for (int j = 0; j < kRun / 8; ++j) values += take(of_run(j, 0), of_run(j, 1));
+                        for (int j = 0; j < kRun / 8; ++j) take(value(j, 0), value(j, 1));
+                    } else if (run == 0 && task == turn) {
+                        finish(std::true_type{});
+                    } else {
+                        finish(std::false_type{});
                     }
                 }
-                // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite.
-                if (__any_sync(~0u, !(square < INFINITY))) {
-                    begin(tile_row, tile_column);
+                all.sum += sum, all.square += square;
+            }
+            // An input beyond fp16's reach has made a NaN: inf - inf, or 0 * inf. So has one that is NaN or infinite. All tasks again.
+            if (__any_sync(~0u, !(all.square < INFINITY))) {
+                all.sum = all.square = 0;
+                int own_sample = sample, own_channel = channel;
+                asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
+#pragma unroll 1
+                for (task = turn; task < tasks; task += kConsumers) {
+                    const int first = first_pixel(task), tile_row = __umulhi(first, s.inverse_width);
+                    begin(tile_row, first - tile_row * s.width);
                     sum = square = 0;
-                    int own_sample = sample, own_channel = channel;
-                    asm volatile("" : "+r"(own_sample), "+r"(own_channel));  // all that follows from them is made here, not for each unit
 #pragma unroll 1
                     for (int j = 0; j < kTileN / 8; ++j) {
                         float v0 = 0, v1 = 0;
@@ -1700,12 +1768,12 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         if (j == 0 && task == turn) set_anchor(v0, first_output());
                         take(v0, v1);
                     }
+                    all.sum += sum, all.square += square;
                 }
-                all.sum += sum, all.square += square;
             }
             if (task == turn) {  // all of a small band were the others'
                 mbarrier_arrive(x_empty + 8 * stage);
-                await_place();
+                await_place(0);
             }
             turn = task - tasks;
             if (!writes) {  // then the norm is there
@@ -1714,15 +1782,10 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                     all.square += __shfl_xor_sync(~0u, all.square, mask);
                 }
                 if (t == 0) {
-                    asm volatile("st.shared.f32 [%0], %1;\nst.shared.f32 [%0+4], %2;\nst.shared.f32 [%0+8], %3;"
-                        ::"r"(own_made + place * int(sizeof(made[0]))), "f"(all.anchor), "f"(all.sum), "f"(all.square) : "memory");
-                }
-                if (warp == 0) {
-                    for (int mask = 1; mask < 4; mask *= 2) values += __shfl_xor_sync(~0u, values, mask);
-                    if (lane == 0) made_of[place][warpgroup] = values;
+                    store_shared(own_made + place * int(sizeof(made[0])), all.anchor, all.sum, all.square);
                 }
             }
-            mbarrier_arrive(v_full + 8 * place);
+            mbarrier_arrive(v_full + 8 * (place * kConsumers + warpgroup));
         }
     } else if (warpgroup < kConsumers + kProducers) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kProducerRegisters));
@@ -1733,6 +1796,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             return static_cast<const T*>(p.x) + (int64_t(of_sample) * s.in_channels + channel) * image + int64_t(first_row) * s.width;
         };
         const uint32_t nothing = uint32_t(s.stages) >> 8;  // 0, which ptxas does not know
+        const int own_half = kHalves ? s.halved * (warpgroup - kConsumers) : 0;  // of x
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int sample = at_unit.sample, q = at_unit.part * s.slices + slice;
             if (warpgroup == kConsumers && warp < 2) {  // lanes for all channels bring the next unit into L2
@@ -1760,7 +1824,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         }
                         from += c < last ? image : 0;  // a channel that does not exist has weights of 0
                     }
-                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * at_unit.stage, at_unit.stage_phase ^ 1);
+                    if (slab == 0 && begin == 2 * tid) mbarrier_wait(x_empty + 8 * (at_unit.stage + own_half), at_unit.stage_phase ^ 1);
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
                     for (int i = 0; i < kPairs; ++i) {
@@ -1812,7 +1876,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                             const uint4& last_made = SPLIT ? lo[i] : hi[i];
                             all |= last_made.x | last_made.y | last_made.z | last_made.w;
                         }
-                        mbarrier_wait(x_empty + 8 * at_unit.stage + (all & nothing), at_unit.stage_phase ^ 1);
+                        mbarrier_wait(x_empty + 8 * (at_unit.stage + own_half) + (all & nothing), at_unit.stage_phase ^ 1);
                     }
                     unsigned char* const to = stages + at_unit.stage * stage_bytes + slab * slab_bytes + begin * 16;
 #pragma unroll
@@ -1828,30 +1892,53 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 }
             }
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what these threads have written
-            mbarrier_arrive(x_full + 8 * at_unit.stage);
+            mbarrier_arrive(x_full + 8 * (at_unit.stage + own_half));
         }
     }
     if (warpgroup < kConsumers + kProducers) return;
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(W::kOtherRegisters));
     const int role = __shfl_sync(~0u, threadIdx.x / 32 - 4 * (kConsumers + kProducers), 0);
+    // Through a shuffle: or ptxas works the address out anew wherever it is wanted.
+    const uint32_t made_at = __shfl_sync(~0u, shared_address(made), 0);
+    const auto deviations_of = [&](int place, int k, int c) {
+        const uint32_t at = made_at + ((place * kConsumers + k) * kWideSlots + c) * int(sizeof(Deviations));
+        Deviations d;
+        load_shared(at, d.anchor), load_shared(at + 4, d.sum), load_shared(at + 8, d.square);
+        return d;
+    };
     if (role == 0) {  // posts the band's sums
         if (writes) return;
+        int last = kConsumers - 1;
         const int sub = lane & (s.channel_share - 1), share_bits = 31 - __clz(s.channel_share), at_once = 32 >> share_bits;  // groups
+        const auto outputs_before = [&](int pixel) {
+            const int row = __umulhi(pixel, s.inverse_width);
+            return row < rows ? row * s.columns + min(pixel - row * s.width, s.columns) : rows * s.columns;
+        };
+        int outputs_of_lane = 0;  // of the tasks of a warpgroup that begins with this one
+        for (int task = lane; lane < kConsumers && task < tasks; task += kConsumers) {
+            outputs_of_lane += outputs_before(first_pixel(task) + kTileN) - outputs_before(first_pixel(task));
+        }
+        int outputs[kConsumers];  // of a channel, of each warpgroup; the one that has the last task comes last
+#pragma unroll
+        for (int i = 0; i < kConsumers; ++i) outputs[i] = __shfl_sync(~0u, outputs_of_lane, (tasks + i) % kConsumers);
         for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
             const int place = at_unit.place, channels = channel_count(at_unit.part), d = s.slices == 1 ? s.group_channels : channels;
             unsigned long long* total = total_of(at_unit.unit, lane >> share_bits);
             int c = (lane >> share_bits) * d + sub;
-            mbarrier_wait(v_full + 8 * place, at_unit.place_phase);
+            last = (last + tasks) % kConsumers;
             for (int first = 0; first * d < channels; first += at_once, c += at_once * d, total += at_once * 4 * s.line) {
                 double sum = 0, square = 0;
-                if (sub < d && c < channels) {
+                const bool own = sub < d && c < channels;
+                // The warpgroup that had the last task comes last.
 #pragma unroll
-                    for (int k = 0; k < kConsumers; ++k) {
-                        const Deviations some = made[place][k][c];
-                        const int values = made_of[place][k];
-                        const double origin = values > 0 ? some.anchor : 0.0f, far = values * origin;  // of none the anchor is chance
-                        sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
-                    }
+                for (int i = 0; i < kConsumers; ++i) {
+                    const int k = last + 1 + i - (last + 1 + i >= kConsumers ? kConsumers : 0);
+                    mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase);
+                    if (!own) continue;
+                    const Deviations some = deviations_of(place, k, c);
+                    const double origin = outputs[i] > 0 ? some.anchor : 0.0f;  // of none the anchor is chance
+                    const double far = outputs[i] * origin;
+                    sum += far + some.sum, square += fma(origin, far + 2 * double(some.sum), double(some.square));
                 }
                 for (int mask = 1; mask < s.channel_share; mask *= 2) {
                     sum += __shfl_xor_sync(~0u, sum, mask), square += __shfl_xor_sync(~0u, square, mask);
@@ -1873,9 +1960,13 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
             const float gamma = own ? value_at(p.gamma, first + lane, p.parameter_type) : 0.0f;
             const float beta = own ? value_at(p.beta, first + lane, p.parameter_type) : 0.0f;
             unsigned long long* const total = total_of(at_unit.unit, group);
-            mbarrier_wait((writes ? v_full : posted) + 8 * place, at_unit.place_phase ^ int(writes));
+            if (!writes) mbarrier_wait(posted + 8 * place, at_unit.place_phase);
+            for (int k = 0; writes && k < kConsumers; ++k) mbarrier_wait(v_full + 8 * (place * kConsumers + k), at_unit.place_phase ^ 1);
             if (own) {
                 const Total of_v = {total, s.line}, of_square = {total + 2 * s.line, s.line};
+                // One word is asked for until all bands' sums are in it: the others' lines are left to those that add to them.
+                unsigned long long* const one = total_of(at_unit.unit, 0) + 3 * s.line;
+                while (!PHASES && !Total::complete(Total::get(one), members)) __nanosleep(20);
                 double mean, square;
                 bool there;
                 do {
@@ -1889,29 +1980,31 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 const float a = gamma * reciprocal_sqrt(rounded + s.eps) * float(kUnit);
                 // Where the mean is no more than a few standard deviations, one fma gives as good a value.
                 const double far = held_mean * a;
-                if (fabs(far) <= 8 && mean * mean <= 64 * variance) made[place][0][lane] = {0, a, float(beta - far)};
-                else made[place][0][lane] = {hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN};
+                const uint32_t at = made_at + (place * kConsumers * kWideSlots + lane) * int(sizeof(Deviations));
+                if (fabs(far) <= 8 && mean * mean <= 64 * variance) store_shared(at, 0, a, float(beta - far));
+                else store_shared(at, hi, a, isfinite(a) ? fmaf(-lo, a, beta) : NAN);
             }
             mbarrier_arrive(norm_full + 8 * place);
         }
     } else if (!PHASES) {
-        const int values = rows * s.columns, first = role - 2;
+        const int values = rows * s.columns;
+        int c = role - 2;  // through all units: no writer has more to do than the others
         const bool at_once = s.whole && values <= 32 * 4 * V;
         const uint32_t places = s.shelves * kShelf;  // of channels, on all shelves
-        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s)) {
+        for (Walk at_unit(s); at_unit.unit < s.units; at_unit.next(s), c -= s.unit_shelves * kShelf) {
             const int channels = channel_count(at_unit.part);
-            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + role - 2) + lane * V;
+            T* own = static_cast<T*>(p.out) + out_begin(at_unit.sample, first_channel(at_unit.part) + c) + lane * V;
             mbarrier_wait(norm_full + 8 * at_unit.place, at_unit.place_phase);
             // A lane of each channel keeps what the warp needs of it.
             const uint32_t here = at_unit.shelf * kShelf + lane, place = here - (here >= places ? places : 0);
-            const Deviations of_lane = made[at_unit.place][0][min(lane, s.unit_shelves * kShelf - 1)];  // mean, factor, offset
+            const Deviations of_lane = deviations_of(at_unit.place, 0, min(lane, s.unit_shelves * kShelf - 1));  // mean, factor, offset
             const uint32_t held_of_lane = held + (place / kShelf * s.shelf_channels + place % kShelf) * uint32_t(sizeof(T)) * s.plane;
             const uint32_t empty_of_lane = v_empty + 8 * (place / kShelf);
-            for (int c = first; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
+            for (; c < s.unit_shelves * kShelf; c += kWriters, own += kWriters * out_image) {
                 const uint32_t v = __shfl_sync(~0u, held_of_lane, c) + 16 * lane, empty = __shfl_sync(~0u, empty_of_lane, c);
                 const float mean = __shfl_sync(~0u, of_lane.anchor, c), factor = __shfl_sync(~0u, of_lane.sum, c);
                 const float offset = __shfl_sync(~0u, of_lane.square, c);
-                constexpr int kBatch = 4;  // packs of a lane in flight, each in registers of its own
+                constexpr int kBatch = SPLIT ? 2 : 4;  // packs of a lane in flight: four of float would stand in the way of the others
                 // left: until the channel's last pack; around: the mean is taken off first.
                 const auto normalized = [&](T w, auto around) {
                     return fmaf(decltype(around)::value ? to_acc(w) - mean : to_acc(w), factor, offset);
@@ -1935,7 +2028,8 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                 };
                 if (c >= channels) {  // none in this unit
                 } else if (at_once && mean == 0) {
-                    write(own, v, values / V - lane, std::false_type{});
+#pragma unroll
+                    for (int i = 0; i < 128; i += 32 * kBatch) write(own + i * V, v + 16 * i, values / V - lane - i, std::false_type{});
                 } else {
                     const int skew = s.whole ? 0 : int(uint32_t(uintptr_t(own)) / sizeof(T)) & (V - 1), head = min(-skew & (V - 1), values);
                     const int packs = int(uint32_t(values - head) / V);
@@ -1955,7 +2049,7 @@ convolve_and_normalize_wide(const __grid_constant__ ConvOperands p, const __grid
                         here[loose - lane * V] = pair.value[0];
                     }
                 }
-                if (c / kShelf != (c + kWriters) / kShelf) mbarrier_arrive(empty);  // its last channel of the shelf
+                mbarrier_arrive(empty);
             }
         }
     }
@@ -2734,6 +2828,10 @@ template <typename T> static bool plan_wide_convolution(WidePlan* plan, const in
         }
     }
     if (best == 0) return false;
+    s.halved = pieces == 2 && ks == 3 && !phases && s.width == 256 && s.stages == 1 && s.band_rows > 1 && s.rows % s.band_rows == 0;
+    s.task_step = s.halved ? s.width : kTileN, s.column_step = s.halved ? kTileN - s.band_rows * s.width : 0;
+    s.half_tasks = s.halved ? s.band_rows * (s.width / 2 / kTileN) : 1 << 30, s.next_half = s.halved ? s.half_tasks - s.band_rows : 1 << 30;
+    s.inverse_rows = s.halved ? uint32_t((1ll << 32) / s.band_rows + 1) : 0;
     const int end = s.stages * s.pixels * s.slabs * pieces * 16 + behind_bytes;
     if (plan->shared_bytes < end) plan->shared_bytes = end;
     // Lo's products come before hi's, so that small sums are not rounded to large ones' ulps. The last tap is alone: hi and lo of it are a pair.
@@ -2864,8 +2962,8 @@ static cudaError_t launch_tiles(
         launch(now * s.slabs * plane_blocks, kConvBlock, 0, prepare_tile_x<T>, operands, s,
             int(plane_blocks));
         launch(teams * s.channel_blocks, kTileBlock, shared_bytes, kernel, operands, s);
-        launch(now * s.out_channels * normal_parts, kNormalTile, 0, given.type == 3 ? normalize_tiles<T, true> : normalize_tiles<T, false>,
-            operands, s, int(normal_parts));
+        launch(now * s.out_channels * normal_parts, kNormalTile, 0,
+            given.type == 3 ? normalize_tiles<T, !kSplit<T>> : normalize_tiles<T, false>, operands, s, int(normal_parts));
         operands.x = static_cast<const char*>(operands.x) + now * in_bytes;
         operands.out = static_cast<char*>(operands.out) + now * out_bytes;
         operands.mailbox += now * s.groups * 4;
