@@ -1336,8 +1336,9 @@ __device__ __forceinline__ bool leave_uncertain(
     float h[4][8];
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        const int column = min(slab.column + i % 8 / 4 * 32 + i % 4, product.n - 1);
+        const int row = slab.row + i / 8 * 4, column = slab.column + i % 8 / 4 * 32 + i % 4;
         h[i / 8][i % 8] = v[i / 8][i % 8];
+        if (row >= product.m || column >= product.n) continue;  // what does not exist has no flag
         if (fabsf(v[i / 8][i % 8]) < scale(i / 8).y + product.columns[column].doubt) uncertain |= 1u << i;
     }
     if (!__any_sync(~0u, uncertain != 0)) return false;

@@ -392,6 +392,37 @@ def test_nothing_is_written_beside_the_output(case):
     del neighbours, out
 
 
+@on_hopper
+@pytest.mark.parametrize(("m", "n"), [(1088, 2048), (2048, 1088)])
+@pytest.mark.parametrize("make", [rows_case, grouped_case], ids=["row norm", "group norm"])
+@torch.no_grad()
+def test_nothing_is_written_behind_the_workspace(make, m, n):
+    """Where all is uncertain, and tiles reach over the last row or column: the flags lie at the end, and a whole slab has none."""
+    _, new, inputs = build(make(m, n, 512), "cuda")
+    new.eval().freeze_weight()
+    inputs[0] = balanced(inputs[0], inputs[0])[0]
+    new(*inputs)
+    pool, size = torch.cuda.MemPool(), 2**28
+    with torch.cuda.use_mem_pool(pool):
+        block = torch.full((size,), 77, dtype=torch.uint8, device="cuda")
+        begin = block.data_ptr()
+        del block
+        torch.cuda.memory._record_memory_history("all", context=None)
+        try:
+            new(*inputs)
+            events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        block = torch.empty(size, dtype=torch.uint8, device="cuda")
+    assert block.data_ptr() == begin
+    asked = [(e["addr"] - begin, e["size"]) for e in events if e["action"] == "alloc" and 0 <= e["addr"] - begin < size]
+    assert len(asked) >= 2  # the output and the workspace
+    for at, length in asked:
+        block[at : at + length] = 77
+    assert bool((block == 77).all())
+    del block
+
+
 @cases
 @torch.no_grad()
 def test_float64_keeps_its_own_way(case):
