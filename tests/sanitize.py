@@ -46,7 +46,7 @@ from torch import library, nn
 
 TOOLS = ("initcheck", "synccheck", "racecheck", "memcheck")
 RACE = re.compile(r"Race reported between \w+ access at .*\n(?:=+ +and \w+ access at .*\n?)*")
-FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+(0x\w+)", re.MULTILINE)
+FAULT = re.compile(r"^=+ (?:Warning: Error buffer overflow|(\w.*)\n=+ +at (.+?)\+(0x\w+))", re.MULTILINE)
 OFFSET = re.compile(r"(\+0x\w+)?$")
 OPTIONS = {"initcheck": ("--print-limit", "100000", "--show-backtrace", "no"), "racecheck": ("--print-limit", "1000")}
 LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
@@ -227,7 +227,10 @@ def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subpro
 
 def found_in(said: str) -> Counter[tuple[str, ...]]:
     """What was printed of a process's faults: how often each kind of them, at which instructions; of a race, in which kernels."""
-    faults = Counter((what, f"{kernel}+{offset}") for what, kernel, offset in FAULT.findall(said))
+    faults, last = Counter(), ("records dropped",)
+    for what, kernel, offset in FAULT.findall(said):
+        last = (what, f"{kernel}+{offset}") if what else last  # of a launch's first 256 records; the others are dropped, and counted as one
+        faults[last] += 1
     faults.update(("Race", *sorted(set(re.findall(r"access at (.+?)\+0x", race)))) for race in RACE.findall(said))
     return faults
 

@@ -419,8 +419,9 @@ def test_nothing_is_written_behind_the_workspace(make, m, n):
     assert len(asked) >= 2  # the output and the workspace
     for at, length in asked:
         block[at : at + length] = 77
-    assert bool((block == 77).all())
+    strange = (block != 77).sum().item()
     del block
+    assert strange == 0
 
 
 @cases

@@ -87,10 +87,11 @@ def test_what_is_a_librarys_own_is_told_by_name_and_the_rest_is_ours():
     sites = "void sums<float, (int)1>(float *)+0x40", "void at::reduce<double>(T1)+0x80", "void at::reduce<double>(T1)+0x90"
     ours, known, other = (f"========= Uninitialized read\n=========     at {site}\n=========     by thread (0,0,0)\n" for site in sites)
     without_ours = sanitize.found_in(known)
-    faults = sanitize.found_in(3 * known + other + ours)
-    assert sorted(faults.values()) == [1, 1, 3]
-    assert [count for fault, count in faults.items() if sanitize.is_a_librarys(fault, built, without_ours)] == [3]
-    assert "3 times Uninitialized read in at::reduce<double+0x80" in map(sanitize.told, faults, faults.values())
+    dropped = "========= Warning: Error buffer overflow has been detected. Some records have been dropped\n"
+    faults = sanitize.found_in(3 * known + dropped + other + ours + dropped)
+    assert sorted(faults.values()) == [1, 2, 4]
+    assert [count for fault, count in faults.items() if sanitize.is_a_librarys(fault, built, without_ours)] == [4]
+    assert "4 times Uninitialized read in at::reduce<double+0x80" in map(sanitize.told, faults, faults.values())
     race = "========= Error: Race reported between Read access at {}+0x10\n=========     and Write access at {}+0x20 [48 hazards]\n"
     library, mixed = (sanitize.found_in(race.format("nvjet_sm90", other)) for other in ("nvjet_sm90", "void sums<float, 1>(float *)"))
     assert all(sanitize.is_a_librarys(fault, built, without_ours) for fault in library)
