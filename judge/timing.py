@@ -11,6 +11,7 @@ result.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import random
@@ -63,11 +64,14 @@ class Stopwatch:
 
 
 class CacheFlush:
-    """Overwrites a buffer of at least twice the last-level cache."""
+    """Overwrites a buffer of at least twice the last-level cache, whose lines it first makes equal: those to evict last would outlive it."""
 
     def __init__(self, device: str):
         size = FLUSH_BYTES[device]
+        self._driver = None
         if device == "cuda":
+            if torch.cuda.get_device_capability() >= (8, 0):  # older ones keep no line longer than others
+                self._driver = ctypes.CDLL("libcuda.so.1")
             size = max(size, 2 * getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._times = 1
@@ -79,6 +83,8 @@ class CacheFlush:
         self._times = math.ceil(min(1.5 * host_us + 50, LONGEST_HIDDEN_US) / once_us)
 
     def __call__(self) -> None:
+        if self._driver and (error := self._driver.cuCtxResetPersistingL2Cache()):
+            raise RuntimeError(f"cuCtxResetPersistingL2Cache failed with error {error}")
         for _ in range(self._times):
             self._buffer.zero_()
 

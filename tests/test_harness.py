@@ -13,6 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+try:
+    import triton
+    from triton import language as tl
+except ImportError:
+    triton = None
+
 import harness
 from attack import CANDIDATES, expected_reason, fake_ceilings, judge_candidate, judge_pair, named, needs_gpu, text_of
 from judge import correctness, machine, report, roof, timing, trial
@@ -476,6 +482,30 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(tmp_path):
     assert run.host_us["new"] > 1000 > run.host_us["eager"]
     assert run.ms["new"] < 0.5
     assert run.notes[0].startswith("the host takes longer to launch a call than the GPU for its work; the host's microseconds: new 1")
+
+
+if triton:
+
+    @triton.jit
+    def load_last(x, out, block: tl.constexpr):
+        i = tl.program_id(0) * block + tl.arange(0, block)
+        tl.store(out + tl.program_id(0), tl.sum(tl.load(x + i, eviction_policy="evict_last")))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(triton is None or not torch.cuda.is_available(), reason="no CUDA device, or no Triton, on this machine")
+def test_no_line_outlives_the_flush():
+    """Not even one that a load has asked L2 to evict last: to read it again takes as long as if nobody had read it before."""
+    size, flush, stopwatch = 1 << 22, timing.CacheFlush("cuda"), timing.Stopwatch("cuda")
+    read, unread, out = torch.rand(size, device="cuda"), torch.rand(size, device="cuda"), torch.empty(size // 4096, device="cuda")
+    ms = {"read": [], "unread": []}
+    for _ in range(100):
+        for name, x in ("read", read), ("unread", unread):
+            load_last[(size // 4096,)](read, out, 4096)
+            torch.cuda.synchronize()
+            flush()
+            ms[name].append(stopwatch(x.sum))
+    assert min(ms["read"]) > 0.93 * min(ms["unread"])
 
 
 @pytest.mark.gpu
