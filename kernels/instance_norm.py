@@ -84,26 +84,40 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
-// evicted last make a long one fastest, and such lines do make room for others: see `evict_last`.
+// evicted last make room for themselves and others. So do stores, of which more are left in L2 for whoever reads them next: LAST.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ uint64_t evict_last() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+#endif
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true, bool last = true) {
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
     Pack<T, V> pack = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if constexpr (V * sizeof(T) == 16) {
         int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("{\n.reg .b64 policy, normal;\n.reg .pred last, exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            "createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;\nsetp.ne.s32 last, %6, 0;\nselp.b64 policy, policy, normal, last;\n"
-            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
-            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "r"(int(last)) : "memory");
+        asm volatile("{\n.reg .pred exists;\nsetp.ne.s32 exists, %5, 0;\n"
+            "@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %6;\n}"
+            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "l"(evict_last()) : "memory");
         return pack;
     }
 #endif
     if (exists) pack = *reinterpret_cast<const Pack<T, V>*>(p);
     return pack;
 }
-template <typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
+template <bool LAST = false, typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
     if constexpr (V * sizeof(T) == 16) {
-        *reinterpret_cast<int4*>(p) = *reinterpret_cast<const int4*>(&pack);
+        const int4& words = *reinterpret_cast<const int4*>(&pack);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        if constexpr (LAST) {
+            asm volatile("st.global.L2::cache_hint.v4.s32 [%0], {%1, %2, %3, %4}, %5;"
+                ::"l"(p), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "l"(evict_last()) : "memory");
+            return;
+        }
+#endif
+        *reinterpret_cast<int4*>(p) = words;
     } else {
         *reinterpret_cast<Pack<T, V>*>(p) = pack;
     }
@@ -189,10 +203,10 @@ __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERA
     return values;
 }
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true, bool last = true) {
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i, exists, last);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists, last);
+    place.of[0] = load<T, V>(x + i, exists);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
     return place;
 }
 
@@ -493,8 +507,7 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
 template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
 __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
     norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, bool last,
-    int log_group) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
@@ -510,11 +523,11 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
 
     Place<T, V, OPERANDS> r[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i), last);
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
     A anchor = 0;
     if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
-        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists, last);
+        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists);
 #pragma unroll
         for (int j = 0; j < V; ++j) anchor += widened(few, j) * (1.0f / V);
     } else if (exists) {
@@ -540,7 +553,7 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         keep(i);
-        if (mine(i)) store(y + begin + first + i * group * V, result(r[i]));
+        if (mine(i)) store<OPERANDS == 1>(y + begin + first + i * group * V, result(r[i]));
     }
     if (loose >= 0) store(y + begin + loose, result(loose_place));
 }
@@ -553,7 +566,7 @@ constexpr int kPackBlock = 64, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, bool last, int lanes) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, int lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
@@ -562,7 +575,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 #pragma unroll
     for (int p = 0; p < kPackItems; ++p) {
         const int64_t begin = first + p * kPackBlock * V;
-        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values, last);
+        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values);
         if (N < V && begin + V > values) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -595,7 +608,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
             for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
         if (begin + V <= values) {
-            store(y + begin, out);
+            store<OPERANDS == 1>(y + begin, out);
         } else if (N < V) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -616,13 +629,11 @@ constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 
-// 16 bytes into shared memory, under way until wait_for_copies; `last` as in `load`.
-__device__ __forceinline__ void begin_copy(void* shared, const void* global, bool last) {
+// 16 bytes into shared memory, under way until wait_for_copies.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile(
-        "{\n.reg .b64 policy;\n.reg .pred last;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\nsetp.ne.s32 last, %2, 0;\n"
-        "@last cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n@!last cp.async.cg.shared.global [%0], [%1], 16;\n}"
-        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "r"(int(last)) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "l"(evict_last()) : "memory");
 #else
     *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
@@ -636,7 +647,7 @@ __device__ __forceinline__ void wait_for_copies() {
 template <typename T, int OPERANDS, bool ALONE>
 __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> share, Acc<T> eps,
-    bool last, int tile_slices, int log_lanes) {
+    int tile_slices, int log_lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>, W = kWord<T>;
     const int log_group = ALONE ? 0 : log_lanes, group = 1 << log_group;
@@ -652,8 +663,8 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
         if (i >= 0) {
-            begin_copy(tile + i * V, x + i * V, last);
-            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V, last);
+            begin_copy(tile + i * V, x + i * V);
+            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V);
         }
     }
     if (loose_end < here * n) {
@@ -692,7 +703,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
-        if (i >= 0) store(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
+        if (i >= 0) store<OPERANDS == 1>(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
     }
     if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
@@ -1171,13 +1182,6 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
-// How slices are loaded that wait in registers or tiles. Evicted last is an input that L2 holds, for whoever reads it next, and a long one,
-// for its writes' sake. In between nothing would be left when it is read again, and forward small slices are fastest loaded as they come.
-template <typename T, int OPERANDS> static bool evict_last(const Task& task) {
-    const int64_t bytes = task.n * int64_t(sizeof(T)), mib = task.slices * bytes >> 20;
-    return OPERANDS == 2 || bytes > 4096 || mib < 32 || mib > 128;
-}
-
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
     // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
@@ -1197,7 +1201,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), log_group);
+        Acc<T>(task.eps), log_group);
     return cudaGetLastError();
 }
 
@@ -1205,7 +1209,7 @@ template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(co
     const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(1.0 / task.n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), int(divide_up(task.n, N)));
+        Acc<T>(task.eps), int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1240,7 +1244,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Tas
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), slices, log_group);
+        Acc<T>(task.eps), slices, log_group);
     return cudaGetLastError();
 }
 
