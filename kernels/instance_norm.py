@@ -411,10 +411,10 @@ template <typename T> struct Span {
 
 // A slice's statistics, in all of its threads. `each(take)` hands `take` every place that this thread holds, `add_up` adds an array up over
 // the slice's threads. `anchor`, which all threads know, is one of the slice's values or the mean of a few: where all are equal nothing is
-// left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. The others take a second:
-// deviations from the rounded mean give M2 and what the rounding left over. `share`, 1 / n, is multiplied in before the sum, so that large
-// values do not overflow it.
-template <typename T, int OPERANDS, typename Each, typename AddUp>
+// left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. So do others where it is NEAR
+// the mean. Else they take a second: deviations from the rounded mean give M2 and what the rounding left over. `share`, 1 / n, is
+// multiplied in before the sum, so that large values do not overflow it.
+template <typename T, int OPERANDS, bool NEAR = false, typename Each, typename AddUp>
 __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
     Acc<T> anchor, int n, Acc<T> share, const Each& each, const AddUp& add_up) {
     using A = Acc<T>;
@@ -439,16 +439,18 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
         if constexpr (OPERANDS == 2) r.g = sums[2], r.co = sums[3] - sums[0] * sums[2] * n;
     } else {
         A means[OPERANDS] = {};
-        each([&](const auto& place) {
+        if constexpr (!NEAR) {
+            each([&](const auto& place) {
 #pragma unroll
-            for (int i = 0; i < values_of(place); ++i) {
-                const Values<T, OPERANDS> values = values_at(place, i);
-                means[0] += (values.of[0] - anchor) * share;
-                if constexpr (OPERANDS == 2) means[1] += values.of[1] * share;
-            }
-        });
-        add_up(means);
-        m.hi = anchor + means[0];
+                for (int i = 0; i < values_of(place); ++i) {
+                    const Values<T, OPERANDS> values = values_at(place, i);
+                    means[0] += (values.of[0] - anchor) * share;
+                    if constexpr (OPERANDS == 2) means[1] += values.of[1] * share;
+                }
+            });
+            add_up(means);
+        }
+        const A hi = anchor + means[0];
         A left = 0;
         Sum<A> sums[OPERANDS];  // of squares, products
         each([&](const auto& place) {
@@ -456,8 +458,8 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
 #pragma unroll
             for (int i = 0; i < values_of(place); ++i) {
                 const Values<T, OPERANDS> values = values_at(place, i);
-                const A deviation = values.of[0] - m.hi;
-                left += deviation;
+                const A deviation = values.of[0] - hi;
+                left += NEAR ? deviation * share : deviation;
                 own[0] += deviation * deviation;
                 if constexpr (OPERANDS == 2) own[1] += deviation * values.of[1];
             }
@@ -468,8 +470,15 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
         if constexpr (OPERANDS == 2) totals[2] = sums[1].total();
         add_up(totals);
         const bool overflows = isinf(totals[1]);  // rstd is 0 then; inf * 0 must not make a NaN of it
-        m.lo = overflows ? A(0) : totals[0] * share;
-        m.m2 = overflows ? totals[1] : totals[1] - totals[0] * m.lo;
+        if constexpr (NEAR) {
+            m.hi = hi + totals[0];
+            m.lo = totals[0] - (m.hi - hi);
+            m.m2 = overflows ? totals[1] : totals[1] - totals[0] * totals[0] * n;
+        } else {
+            m.hi = hi;
+            m.lo = overflows ? A(0) : totals[0] * share;
+            m.m2 = overflows ? totals[1] : totals[1] - totals[0] * m.lo;
+        }
         if constexpr (OPERANDS == 2) r.g = means[1], r.co = totals[2] - totals[0] * means[1];
     }
     return r;
@@ -478,7 +487,7 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or whole warps of the block.
-// WHOLE: every thread has all of its packs, and nothing is loose.
+// WHOLE: every thread has all of its packs, and nothing is loose. BLOCK: it is the whole block's, too.
 
 constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
@@ -490,9 +499,10 @@ constexpr int kMaxWarps = 16;         // of a block
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
 
 // Several sums at once over `group` threads, part of a warp or whole warps of the block. Every call has warp_sums of its own.
-template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
-    add_across_lanes(v, min(group, 32));
-    if (group <= 32) return;
+template <bool BLOCK, typename A, int K>
+__device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
+    add_across_lanes(v, BLOCK ? 32 : min(group, 32));
+    if (!BLOCK && group <= 32) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = group / 32;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -504,16 +514,16 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
     add_across_lanes(v, warps);
 }
 
-template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
+template <typename T, int OPERANDS, int ITEMS, bool WHOLE, bool BLOCK = false>
 __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
     norm_in_registers(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
-    const int slice = blockIdx.x * (blockDim.x >> log_group) + (threadIdx.x >> log_group);
+    const int slice = BLOCK ? blockIdx.x : blockIdx.x * (blockDim.x >> log_group) + (threadIdx.x >> log_group);
     const int64_t begin = int64_t(slice) * n;
-    const bool exists = slice < slices;
+    const bool exists = BLOCK || slice < slices;
     int packs = ITEMS * group, first = lane * V, loose = -1;
     if constexpr (!WHOLE) {
         const Span<T> span(begin, exists ? n : 0, V);
@@ -526,12 +536,28 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
     for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
     A anchor = 0;
-    if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
+    if (sizeof(T) == 2 && (BLOCK || group > 32)) {  // many values: an outlier among them as anchor would cost more
         const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists);
 #pragma unroll
         for (int j = 0; j < V; ++j) anchor += widened(few, j) * (1.0f / V);
     } else if (exists) {
         anchor = to_acc(x[begin]);
+    }
+    constexpr bool kNear = sizeof(T) > 2 && BLOCK && OPERANDS == 1;
+    if constexpr (kNear) {  // the mean of what 16 threads hold: one barrier, and no shuffle
+        __shared__ A samples[4][4];
+        A own = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS / 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) own += (to_acc(r[i].of[0].value[j]) - anchor) * (A(1) / (ITEMS / 2 * V * 16));
+        }
+        if ((lane & (group / 16 - 1)) == 0) samples[lane >> (log_group - 2)][lane >> (log_group - 4) & 3] = own;
+        __syncthreads();
+        A means[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) means[k] = (samples[k][0] + samples[k][1]) + (samples[k][2] + samples[k][3]);
+        anchor += (means[0] + means[1]) + (means[2] + means[3]);
     }
     // What is computed from few packs a thread stays in its registers, wide.
     const auto keep = [&](int i) { if constexpr (!WHOLE && ITEMS > kFewItems || OPERANDS == 2) keep_packed(r[i]); };
@@ -545,8 +571,8 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
     };
     __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
     int row = 0;
-    const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, share, each, [&](auto& v) {
-        add_across_group(v, group, warp_sums + row);
+    const auto m = statistics_of_slice<T, OPERANDS, kNear>(anchor, n, share, each, [&](auto& v) {
+        add_across_group<BLOCK>(v, group, warp_sums + row);
         row += OPERANDS;
     });
     const Result<T, OPERANDS> result(m, share, eps);
@@ -1197,7 +1223,8 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
     const bool whole = n == items * group * kPack<T> && (few || group <= 32);
     constexpr bool kForward = OPERANDS == 1;
-    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
+    const auto kernel = whole && group > 32 ? norm_in_registers<T, OPERANDS, kFewItems, kForward, kForward>
+                      : whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
