@@ -84,26 +84,40 @@ template <typename T, int V> __device__ __forceinline__ void keep_packed(Pack<T,
 
 // Which lines L2 keeps decides how the reads and writes mix on their way to DRAM. Whatever came before has left it full. Loads that are to
 // be evicted first, and stores, never displace that: they share what little room is left, and a copy becomes slower. Loads that are to be
-// evicted last make a long one fastest, and such lines do make room for others: see `evict_last`.
+// evicted last make room for themselves and others. So do stores, of which more are left in L2 for whoever reads them next: LAST.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ uint64_t evict_last() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+#endif
 // volatile, memory and the predicate: or the compiler puts loads off until they are used, and uses some before the last is under way.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true, bool last = true) {
+template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists = true) {
     Pack<T, V> pack = {};
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     if constexpr (V * sizeof(T) == 16) {
         int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("{\n.reg .b64 policy, normal;\n.reg .pred last, exists;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            "createpolicy.fractional.L2::evict_normal.b64 normal, 1.0;\nsetp.ne.s32 last, %6, 0;\nselp.b64 policy, policy, normal, last;\n"
-            "setp.ne.s32 exists, %5, 0;\n@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], policy;\n}"
-            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "r"(int(last)) : "memory");
+        asm volatile("{\n.reg .pred exists;\nsetp.ne.s32 exists, %5, 0;\n"
+            "@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %6;\n}"
+            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "l"(evict_last()) : "memory");
         return pack;
     }
 #endif
     if (exists) pack = *reinterpret_cast<const Pack<T, V>*>(p);
     return pack;
 }
-template <typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
+template <bool LAST = false, typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
     if constexpr (V * sizeof(T) == 16) {
-        *reinterpret_cast<int4*>(p) = *reinterpret_cast<const int4*>(&pack);
+        const int4& words = *reinterpret_cast<const int4*>(&pack);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+        if constexpr (LAST) {
+            asm volatile("st.global.L2::cache_hint.v4.s32 [%0], {%1, %2, %3, %4}, %5;"
+                ::"l"(p), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w), "l"(evict_last()) : "memory");
+            return;
+        }
+#endif
+        *reinterpret_cast<int4*>(p) = words;
     } else {
         *reinterpret_cast<Pack<T, V>*>(p) = pack;
     }
@@ -189,10 +203,10 @@ __device__ __forceinline__ Values<T, OPERANDS> values_at(const Place<T, V, OPERA
     return values;
 }
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true, bool last = true) {
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists = true) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i, exists, last);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists, last);
+    place.of[0] = load<T, V>(x + i, exists);
+    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
     return place;
 }
 
@@ -397,10 +411,10 @@ template <typename T> struct Span {
 
 // A slice's statistics, in all of its threads. `each(take)` hands `take` every place that this thread holds, `add_up` adds an array up over
 // the slice's threads. `anchor`, which all threads know, is one of the slice's values or the mean of a few: where all are equal nothing is
-// left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. The others take a second:
-// deviations from the rounded mean give M2 and what the rounding left over. `share`, 1 / n, is multiplied in before the sum, so that large
-// values do not overflow it.
-template <typename T, int OPERANDS, typename Each, typename AddUp>
+// left to round. Types of two bytes take one sweep around it; what Gatherer says of precision holds here too. So do others where it is NEAR
+// the mean. Else they take a second: deviations from the rounded mean give M2 and what the rounding left over. `share`, 1 / n, is
+// multiplied in before the sum, so that large values do not overflow it.
+template <typename T, int OPERANDS, bool NEAR = false, typename Each, typename AddUp>
 __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
     Acc<T> anchor, int n, Acc<T> share, const Each& each, const AddUp& add_up) {
     using A = Acc<T>;
@@ -425,16 +439,18 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
         if constexpr (OPERANDS == 2) r.g = sums[2], r.co = sums[3] - sums[0] * sums[2] * n;
     } else {
         A means[OPERANDS] = {};
-        each([&](const auto& place) {
+        if constexpr (!NEAR) {
+            each([&](const auto& place) {
 #pragma unroll
-            for (int i = 0; i < values_of(place); ++i) {
-                const Values<T, OPERANDS> values = values_at(place, i);
-                means[0] += (values.of[0] - anchor) * share;
-                if constexpr (OPERANDS == 2) means[1] += values.of[1] * share;
-            }
-        });
-        add_up(means);
-        m.hi = anchor + means[0];
+                for (int i = 0; i < values_of(place); ++i) {
+                    const Values<T, OPERANDS> values = values_at(place, i);
+                    means[0] += (values.of[0] - anchor) * share;
+                    if constexpr (OPERANDS == 2) means[1] += values.of[1] * share;
+                }
+            });
+            add_up(means);
+        }
+        const A hi = anchor + means[0];
         A left = 0;
         Sum<A> sums[OPERANDS];  // of squares, products
         each([&](const auto& place) {
@@ -442,7 +458,7 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
 #pragma unroll
             for (int i = 0; i < values_of(place); ++i) {
                 const Values<T, OPERANDS> values = values_at(place, i);
-                const A deviation = values.of[0] - m.hi;
+                const A deviation = values.of[0] - hi;
                 left += deviation;
                 own[0] += deviation * deviation;
                 if constexpr (OPERANDS == 2) own[1] += deviation * values.of[1];
@@ -454,8 +470,19 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
         if constexpr (OPERANDS == 2) totals[2] = sums[1].total();
         add_up(totals);
         const bool overflows = isinf(totals[1]);  // rstd is 0 then; inf * 0 must not make a NaN of it
-        m.lo = overflows ? A(0) : totals[0] * share;
-        m.m2 = overflows ? totals[1] : totals[1] - totals[0] * m.lo;
+        A shift = overflows ? A(0) : totals[0] * share;
+        if (NEAR && overflows) {  // a mean of a few is too far off for differences that may overflow, too
+            A again[1] = {};
+            each([&](const auto& place) {
+#pragma unroll
+                for (int i = 0; i < values_of(place); ++i) again[0] += (values_at(place, i).of[0] - hi) * share;
+            });
+            add_up(again);
+            shift = again[0];
+        }
+        m.hi = NEAR ? hi + shift : hi;
+        m.lo = NEAR ? shift - (m.hi - hi) : shift;
+        m.m2 = overflows ? totals[1] : totals[1] - totals[0] * shift;
         if constexpr (OPERANDS == 2) r.g = means[1], r.co = totals[2] - totals[0] * means[1];
     }
     return r;
@@ -464,7 +491,7 @@ __device__ __forceinline__ Statistics<T, OPERANDS> statistics_of_slice(
 // ---------------------------------------------------------------------------------------------------------------------------------
 // Up to 64 KiB (backward 16 KiB): the slice waits in registers.
 // `group` threads (a power of two) own a slice, each ITEMS packs of it; a group is part of a warp, or whole warps of the block.
-// WHOLE: every thread has all of its packs, and nothing is loose.
+// WHOLE: every thread has all of its packs, and nothing is loose. BLOCK: it is the whole block's, too.
 
 constexpr int kFewItems = 4;
 template <typename T, int OPERANDS> constexpr int kRegisterItems = OPERANDS == 2 || sizeof(T) == 8 ? kFewItems : 8;
@@ -476,9 +503,10 @@ constexpr int kMaxWarps = 16;         // of a block
 template <typename T, int OPERANDS> constexpr int kRegisterBlocks = sizeof(T) == 8 ? 2 : OPERANDS == 2 ? 3 : 2;
 
 // Several sums at once over `group` threads, part of a warp or whole warps of the block. Every call has warp_sums of its own.
-template <typename A, int K> __device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
-    add_across_lanes(v, min(group, 32));
-    if (group <= 32) return;
+template <bool BLOCK, typename A, int K>
+__device__ __forceinline__ void add_across_group(A (&v)[K], int group, A (*warp_sums)[kMaxWarps]) {
+    add_across_lanes(v, BLOCK ? 32 : min(group, 32));
+    if (!BLOCK && group <= 32) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = group / 32;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -490,17 +518,16 @@ template <typename A, int K> __device__ __forceinline__ void add_across_group(A 
     add_across_lanes(v, warps);
 }
 
-template <typename T, int OPERANDS, int ITEMS, bool WHOLE>
+template <typename T, int OPERANDS, int ITEMS, bool WHOLE, bool BLOCK = false>
 __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : kMaxGroup<T, OPERANDS>, kRegisterBlocks<T, OPERANDS>)
     norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, bool last,
-    int log_group) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int slices, int n, Acc<T> share, Acc<T> eps, int log_group) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int group = 1 << log_group, lane = threadIdx.x & (group - 1);
-    const int slice = blockIdx.x * (blockDim.x >> log_group) + (threadIdx.x >> log_group);
+    const int slice = BLOCK ? blockIdx.x : blockIdx.x * (blockDim.x >> log_group) + (threadIdx.x >> log_group);
     const int64_t begin = int64_t(slice) * n;
-    const bool exists = slice < slices;
+    const bool exists = BLOCK || slice < slices;
     int packs = ITEMS * group, first = lane * V, loose = -1;
     if constexpr (!WHOLE) {
         const Span<T> span(begin, exists ? n : 0, V);
@@ -510,15 +537,31 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
 
     Place<T, V, OPERANDS> r[ITEMS];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i), last);
+    for (int i = 0; i < ITEMS; ++i) r[i] = load_place<V, OPERANDS>(x, g, begin + first + i * group * V, mine(i));
     const Place<T, 1, OPERANDS> loose_place = load_place<1, OPERANDS>(x, g, begin + loose, loose >= 0);
     A anchor = 0;
-    if (sizeof(T) == 2 && group > 32) {  // many values: an outlier among them as anchor would cost more
-        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists, last);
+    if (sizeof(T) == 2 && (BLOCK || group > 32)) {  // many values: an outlier among them as anchor would cost more
+        const Pack<T, V> few = load<T, V>(x + begin + first - lane * V, exists);
 #pragma unroll
         for (int j = 0; j < V; ++j) anchor += widened(few, j) * (1.0f / V);
     } else if (exists) {
         anchor = to_acc(x[begin]);
+    }
+    constexpr bool kNear = sizeof(T) > 2 && BLOCK && OPERANDS == 1;
+    if constexpr (kNear) {  // the mean of what 16 threads hold: one barrier, and no shuffle
+        __shared__ A samples[4][4];
+        A own = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS / 2; ++i) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) own += (to_acc(r[i].of[0].value[j]) - anchor) * (A(1) / (ITEMS / 2 * V * 16));
+        }
+        if ((lane & (group / 16 - 1)) == 0) samples[lane >> (log_group - 2)][lane >> (log_group - 4) & 3] = own;
+        __syncthreads();
+        A means[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) means[k] = (samples[k][0] + samples[k][1]) + (samples[k][2] + samples[k][3]);
+        anchor += (means[0] + means[1]) + (means[2] + means[3]);
     }
     // What is computed from few packs a thread stays in its registers, wide.
     const auto keep = [&](int i) { if constexpr (!WHOLE && ITEMS > kFewItems || OPERANDS == 2) keep_packed(r[i]); };
@@ -532,15 +575,15 @@ __global__ void __launch_bounds__(WHOLE && ITEMS > kFewItems ? kRegisterBlock : 
     };
     __shared__ A warp_sums[2 * OPERANDS + 1][kMaxWarps];
     int row = 0;
-    const auto m = statistics_of_slice<T, OPERANDS>(anchor, n, share, each, [&](auto& v) {
-        add_across_group(v, group, warp_sums + row);
-        row += OPERANDS;
+    const auto m = statistics_of_slice<T, OPERANDS, kNear>(anchor, n, share, each, [&](auto& v) {
+        add_across_group<BLOCK>(v, group, warp_sums + row);
+        row += kNear ? 2 : OPERANDS;
     });
     const Result<T, OPERANDS> result(m, share, eps);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         keep(i);
-        if (mine(i)) store(y + begin + first + i * group * V, result(r[i]));
+        if (mine(i)) store<OPERANDS == 1>(y + begin + first + i * group * V, result(r[i]));
     }
     if (loose >= 0) store(y + begin + loose, result(loose_place));
 }
@@ -553,7 +596,7 @@ constexpr int kPackBlock = 64, kPackItems = 2;
 
 template <typename T, int N, int OPERANDS>
 __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, bool last, int lanes) {
+    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t values, Acc<T> share, Acc<T> eps, int lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>;
     const int64_t first = (int64_t(blockIdx.x) * kPackItems * kPackBlock + threadIdx.x) * V;
@@ -562,7 +605,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
 #pragma unroll
     for (int p = 0; p < kPackItems; ++p) {
         const int64_t begin = first + p * kPackBlock * V;
-        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values, last);
+        places[p] = load_place<V, OPERANDS>(x, g, begin, begin + V <= values);
         if (N < V && begin + V > values) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -595,7 +638,7 @@ __global__ void __launch_bounds__(kPackBlock) norm_in_packs(
             for (int i = 0; i < N; ++i) out.value[s + i] = normed.value[i];
         }
         if (begin + V <= values) {
-            store(y + begin, out);
+            store<OPERANDS == 1>(y + begin, out);
         } else if (N < V) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
@@ -616,13 +659,11 @@ constexpr int kMostInTiles = 2048;     // bytes of a slice, of all operands
 static_assert(kTileBytes / kMostInTiles >= 8, "at least the slices of two bytes that are whole packs together");
 template <typename T> constexpr int kWord = sizeof(T) < 4 ? 2 : 1;  // values
 
-// 16 bytes into shared memory, under way until wait_for_copies; `last` as in `load`.
-__device__ __forceinline__ void begin_copy(void* shared, const void* global, bool last) {
+// 16 bytes into shared memory, under way until wait_for_copies.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile(
-        "{\n.reg .b64 policy;\n.reg .pred last;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\nsetp.ne.s32 last, %2, 0;\n"
-        "@last cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n@!last cp.async.cg.shared.global [%0], [%1], 16;\n}"
-        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "r"(int(last)) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+        ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "l"(evict_last()) : "memory");
 #else
     *static_cast<int4*>(shared) = *static_cast<const int4*>(global);
 #endif
@@ -636,7 +677,7 @@ __device__ __forceinline__ void wait_for_copies() {
 template <typename T, int OPERANDS, bool ALONE>
 __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
     const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, Acc<T> share, Acc<T> eps,
-    bool last, int tile_slices, int log_lanes) {
+    int tile_slices, int log_lanes) {
     using A = Acc<T>;
     constexpr int V = kPack<T>, W = kWord<T>;
     const int log_group = ALONE ? 0 : log_lanes, group = 1 << log_group;
@@ -652,8 +693,8 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
         if (i >= 0) {
-            begin_copy(tile + i * V, x + i * V, last);
-            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V, last);
+            begin_copy(tile + i * V, x + i * V);
+            if constexpr (OPERANDS == 2) begin_copy(g_tile + i * V, g + i * V);
         }
     }
     if (loose_end < here * n) {
@@ -692,7 +733,7 @@ __global__ void __launch_bounds__(kTileBlock) norm_in_tiles(
 
 #pragma unroll 4
     for (int i = line_begin + int(threadIdx.x); i < packs; i += kTileBlock) {
-        if (i >= 0) store(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
+        if (i >= 0) store<OPERANDS == 1>(y + i * V, reinterpret_cast<const Pack<T, V>*>(tile)[i]);
     }
     if (loose_end < here * n) y[loose_end] = tile[loose_end];
 }
@@ -1171,13 +1212,6 @@ static int stream_parts(int64_t slices, int64_t slice_bytes, int sms) {
     return int(wanted < most ? wanted : (most > 1 ? most : 1));
 }
 
-// How slices are loaded that wait in registers or tiles. Evicted last is an input that L2 holds, for whoever reads it next, and a long one,
-// for its writes' sake. In between nothing would be left when it is read again, and forward small slices are fastest loaded as they come.
-template <typename T, int OPERANDS> static bool evict_last(const Task& task) {
-    const int64_t bytes = task.n * int64_t(sizeof(T)), mib = task.slices * bytes >> 20;
-    return OPERANDS == 2 || bytes > 4096 || mib < 32 || mib > 128;
-}
-
 template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
     // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
@@ -1193,11 +1227,12 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     const int group = 1 << log_group, block = group > kRegisterBlock ? group : kRegisterBlock;
     const bool whole = n == items * group * kPack<T> && (few || group <= 32);
     constexpr bool kForward = OPERANDS == 1;
-    const auto kernel = whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
+    const auto kernel = whole && group > 32 ? norm_in_registers<T, OPERANDS, kFewItems, kForward, kForward>
+                      : whole ? few ? norm_in_registers<T, OPERANDS, kFewItems, kForward> : norm_in_registers<T, OPERANDS, kMost, kForward>
                               : few ? norm_in_registers<T, OPERANDS, kFewItems, false> : norm_in_registers<T, OPERANDS, kMost, false>;
     kernel<<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), log_group);
+        Acc<T>(task.eps), log_group);
     return cudaGetLastError();
 }
 
@@ -1205,7 +1240,7 @@ template <typename T, int N, int OPERANDS> static cudaError_t launch_in_packs(co
     const int64_t values = task.slices * task.n;
     norm_in_packs<T, N, OPERANDS><<<unsigned(divide_up(values, kPackBlock * kPackItems * kPack<T>)), kPackBlock, 0, task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), values, Acc<T>(1.0 / task.n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), int(divide_up(task.n, N)));
+        Acc<T>(task.eps), int(divide_up(task.n, N)));
     return cudaGetLastError();
 }
 
@@ -1240,7 +1275,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_tiles(const Tas
     const auto kernel = log_group == 0 ? norm_in_tiles<T, OPERANDS, true> : norm_in_tiles<T, OPERANDS, false>;
     kernel<<<unsigned(divide_up(task.slices, slices)), kTileBlock, OPERANDS * slices * n * sizeof(T), task.stream>>>(
         static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, n, Acc<T>(1.0 / n),
-        Acc<T>(task.eps), evict_last<T, OPERANDS>(task), slices, log_group);
+        Acc<T>(task.eps), slices, log_group);
     return cudaGetLastError();
 }
 
