@@ -593,10 +593,11 @@ def test_the_estimate_of_memory_holds(name, backward):
     batch = problem.benchmark_batch // 8
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()  # what the tests before this one have left: some candidates keep what they can
     case = Case(problem, problem.model_class, "cuda", torch.float32, "highest", backward, batch, 0)
     assert Examination(case, lambda text: None).run().reasons == []
     estimate = roof.memory_needed(roof.count_work(problem, batch, torch.float32, backward), torch.float32, backward)
-    assert torch.cuda.max_memory_allocated() < estimate
+    assert torch.cuda.max_memory_allocated() - before < estimate
 
 
 def test_default_batches(tmp_path, monkeypatch):
