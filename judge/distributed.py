@@ -15,6 +15,7 @@ prints and records.
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import statistics
 import sys
@@ -57,6 +58,9 @@ def join(device: str) -> None:
         if local >= torch.cuda.device_count():
             raise CannotSplit(f"--nproc-per-node: more processes than the {torch.cuda.device_count()} GPUs here")
         torch.cuda.set_device(local)
+    # Some of its functions have the group at their import for a default, and would keep it, and gloo's threads, beyond `leave`: a thread that
+    # lets go of a tensor while the interpreter ends aborts the process.
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("gloo", timeout=PATIENCE)
 
 

@@ -91,4 +91,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the mesh keeps gloo's threads: one that lets go of a tensor while the interpreter ends aborts the process

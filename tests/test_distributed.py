@@ -58,6 +58,7 @@ class ModelNew(ModelNew):
 # The harness in a hurry: its ceilings are of no meaning, its medians of few rounds.
 HARNESS = """
 import sys
+from pathlib import Path
 
 import harness
 
@@ -66,7 +67,9 @@ def measure(self):
 
 harness.Ceilings.measure = measure
 harness.timing.SECONDS_EACH["cpu"] = 0.1
-sys.exit(harness.main(sys.argv[1:]))
+code = harness.main(sys.argv[1:])
+threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+sys.exit(f"alive after the harness: {threads}" if any("gloo" in name for name in threads) else code)
 """
 
 
@@ -121,8 +124,8 @@ def test_the_harness_splits_the_batch_and_reports_the_scaling(tmp_path):
 
 
 def test_wrong_on_one_rank_is_wrong(tmp_path):
-    (code, out, _), (other_code, other_out, _) = two_ranks(tmp_path, NEW + ON_RANK_1.format("out = out + 1"))
-    assert code == other_code == harness.ANY_WRONG
+    (code, out, err), (other_code, other_out, other_err) = two_ranks(tmp_path, NEW + ON_RANK_1.format("out = out + 1"))
+    assert code == other_code == harness.ANY_WRONG and "alive" not in err + other_err, err + other_err
     assert re.search("WRONG.*rank 1: .*not close to the Model's", out, re.DOTALL) and "rank 0:" not in out
     assert "WRONG" not in other_out  # PyTorch 2.8 says a word of its own there
 
