@@ -7,10 +7,10 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
-one of float32; where TF32 is allowed one product of the first pieces does, with TF32's error, or less where x is of one sign.
-`freeze_weight()` splits W once instead of in each call. On sm_80 and sm_100 a plainer loop makes the three products. Few rows, for which
-reading W is all the work, have a kernel of their own on sm_80 and newer. Everything else (other dtypes and chips, small products, hooks on
-the linear layer, autocast) takes PyTorch's. All that follows the product is one kernel:
+one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
+and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and
+newer. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast) takes PyTorch's. All that follows the
+product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -309,7 +309,6 @@ struct Product {
     const RowScale *rows, *columns;
     int* flags;  // of each block of kBlockSide^2 outputs, row by row: a byte for each strip
     int m, n, k;
-    const int* balanced = nullptr;  // of a frozen weight that has both roundings: which is wanted
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
@@ -331,36 +330,21 @@ constexpr int kLongestRow = 32768;
 constexpr float kLargestScale = 0x1p60f;
 constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 
-// How one product's W is rounded. An output's error by that is the sum of (w' - w) x, or of (w' - w) (x - c), and c times the sum of w' - w.
-// Balanced: what is nearly half way between two fp16 numbers is rounded so that a row's w' - w add up to next to nothing. That leaves,
-// where x is of one sign and c its mean, a third of this error's square. Where c is 0 it would only be another error: then to nearest.
-enum class Rounding { kNearest, kBalanced, kAsXAsks };
-constexpr float kMostShare = 0x1p-14f;  // nearly: by an eighth of a unit in the last place at most
-
 __host__ __device__ constexpr int padded_k(int k) { return (k + kLine - 1) / kLine * kLine; }  // an even number of lines of two pieces
 
-// A quad in fp16, and its store, in one instruction (which the compiler does not make of two __half2).
-struct Halves {
-    __half2 a, b;
-    __device__ __forceinline__ explicit Halves(float4 v) : a(__floats2half2_rn(v.x, v.y)), b(__floats2half2_rn(v.z, v.w)) {}
-    __device__ __forceinline__ void store(__half* to) const {
-        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<const unsigned&>(a), reinterpret_cast<const unsigned&>(b));
-    }
-    __device__ __forceinline__ float4 rest(float4 v) const {
-        const float2 c = __half22float2(a), d = __half22float2(b);
-        return make_float4(v.x - c.x, v.y - c.y, v.z - d.x, v.w - d.y);
-    }
-};
-
-// A quad's pieces.
+// A quad's pieces, each in one store (which the compiler does not make of two __half2).
 template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
-    const Halves hi(v);
+    const auto store = [](__half* to, __half2 a, __half2 b) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<unsigned&>(a), reinterpret_cast<unsigned&>(b));
+    };
+    const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
     if constexpr (kPieces == 1) {
-        hi.store(row + k);
+        store(row + k, a, b);
     } else {
+        const float2 c = __half22float2(a), d = __half22float2(b);
         __half* line = row + k / 32 * kLine + k % 32;
-        hi.store(line);
-        Halves(hi.rest(v)).store(line + 32);
+        store(line, a, b);
+        store(line + 32, __floats2half2_rn(v.x - c.x, v.y - c.y), __floats2half2_rn(v.z - d.x, v.w - d.y));
     }
 }
 
@@ -399,26 +383,12 @@ struct Operand {
     int64_t rows;
 };
 
-// Whether the mean of x is larger than what its values deviate from it, by some of them: a thread's four, each in another column of another
-// row. (One product has enough rows for that.)
-__device__ __forceinline__ bool has_mean(const Operand& x, int k) {
-    __shared__ float sums[kSplitBlock / 32], squares[kSplitBlock / 32];
-    const int64_t row = threadIdx.x * x.rows / kSplitBlock;
-    const float4 v = reinterpret_cast<const float4*>(x.values + row * k)[threadIdx.x * 37 % (k / 4)];
-    float sum = sum_across_lanes((v.x + v.y) + (v.z + v.w)), square = sum_across_lanes((v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w));
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, squares[threadIdx.x / 32] = square;
-    __syncthreads();
-    sum = square = 0;
-    for (int w = 0; w < kSplitBlock / 32; ++w) sum += sums[w], square += squares[w];
-    return sum * sum > 4 * kSplitBlock / 2 * square;  // mean^2 > (mean of the squares) / 2
-}
-
 // `group` threads, a power of two and whole warps, own a row; the first blocks_x blocks have rows of x. What does not fit their registers is
-// read again, each time from the end where the last one stopped, which is still there. A row with Inf or NaN becomes NaN, as its row or
-// column of C is (both networks' norms make the same of an Inf there). asked: null, or what a frozen weight's `Product::balanced` is to be.
+// read twice, the second time from the end, which is still there. A row with Inf or NaN becomes NaN, as its row or column of C is (both
+// networks' norms make the same of an Inf there).
 template <int kPieces>
-__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(const Operand x, const Operand weight, unsigned blocks_x, int k, int group,
-    int* __restrict__ flags, int64_t flag_count, Rounding rounding, int* __restrict__ asked) {
+__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
+    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
     __shared__ float warp_values[4][kSplitBlock / 32];
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
@@ -438,94 +408,60 @@ __global__ void __launch_bounds__(kSplitBlock, 3) split_rows(const Operand x, co
         return v;
     };
 
-    const int last = max(quads - 1, 0) & -step;
-    int first = 0;
     float4 held[kSplitItems];
-    const auto load = [&] {
+    const auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
             const int at = (first + lane + i * group) * 4;
             held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
         }
     };
-    const auto over_row = [&](const auto& use) {  // use(quad, its values)
-        const int end = first == 0 ? last : 0, stride = first == 0 ? step : -step;
-        for (;; first += stride, load()) {
-#pragma unroll
-            for (int i = 0; i < kSplitItems; ++i) use(first + lane + i * group, held[i]);
-            if (first == end) break;
-        }
-    };
-    load();
     uint32_t largest = 0, least = ~0u;  // least: of what is not 0, and less by 1
-    over_row([&](int, const float4& v) {
-        const uint32_t bits[4] = {magnitude_bits(v.x), magnitude_bits(v.y), magnitude_bits(v.z), magnitude_bits(v.w)};
-        largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
-        least = min(least, min(min(bits[0] - 1, bits[1] - 1), min(bits[2] - 1, bits[3] - 1)));
-    });
+    int first = 0;
+    for (;; first += step) {
+        load(first);
+#pragma unroll
+        for (int i = 0; i < kSplitItems; ++i) {
+            const float4 v = held[i];
+            const uint32_t bits[4] = {magnitude_bits(v.x), magnitude_bits(v.y), magnitude_bits(v.z), magnitude_bits(v.w)};
+            largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
+            least = min(least, min(min(bits[0] - 1, bits[1] - 1), min(bits[2] - 1, bits[3] - 1)));
+        }
+        if (first + step >= quads) break;
+    }
     largest = __reduce_max_sync(~0u, largest);
     largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
         return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
     }));
     const int exponent = scale_exponent(largest);
     const float scale = largest < 0x7f800000u ? power_of_two(exponent) : NAN;
-    const auto scaled = [&](const float4& v) { return make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale); };
-    const auto add = [](float a, float b) { return a + b; };
-
-    float sum = 0, squares = 0;
-    if constexpr (kPieces == 2) {
-        const auto add_up = [&](float v) { sum += fabsf(v), squares += v * v; };
-        over_row([&](int quad, const float4& held) {
-            if (quad >= quads) return;
-            const float4 v = scaled(held);
-            store_pieces<2>(pieces, quad * 4, v);
-            add_up(v.x), add_up(v.y), add_up(v.z), add_up(v.w);
-        });
-        sum = across_group(sum_across_lanes(sum), 2, add), squares = across_group(sum_across_lanes(squares), 3, add);
-    } else {
-        const bool tells = of_x && asked != nullptr && blockIdx.x == 0;
-        const bool asks = rounding == Rounding::kAsXAsks && (tells || !of_x) && has_mean(x, k);
-        const bool balanced = !of_x && (asks || rounding == Rounding::kBalanced);
-        if (tells && threadIdx.x == 0) *asked = asks;
-        float taken = 0, share = 0;  // by rounding, from the row's sum; of each magnitude, given back before it is rounded
-        if (balanced) {
-            float magnitudes = 0;  // of every fourth: share need not be exact
-            over_row([&](int, const float4& held) {
-                const float4 v = scaled(held), rest = Halves(v).rest(v);
-                taken += (rest.x + rest.y) + (rest.z + rest.w);
-                magnitudes += fabsf(v.x);
-            });
-            taken = across_group(sum_across_lanes(taken), 2, add), magnitudes = 4 * across_group(sum_across_lanes(magnitudes), 3, add);
-            if (fabsf(taken) < kMostShare * magnitudes) share = taken / magnitudes;
-        }
-        __half2 changed = {};  // by the share
-        over_row([&](int quad, const float4& held) {
-            if (quad >= quads) return;
-            const float4 v = scaled(held);
-            const Halves nearest(v);
-            if (balanced) {
-                const auto more = [&](float own) { return fmaf(share, fabsf(own), own); };
-                const Halves own(make_float4(more(v.x), more(v.y), more(v.z), more(v.w)));
-                own.store(pieces + quad * 4);
-                changed = __hadd2(changed, __hadd2(__hsub2(own.a, nearest.a), __hsub2(own.b, nearest.b)));
-            } else {
-                nearest.store(pieces + quad * 4);
-            }
-        });
-        if (balanced) {  // where many values lie just half way, all of these have gone the other way
-            const float change = across_group(sum_across_lanes(__low2float(changed) + __high2float(changed)), 0, add);
-            if (fabsf(taken - change) > fabsf(taken)) over_row([&](int quad, const float4& held) {
-                if (quad < quads) Halves(scaled(held)).store(pieces + quad * 4);
-            });
-        }
-    }
     const uint32_t intact = __float_as_uint(kIntact<kPieces> * power_of_two(-exponent)) - 1;
-    float lost = 0;
-    if (__any_sync(~0u, least < intact)) {  // seldom
-        const auto count = [&](float v) { lost += magnitude_bits(v) - 1 < intact ? 1.0f : 0.0f; };
-        over_row([&](int, const float4& v) { count(v.x), count(v.y), count(v.z), count(v.w); });
+    const bool loses = __any_sync(~0u, least < intact);  // seldom
+    float sum = 0, squares = 0, lost = 0;
+    const auto add_up = [&](float v) { sum += fabsf(v), squares += v * v; };
+    const auto count = [&](float v) { lost += magnitude_bits(v) - 1 < intact ? 1.0f : 0.0f; };
+    for (;; load(first)) {
+#pragma unroll
+        for (int i = 0; i < kSplitItems; ++i) {
+            const int quad = first + lane + i * group;
+            if (quad < quads) {
+                float4 v = held[i];
+                v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+                store_pieces<kPieces>(pieces, quad * 4, v);
+                if constexpr (kPieces == 2) add_up(v.x), add_up(v.y), add_up(v.z), add_up(v.w);
+            }
+        }
+        if (loses) {
+#pragma unroll
+            for (int i = 0; i < kSplitItems; ++i) count(held[i].x), count(held[i].y), count(held[i].z), count(held[i].w);
+        }
+        first -= step;
+        if (first < 0) break;
     }
-    lost = across_group(sum_across_lanes(lost), 1, add);
+    const auto add = [](float a, float b) { return a + b; };
+    lost = sum_across_lanes(lost), sum = sum_across_lanes(sum), squares = sum_across_lanes(squares);
+    lost = across_group(lost, 1, add);
+    if constexpr (kPieces == 2) sum = across_group(sum, 2, add), squares = across_group(squares, 3, add);
     if (lane == 0 && quads > 0) {
         RowScale result;
         result.unscale = power_of_two(-exponent);
@@ -778,8 +714,6 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
-            const int* const balanced = epilogue.product.balanced;
-            const int first = balanced != nullptr ? *balanced * epilogue.product.n : 0;  // the balanced rows of W follow the others
             const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
@@ -788,7 +722,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
                     mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
-                    load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, first + corner.column, bar);
+                    load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
                 }
             }
         }
@@ -1452,12 +1386,11 @@ static bool aligned_16(const void* x, const void* y) { return ((uintptr_t(x) | u
 #if CUDART_VERSION >= 12000
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
-// A frozen weight has pieces and scales of its own; for one product its pieces twice, to nearest and balanced, and so many bytes that it is
-// not taken for one of three products.
+// A frozen weight is pieces_w and scales_w of its own.
 struct ProductWorkspace {
-    int64_t pieces_x, scales_x, flags, asked, pieces_w, scales_w, frozen_pieces;
-    int64_t frozen_bytes() const { return frozen_pieces + scales_w; }
-    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + asked + (frozen ? 0 : pieces_w + scales_w); }
+    int64_t pieces_x, scales_x, flags, pieces_w, scales_w;
+    int64_t frozen_bytes() const { return pieces_w + scales_w; }
+    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
 };
 
 static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
@@ -1466,21 +1399,17 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
     w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
-    w.asked = whole_lines(sizeof(int));
     w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_w = whole_lines(n * sizeof(RowScale));
-    w.frozen_pieces = pieces == 1 ? 2 * w.pieces_w + 128 : w.pieces_w;
     return w;
 }
 
 template <int kPieces>
-static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, Rounding rounding, int* asked,
-                                cudaStream_t stream) {
+static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitBlock && group * kSplitItems * 4 < padded_k(k)) group *= 2;
     const int64_t blocks_x = divide_up(x.rows, kSplitBlock / group), blocks_w = divide_up(weight.rows, kSplitBlock / group);
-    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(
-        x, weight, unsigned(blocks_x), k, group, flags, flag_count, rounding, asked);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
     return cudaGetLastError();
 }
 
@@ -1554,8 +1483,7 @@ static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
-    const int64_t rows_w = int64_t(epilogue.product.n) * (epilogue.product.balanced != nullptr ? 2 : 1);
-    if (!make_map(&map_w, w, rows_w, values, Kind::kTileN)) return cudaErrorInvalidValue;
+    if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
@@ -1571,14 +1499,11 @@ static cudaError_t launch_product(
     char* const at = static_cast<char*>(workspace);
     char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
     const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
-    RowScale* const scales_w = reinterpret_cast<RowScale*>(weight + (frozen != nullptr ? sizes.frozen_pieces : sizes.pieces_w));
-    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), scales_w, frozen != nullptr ? 0 : product.n};
+    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), reinterpret_cast<RowScale*>(weight + sizes.pieces_w),
+                       frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    int* const asked = frozen != nullptr && Kind::kPieces == 1 ? product.flags + sizes.flags / int64_t(sizeof(int)) : nullptr;
-    product.balanced = asked;
-    cudaError_t error = launch_split<Kind::kPieces>(
-        x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), Rounding::kAsXAsks, asked, stream);
+    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
     if (on_hopper(device)) {
@@ -1633,13 +1558,8 @@ extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
     const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
     char* const to = static_cast<char*>(frozen);
-    const auto split = [&](Rounding rounding, int64_t at) -> int {
-        const Operand w = {weight, reinterpret_cast<__half*>(to + at), reinterpret_cast<RowScale*>(to + sizes.frozen_pieces), n};
-        return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, rounding, nullptr, stream)
-                    : launch_split<2>({}, w, int(k), nullptr, 0, rounding, nullptr, stream);
-    };
-    const int error = split(Rounding::kNearest, 0);
-    return error != 0 || !tf32 ? error : split(Rounding::kBalanced, sizes.pieces_w);
+    const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
+    return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
 }
 // --- end shared: product launchers ---
 
@@ -3456,11 +3376,11 @@ class Freezable(nn.Module):
     def freeze_weight(self) -> None:
         """Split the linear layer's weight now; calls without gradients use that for as long as the weight stays as it is.
 
-        It takes as much memory as the weight, and serves the precision that is set now. Whatever PyTorch counts as a change of the weight
-        (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another precision, and each call splits the weight
-        again; `freeze_weight` may then be called again. Writes through `.data` are not counted: call it after them. `train()`, `.to()` and
-        its like drop the split, and copies and pickles have none. Nothing happens where a weight would not be split: on the CPU, on other
-        chips than Hopper, in other dtypes than float32.
+        It takes as much memory as the weight (half as much where TF32 is allowed), and serves the precision that is set now. Whatever
+        PyTorch counts as a change of the weight (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another
+        precision, and each call splits the weight again; `freeze_weight` may then be called again. Writes through `.data` are not
+        counted: call it after them. `train()`, `.to()` and its like drop the split, and copies and pickles have none. Nothing happens where
+        a weight would not be split: on the CPU, on other chips than Hopper, in other dtypes than float32.
 
         RuntimeError: in training mode, and for a weight made under `torch.inference_mode`, whose changes nobody counts.
         """
