@@ -792,9 +792,8 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, int parity) {
 }
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, uint64_t* bar) {
     asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}"
-        ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)) : "memory");
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(bar)), "l"(evict_last()) : "memory");
 }
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
     uint32_t address;
@@ -1216,11 +1215,10 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_registers(const
     // As few threads a slice as hold it, which means fewer shuffles and more loads in flight each; but twice as many while the whole input
     // finds threads at once, or they are one warp. A thread has one loose value at most: slices that are not whole lines are too large for
     // tiles, and have 16 or more.
-    constexpr int kMost = kRegisterItems<T, OPERANDS>;
     const int n = int(task.n), packs = int(divide_up(n, kPack<T>));
-    const bool warp_holds = (n & (n - 1)) == 0 && packs <= kMost * 32;
-    const bool at_once = task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms;
-    const bool few = warp_holds ? packs <= kFewItems * 32 : packs <= kFewItems * kMaxGroup<T, OPERANDS> && at_once;
+    const bool at_once = task.slices * packs <= int64_t(kFewItems) * 1024 * task.device.sms, power_of_two = (n & (n - 1)) == 0;
+    const bool few = packs <= kFewItems * (at_once ? kMaxGroup<T, OPERANDS> : power_of_two ? 32 : 0);
+    constexpr int kMost = kRegisterItems<T, OPERANDS>;
     const int items = few ? kFewItems : kMost;
     int log_group = 0;
     while (items << log_group < packs) ++log_group;

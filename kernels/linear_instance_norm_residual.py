@@ -7,10 +7,10 @@ its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 In float32 the matrix product is ours, and so are its gradients. On Hopper (sm_90, CUDA 12) it runs on the fp16 tensor cores with the accuracy
 of float32, from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, and three products of pieces make
-one of float32; where TF32 is allowed one product of the first pieces does. `freeze_weight()` splits W once instead of in each call. On sm_80
-and sm_100 a plainer loop makes the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and
-newer. Everything else (other dtypes and chips, small products, hooks on the linear layer, autocast) takes PyTorch's. All that follows the
-product is one kernel:
+one of float32; where TF32 is allowed one product of the first pieces does, with TF32's error, as a rule less where x is of one sign.
+`freeze_weight()` splits W once instead of in each call. On sm_80 and sm_100 a plainer loop makes the three products. Few rows, for which
+reading W is all the work, have a kernel of their own on sm_80 and newer. Everything else (other dtypes and chips, small products, hooks on
+the linear layer, autocast) takes PyTorch's. All that follows the product is one kernel:
 
     row                       waits in                                   traffic                       on
     up to 32 KiB              registers of 1 to 256 threads              h, y read, out written        any GPU
@@ -309,6 +309,7 @@ struct Product {
     const RowScale *rows, *columns;
     int* flags;  // of each block of kBlockSide^2 outputs, row by row: a byte for each strip
     int m, n, k;
+    const int* balanced = nullptr;  // of a frozen weight that has both roundings: which is wanted
     __device__ __forceinline__ int blocks_across() const { return (n + kBlockSide - 1) / kBlockSide; }
     __device__ __forceinline__ int blocks() const { return (m + kBlockSide - 1) / kBlockSide * blocks_across(); }
 };
@@ -330,21 +331,41 @@ constexpr int kLongestRow = 32768;
 constexpr float kLargestScale = 0x1p60f;
 constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 
+// How one product's W is rounded. An output's error by that is the sum of (w' - w) x, or of (w' - w) (x - c), and c times the sum of w' - w.
+// Balanced: some of the values that lie nearly half way between two fp16 numbers are rounded the other way, so that the w' - w of a warp's part
+// of a row add up to next to nothing. With c the mean of x, where all of it is of one sign, that leaves a half of this error's square or less,
+// a quarter where x is uniform. Where c is 0 it would only be another error: then to nearest. (c times the sum could be taken off each output,
+// for less work. But where the large values of W meet the small ones of x, that is an error larger than all of x W^T.)
+enum class Rounding { kNearest, kBalanced, kAsXAsks };
+constexpr float kMostShare = 0x1p-14f;  // nearly: by an eighth of a unit in the last place at most
+constexpr int kBalancingItems = 2;      // of a thread's quads, which may change
+
 __host__ __device__ constexpr int padded_k(int k) { return (k + kLine - 1) / kLine * kLine; }  // an even number of lines of two pieces
 
-// A quad's pieces, each in one store (which the compiler does not make of two __half2).
-template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
-    const auto store = [](__half* to, __half2 a, __half2 b) {
-        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<unsigned&>(a), reinterpret_cast<unsigned&>(b));
-    };
-    const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
-    if constexpr (kPieces == 1) {
-        store(row + k, a, b);
-    } else {
+__device__ __forceinline__ uint32_t bits_of(__half2 v) { return reinterpret_cast<const uint32_t&>(v); }
+// A quad in fp16, and its store, in one instruction (which the compiler does not make of two __half2).
+struct Halves {
+    __half2 a, b;
+    Halves() = default;
+    __device__ __forceinline__ explicit Halves(float4 v) : a(__floats2half2_rn(v.x, v.y)), b(__floats2half2_rn(v.z, v.w)) {}
+    __device__ __forceinline__ void store(__half* to) const {
+        *reinterpret_cast<uint2*>(to) = make_uint2(bits_of(a), bits_of(b));
+    }
+    __device__ __forceinline__ float4 rest(float4 v) const {
         const float2 c = __half22float2(a), d = __half22float2(b);
+        return make_float4(v.x - c.x, v.y - c.y, v.z - d.x, v.w - d.y);
+    }
+};
+
+// A quad's pieces.
+template <int kPieces> __device__ __forceinline__ void store_pieces(__half* row, int k, float4 v) {
+    const Halves hi(v);
+    if constexpr (kPieces == 1) {
+        hi.store(row + k);
+    } else {
         __half* line = row + k / 32 * kLine + k % 32;
-        store(line, a, b);
-        store(line + 32, __floats2half2_rn(v.x - c.x, v.y - c.y), __floats2half2_rn(v.z - d.x, v.w - d.y));
+        hi.store(line);
+        Halves(hi.rest(v)).store(line + 32);
     }
 }
 
@@ -383,85 +404,142 @@ struct Operand {
     int64_t rows;
 };
 
+// Whether x is of one sign, but for an eighth of what is not 0, by a sample: of each lane a value, of another column and another row. (One
+// product has enough rows for that.)
+__device__ __forceinline__ float sample_of(const Operand& x, int k) {
+    const int lane = threadIdx.x % 32;
+    return x.values[lane * x.rows / 32 * k + lane * k / 32];
+}
+__device__ __forceinline__ bool is_of_one_sign(float sample) {
+    const int positive = __popc(__ballot_sync(~0u, sample > 0)), negative = __popc(__ballot_sync(~0u, sample < 0));
+    return max(positive, negative) > 8 * min(positive, negative);
+}
+
 // `group` threads, a power of two and whole warps, own a row; the first blocks_x blocks have rows of x. What does not fit their registers is
-// read twice, the second time from the end, which is still there. A row with Inf or NaN becomes NaN, as its row or column of C is (both
-// networks' norms make the same of an Inf there).
+// read again, each time from the end where the last one stopped, which is still there. A row with Inf or NaN becomes NaN, as its row or
+// column of C is (both networks' norms make the same of an Inf there). asked: null, or what a frozen weight's `Product::balanced` is to be.
 template <int kPieces>
-__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(
-    const Operand x, const Operand weight, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
+__global__ void __launch_bounds__(kSplitBlock, 3) split_rows(const Operand x, const Operand weight, unsigned blocks_x, int k, int group,
+    int* __restrict__ flags, int64_t flag_count, Rounding rounding, int* __restrict__ asked) {
 #if defined(ON_HOPPER) || defined(ON_OTHERS)
-    __shared__ float warp_values[4][kSplitBlock / 32];
+    __shared__ uint32_t warp_values[5][kSplitBlock / 32];
     for (int64_t i = int64_t(blockIdx.x) * kSplitBlock + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitBlock) flags[i] = 0;
 
     const bool of_x = blockIdx.x < blocks_x;
-    const int row = int(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
-    const float* values = (of_x ? x.values : weight.values) + int64_t(row) * k;
+    const int bits = __ffs(group) - 1, lane = threadIdx.x & (group - 1);
+    const int row = int(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitBlock >> bits) + (threadIdx.x >> bits);
+    const int quads = row < (of_x ? x.rows : weight.rows) ? padded_k(k) / 4 : 0, step = group * kSplitItems;
+    const float* values = (of_x ? x.values : weight.values) + int64_t(row) * k + lane * 4;
     __half* pieces = (of_x ? x.pieces : weight.pieces) + int64_t(row) * padded_k(k) * kPieces;
-    const auto across_group = [&](float v, int place, auto combine) {  // in all threads, after the warp's own combination
-        if (group == 32) return v;
+    // What a warp has found, and what each of the group's warps has, a lane each, over and over.
+    const auto leave = [&](int place, uint32_t v) {
         if (threadIdx.x % 32 == 0) warp_values[place][threadIdx.x / 32] = v;
-        __syncthreads();
-        const float* own = warp_values[place] + threadIdx.x / group * (group / 32);
-        v = own[0];
-        for (int w = 1; w < group / 32; ++w) v = combine(v, own[w]);
+    };
+    const auto take = [&](int place) { return warp_values[place][(threadIdx.x >> bits << (bits - 5)) + (threadIdx.x & ((group >> 5) - 1))]; };
+    const auto sum_of = [&](int place) {
+        float v = __uint_as_float(take(place));
+        for (int offset = group >> 6; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
         return v;
     };
 
+    const int last = max(quads - 1, 0) & -step, own_values = (quads > 0 ? k / 4 : 0) - lane, own_pieces = quads - lane;
+    int first = 0;
     float4 held[kSplitItems];
-    const auto load = [&](int first) {
+    const auto load = [&] {
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
-            const int at = (first + lane + i * group) * 4;
-            held[i] = quads > 0 && at < k ? *reinterpret_cast<const float4*>(values + at) : make_float4(0, 0, 0, 0);
+            const int at = first + i * group;
+            held[i] = at < own_values ? reinterpret_cast<const float4*>(values)[unsigned(at)] : make_float4(0, 0, 0, 0);
         }
     };
-    uint32_t largest = 0, least = ~0u;  // least: of what is not 0, and less by 1
-    int first = 0;
-    for (;; first += step) {
-        load(first);
+    const auto over_row = [&](const auto& use) {  // use(how many quads on from the thread's first, the values there)
+        const int end = first == 0 ? last : 0, stride = first == 0 ? step : -step;
+        for (;; first += stride, load()) {
 #pragma unroll
-        for (int i = 0; i < kSplitItems; ++i) {
-            const float4 v = held[i];
-            const uint32_t bits[4] = {magnitude_bits(v.x), magnitude_bits(v.y), magnitude_bits(v.z), magnitude_bits(v.w)};
-            largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
-            least = min(least, min(min(bits[0] - 1, bits[1] - 1), min(bits[2] - 1, bits[3] - 1)));
+            for (int i = 0; i < kSplitItems; ++i) use(first + i * group, held[i]);
+            if (first == end) break;
         }
-        if (first + step >= quads) break;
-    }
-    largest = __reduce_max_sync(~0u, largest);
-    largest = __float_as_uint(across_group(__uint_as_float(largest), 0, [](float a, float b) {
-        return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
-    }));
+    };
+    const auto store = [&](const Halves& quad, int at) {  // of one piece; without a branch
+        asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %3, %4;\n@p st.global.v2.b32 [%0], {%1, %2};\n}"
+            ::"l"(pieces + lane * 4 + uint64_t(unsigned(at)) * 4), "r"(bits_of(quad.a)), "r"(bits_of(quad.b)), "r"(at), "r"(own_pieces) : "memory");
+    };
+    const bool tells = of_x && asked != nullptr && blockIdx.x == 0;
+    const bool asks = kPieces == 1 && rounding == Rounding::kAsXAsks && (tells || !of_x);
+    const float sample = asks ? sample_of(x, k) : 0.0f;
+    load();
+    uint32_t largest = 0, least = ~0u;  // least: of what is not 0, and less by 1
+    over_row([&](int, const float4& v) {
+        const uint32_t bits[4] = {magnitude_bits(v.x), magnitude_bits(v.y), magnitude_bits(v.z), magnitude_bits(v.w)};
+        largest = max(largest, max(max(bits[0], bits[1]), max(bits[2], bits[3])));
+        least = min(least, min(min(bits[0] - 1, bits[1] - 1), min(bits[2] - 1, bits[3] - 1)));
+    });
+    leave(0, __reduce_max_sync(~0u, largest)), leave(1, __reduce_min_sync(~0u, least));
+    __syncthreads();
+    largest = __reduce_max_sync(~0u, take(0)), least = __reduce_min_sync(~0u, take(1));
     const int exponent = scale_exponent(largest);
-    const float scale = largest < 0x7f800000u ? power_of_two(exponent) : NAN;
-    const uint32_t intact = __float_as_uint(kIntact<kPieces> * power_of_two(-exponent)) - 1;
-    const bool loses = __any_sync(~0u, least < intact);  // seldom
-    float sum = 0, squares = 0, lost = 0;
-    const auto add_up = [&](float v) { sum += fabsf(v), squares += v * v; };
-    const auto count = [&](float v) { lost += magnitude_bits(v) - 1 < intact ? 1.0f : 0.0f; };
-    for (;; load(first)) {
+    float scale = largest < 0x7f800000u ? power_of_two(exponent) : NAN;
+    asm volatile("" : "+f"(scale));  // or it is worked out again for each quad
+    const auto scaled = [&](const float4& v) { return make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale); };
+
+    float sum = 0, squares = 0;
+    if constexpr (kPieces == 2) {
+        const auto add_up = [&](float v) { sum += fabsf(v), squares += v * v; };
+        over_row([&](int at, const float4& held) {
+            if (at >= own_pieces) return;
+            const float4 v = scaled(held);
+            store_pieces<2>(pieces, (lane + at) * 4, v);
+            add_up(v.x), add_up(v.y), add_up(v.z), add_up(v.w);
+        });
+        leave(2, __float_as_uint(sum_across_lanes(sum))), leave(3, __float_as_uint(sum_across_lanes(squares)));
+        __syncthreads();
+        sum = sum_of(2), squares = sum_of(3);
+    } else {
+        const bool one_sign = is_of_one_sign(sample);
+        if (tells && threadIdx.x == 0) *asked = one_sign;
+        const auto sum_of_quad = [](float4 v) { return (v.x + v.y) + (v.z + v.w); };
+        if (of_x || (rounding != Rounding::kBalanced && !one_sign)) {
+            over_row([&](int at, const float4& held) { store(Halves(scaled(held)), at); });
+        } else {  // a warp by itself: some of what it still holds at the end takes back what rounding has added, each value in proportion
+            float added = 0, magnitudes = 0, change = 0;
+            over_row([&](int at, const float4& held) {
+                const float4 v = scaled(held);
+                const Halves nearest(v);
+                store(nearest, at);
+                added -= sum_of_quad(nearest.rest(v));
+            });
 #pragma unroll
-        for (int i = 0; i < kSplitItems; ++i) {
-            const int quad = first + lane + i * group;
-            if (quad < quads) {
-                float4 v = held[i];
-                v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-                store_pieces<kPieces>(pieces, quad * 4, v);
-                if constexpr (kPieces == 2) add_up(v.x), add_up(v.y), add_up(v.z), add_up(v.w);
+            for (int i = 0; i < kBalancingItems; ++i) {
+                const float4 v = scaled(held[i]);
+                magnitudes += (fabsf(v.x) + fabsf(v.y)) + (fabsf(v.z) + fabsf(v.w));
+            }
+            added = sum_across_lanes(added), magnitudes = sum_across_lanes(magnitudes);
+            const float share = fminf(fmaxf(__fdividef(added, magnitudes), -kMostShare), kMostShare);
+            const auto less = [&](float v) { return fmaf(-share, fabsf(v), v); };
+            Halves balanced[kBalancingItems];
+#pragma unroll
+            for (int i = 0; i < kBalancingItems; ++i) {
+                const float4 v = scaled(held[i]);
+                balanced[i] = Halves(make_float4(less(v.x), less(v.y), less(v.z), less(v.w)));
+                change += sum_of_quad(Halves(v).rest(v)) - sum_of_quad(balanced[i].rest(v));
+            }
+            change = sum_across_lanes(change);
+            // Not where many values lie just half way: all of them go the other way then.
+            if (fabsf(added + change) < fabsf(added)) {
+#pragma unroll
+                for (int i = 0; i < kBalancingItems; ++i) store(balanced[i], first + i * group);
             }
         }
-        if (loses) {
-#pragma unroll
-            for (int i = 0; i < kSplitItems; ++i) count(held[i].x), count(held[i].y), count(held[i].z), count(held[i].w);
-        }
-        first -= step;
-        if (first < 0) break;
     }
-    const auto add = [](float a, float b) { return a + b; };
-    lost = sum_across_lanes(lost), sum = sum_across_lanes(sum), squares = sum_across_lanes(squares);
-    lost = across_group(lost, 1, add);
-    if constexpr (kPieces == 2) sum = across_group(sum, 2, add), squares = across_group(squares, 3, add);
+    const uint32_t intact = __float_as_uint(kIntact<kPieces> * power_of_two(-exponent)) - 1;
+    float lost = 0;
+    if (least < intact) {  // seldom
+        const auto count = [&](float v) { lost += magnitude_bits(v) - 1 < intact ? 1.0f : 0.0f; };
+        over_row([&](int, const float4& v) { count(v.x), count(v.y), count(v.z), count(v.w); });
+        leave(4, __float_as_uint(sum_across_lanes(lost)));
+        asm volatile("barrier.cta.sync %0, %1;" ::"r"(1 + (threadIdx.x >> bits)), "r"(group) : "memory");
+        lost = sum_of(4);
+    }
     if (lane == 0 && quads > 0) {
         RowScale result;
         result.unscale = power_of_two(-exponent);
@@ -714,6 +792,8 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
         if (thread == 0) {
             prefetch_map(&map_a);
             prefetch_map(&map_b);
+            const int* const balanced = epilogue.product.balanced;
+            const int first = balanced != nullptr ? *balanced * epilogue.product.n : 0;  // the balanced rows of W follow the others
             const int missing = Kind::kTurnedA ? 0 : max(kTileM - epilogue.product.m, 0) * 128;  // rows that the box of fewer leaves as they are
             for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
                 const Slab corner = tiles.find(tile);
@@ -722,7 +802,7 @@ __global__ void __launch_bounds__(Kind::kThreads, 1) multiply(
                     mbarrier_wait(empty + 8 * ring.place, ring.phase ^ 1);
                     mbarrier_expect_bytes(bar, kStageBytes - missing);
                     load_tile<Kind::kTurnedA, Kind::kPieces>(a, &map_a, line, corner.row, bar);
-                    load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, corner.column, bar);
+                    load_tile<Kind::kTurnedB, Kind::kPieces>(a + kBytesA, &map_b, line, first + corner.column, bar);
                 }
             }
         }
@@ -1386,11 +1466,12 @@ static bool aligned_16(const void* x, const void* y) { return ((uintptr_t(x) | u
 #if CUDART_VERSION >= 12000
 // --- shared: product launchers (home: kernels/linear_swish_group_norm.py) ---
 // What a product needs beside its operands and its result: their pieces and scales, and the flags. Sizes in bytes, each a multiple of 128.
-// A frozen weight is pieces_w and scales_w of its own.
+// A frozen weight has pieces and scales of its own; for one product its pieces twice, to nearest and balanced, and so many bytes that it is
+// not taken for one of three products.
 struct ProductWorkspace {
-    int64_t pieces_x, scales_x, flags, pieces_w, scales_w;
-    int64_t frozen_bytes() const { return pieces_w + scales_w; }
-    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + (frozen ? 0 : frozen_bytes()); }
+    int64_t pieces_x, scales_x, flags, asked, pieces_w, scales_w, frozen_pieces;
+    int64_t frozen_bytes() const { return frozen_pieces + scales_w; }
+    int64_t bytes(bool frozen) const { return pieces_x + scales_x + flags + asked + (frozen ? 0 : pieces_w + scales_w); }
 };
 
 static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
@@ -1399,17 +1480,21 @@ static ProductWorkspace product_workspace(int64_t m, int64_t n, int64_t k, int p
     w.pieces_x = m * padded_k(int(k)) * pieces * 2;
     w.scales_x = whole_lines(m * sizeof(RowScale));
     w.flags = whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int));
+    w.asked = whole_lines(sizeof(int));
     w.pieces_w = n * padded_k(int(k)) * pieces * 2;
     w.scales_w = whole_lines(n * sizeof(RowScale));
+    w.frozen_pieces = pieces == 1 ? 2 * w.pieces_w + 128 : w.pieces_w;
     return w;
 }
 
 template <int kPieces>
-static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, cudaStream_t stream) {
+static cudaError_t launch_split(const Operand& x, const Operand& weight, int k, int* flags, int64_t flag_count, Rounding rounding, int* asked,
+                                cudaStream_t stream) {
     int group = 32;
     while (group < kSplitBlock && group * kSplitItems * 4 < padded_k(k)) group *= 2;
     const int64_t blocks_x = divide_up(x.rows, kSplitBlock / group), blocks_w = divide_up(weight.rows, kSplitBlock / group);
-    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(x, weight, unsigned(blocks_x), k, group, flags, flag_count);
+    split_rows<kPieces><<<unsigned(blocks_x + blocks_w), kSplitBlock, 0, stream>>>(
+        x, weight, unsigned(blocks_x), k, group, flags, flag_count, rounding, asked);
     return cudaGetLastError();
 }
 
@@ -1483,7 +1568,8 @@ static cudaError_t launch_multiply_rows(
     const Epilogue& epilogue, const void* x, const void* w, int64_t values, bool exact, const Device& device, cudaStream_t stream) {
     CUtensorMap map_x, map_w;
     if (!make_map(&map_x, x, epilogue.product.m, values, epilogue.product.m < kTileM ? epilogue.product.m : kTileM)) return cudaErrorInvalidValue;
-    if (!make_map(&map_w, w, epilogue.product.n, values, Kind::kTileN)) return cudaErrorInvalidValue;
+    const int64_t rows_w = int64_t(epilogue.product.n) * (epilogue.product.balanced != nullptr ? 2 : 1);
+    if (!make_map(&map_w, w, rows_w, values, Kind::kTileN)) return cudaErrorInvalidValue;
     return launch_multiply<Kind>(epilogue, map_x, map_w, exact, device, stream);
 }
 
@@ -1499,11 +1585,14 @@ static cudaError_t launch_product(
     char* const at = static_cast<char*>(workspace);
     char* const weight = frozen != nullptr ? static_cast<char*>(const_cast<void*>(frozen)) : at + sizes.bytes(true);
     const Operand x = {product.x, reinterpret_cast<__half*>(at), reinterpret_cast<RowScale*>(at + sizes.pieces_x), product.m};
-    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), reinterpret_cast<RowScale*>(weight + sizes.pieces_w),
-                       frozen != nullptr ? 0 : product.n};
+    RowScale* const scales_w = reinterpret_cast<RowScale*>(weight + (frozen != nullptr ? sizes.frozen_pieces : sizes.pieces_w));
+    const Operand w = {product.weight, reinterpret_cast<__half*>(weight), scales_w, frozen != nullptr ? 0 : product.n};
     product.rows = x.scales, product.columns = w.scales;
     product.flags = reinterpret_cast<int*>(at + sizes.pieces_x + sizes.scales_x);
-    cudaError_t error = launch_split<Kind::kPieces>(x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    int* const asked = frozen != nullptr && Kind::kPieces == 1 ? product.flags + sizes.flags / int64_t(sizeof(int)) : nullptr;
+    product.balanced = asked;
+    cudaError_t error = launch_split<Kind::kPieces>(
+        x, w, product.k, product.flags, sizes.flags / int64_t(sizeof(int)), Rounding::kAsXAsks, asked, stream);
     const int64_t halves = int64_t(padded_k(product.k)) * Kind::kPieces;
     if (error != cudaSuccess) return error;
     if (on_hopper(device)) {
@@ -1558,8 +1647,13 @@ extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32) {
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream) {
     const ProductWorkspace sizes = product_workspace(0, n, k, tf32 ? 1 : 2);
     char* const to = static_cast<char*>(frozen);
-    const Operand w = {weight, reinterpret_cast<__half*>(to), reinterpret_cast<RowScale*>(to + sizes.pieces_w), n};
-    return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, stream) : launch_split<2>({}, w, int(k), nullptr, 0, stream);
+    const auto split = [&](Rounding rounding, int64_t at) -> int {
+        const Operand w = {weight, reinterpret_cast<__half*>(to + at), reinterpret_cast<RowScale*>(to + sizes.frozen_pieces), n};
+        return tf32 ? launch_split<1>({}, w, int(k), nullptr, 0, rounding, nullptr, stream)
+                    : launch_split<2>({}, w, int(k), nullptr, 0, rounding, nullptr, stream);
+    };
+    const int error = split(Rounding::kNearest, 0);
+    return error != 0 || !tf32 ? error : split(Rounding::kBalanced, sizes.pieces_w);
 }
 // --- end shared: product launchers ---
 
@@ -3376,11 +3470,11 @@ class Freezable(nn.Module):
     def freeze_weight(self) -> None:
         """Split the linear layer's weight now; calls without gradients use that for as long as the weight stays as it is.
 
-        It takes as much memory as the weight (half as much where TF32 is allowed), and serves the precision that is set now. Whatever
-        PyTorch counts as a change of the weight (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another
-        precision, and each call splits the weight again; `freeze_weight` may then be called again. Writes through `.data` are not
-        counted: call it after them. `train()`, `.to()` and its like drop the split, and copies and pickles have none. Nothing happens where
-        a weight would not be split: on the CPU, on other chips than Hopper, in other dtypes than float32.
+        It takes as much memory as the weight, and serves the precision that is set now. Whatever PyTorch counts as a change of the weight
+        (an optimizer's step, `load_state_dict`, `copy_`), another tensor in its place or another precision, and each call splits the weight
+        again; `freeze_weight` may then be called again. Writes through `.data` are not counted: call it after them. `train()`, `.to()` and
+        its like drop the split, and copies and pickles have none. Nothing happens where a weight would not be split: on the CPU, on other
+        chips than Hopper, in other dtypes than float32.
 
         RuntimeError: in training mode, and for a weight made under `torch.inference_mode`, whose changes nobody counts.
         """
