@@ -29,10 +29,12 @@ from judge.pairs import Problem
 # What is cut out of a kernel file, each pattern once, and what stands there instead.
 GUARD = {
     r" *for \(int64_t i = int64_t\(blockIdx\.x\) \* kSplitBlock[^\n]*flags\[i\] = 0;\n": "",  # the split clears the flags,
-    r" *const uint32_t intact = .*?const auto count = [^\n]*\n": "",  # looks for values that lose something,
-    r" *if constexpr \(kPieces == 2\) add_up[^\n]*\n": "",  # adds up a row's values,
-    r" *if \(loses\) {\n.*?\n        }\n": "",  # counts those that lose,
-    r" *const auto add = [^\n]*\n *lost = sum_across_lanes.*?across_group\(squares, 3, add\);\n": "",  # adds that up,
+    r", leave\(1, __reduce_min_sync\(~0u, least\)\)": "",  # looks for values that lose something,
+    r", least = __reduce_min_sync\(~0u, take\(1\)\)": "",
+    r" *const auto add_up = [^\n]*\n": "",  # adds up a row's values,
+    r" *add_up\(v\.x\)[^\n]*\n": "",
+    r" *leave\(2, .*?squares = sum_of\(3\);\n": "",
+    r" *const uint32_t intact = .*?lost = sum_of\(4\);\n    }\n": "",  # counts those that lose
     r"result\.doubt = kDoubt<kPieces> \* lost;.*?result\.doubt = -INFINITY;[^\n]*\n": "result.doubt = 0;\n",  # and leaves a doubt;
     r" *doubt\[i\] = epilogue\.doubt\(own\);\n": "",  # the epilogue reads it,
     r" *const float most = largest\(doubt\[i\]\);\n": "",  # finds the largest of some columns
