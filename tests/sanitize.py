@@ -73,7 +73,8 @@ def drawn(case: Case) -> tuple[nn.Module, nn.Module, list]:
 
 
 def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], None]]]:
-    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, and badly scaled rows.
+    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, badly scaled rows, and an x of
+    one sign, for which TF32's one product rounds W otherwise.
 
     plain: of the Model instead of ModelNew, so with none of our code.
     """
@@ -111,6 +112,12 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
             new.eval().freeze_weight()
         return inputs
 
+    def of_one_sign(new, inputs):
+        return [inputs[0].abs(), *inputs[1:]]
+
+    def frozen_and_of_one_sign(new, inputs):
+        return of_one_sign(new, frozen(new, inputs))
+
     for case in cases_of(stem):
         for dtype in DTYPES:
             add(case, dtype, "gradients", train)
@@ -119,6 +126,9 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
             add(case, torch.float32, f"frozen, TF32 {tf32}", infer, frozen, tf32)
             add(case, torch.float32, f"badly scaled, no gradients, TF32 {tf32}", infer, badly_scaled, tf32)
             add(case, torch.float32, f"badly scaled, gradients, TF32 {tf32}", train, badly_scaled, tf32)
+        if case in PRODUCTS:
+            add(case, torch.float32, "x of one sign, TF32 True", infer, of_one_sign, True)
+            add(case, torch.float32, "frozen, x of one sign, TF32 True", infer, frozen_and_of_one_sign, True)
     kinds = {tail.kind for tail in test_backward.TAILS if tail.groups}
     for tail in [*test_backward.TAILS, *(test_backward.Tail(kind, "groups of 1500 features", (3, 3000), 2) for kind in kinds)]:
         for dtype in DTYPES if tail.kind.stem == stem else ():
