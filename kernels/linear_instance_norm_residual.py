@@ -333,9 +333,10 @@ constexpr float kFewProducts = 16;  // (sum |v|)^2 / sum v^2 of a row: how many 
 
 // How one product's W is rounded. An output's error by that is the sum of (w' - w) x, or of (w' - w) (x - c), and c times the sum of w' - w.
 // Balanced: some of the values that lie nearly half way between two fp16 numbers are rounded the other way, so that the w' - w of a warp's part
-// of a row add up to next to nothing. With c the mean of x, where all of it is of one sign, that leaves a half of this error's square or less,
-// a quarter where x is uniform. Where c is 0 it would only be another error: then to nearest. (c times the sum could be taken off each output,
-// for less work. But where the large values of W meet the small ones of x, that is an error larger than all of x W^T.)
+// of a row add up to next to nothing. With c the mean of x, where all of it is of one sign, that leaves x's variance over the mean of its squares
+// of this error's square: a quarter where x is uniform, two thirds behind a ReLU. Where c is 0 it would only be another error: then to nearest.
+// (c times the sum could be taken off each output, for less work. But where the large values of W meet the small ones of x, that is an error
+// larger than all of x W^T.)
 enum class Rounding { kNearest, kBalanced, kAsXAsks };
 constexpr float kMostShare = 0x1p-14f;  // nearly: by an eighth of a unit in the last place at most
 constexpr int kBalancingItems = 2;      // of a thread's quads, which may change
