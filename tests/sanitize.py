@@ -73,8 +73,9 @@ def drawn(case: Case) -> tuple[nn.Module, nn.Module, list]:
 
 
 def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], None]]]:
-    """Each with its name: with gradients and without; for the float32 products also with TF32, a frozen weight, badly scaled rows, and an x of
-    one sign, for which TF32's one product rounds W otherwise.
+    """Each with its name: with gradients and without, of ordinary values, and with some that are infinite, NaN or the type's largest, which are
+    computed anew; for the float32 products also with TF32, a frozen weight, badly scaled rows, and an x of one sign, for which TF32's one product
+    rounds W otherwise.
 
     plain: of the Model instead of ModelNew, so with none of our code.
     """
@@ -104,6 +105,12 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
     def infer(new, inputs):
         new(*inputs)
 
+    def extremes(new, inputs):
+        x = inputs[0].flatten()
+        for i, value in enumerate((torch.finfo(x.dtype).max, torch.inf, -torch.inf, torch.nan)):
+            x[7 * i :: 997] = value
+        return [x.view_as(inputs[0]), *inputs[1:]]
+
     def badly_scaled(new, inputs):
         return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
 
@@ -120,8 +127,9 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
 
     for case in cases_of(stem):
         for dtype in DTYPES:
-            add(case, dtype, "gradients", train)
-            add(case, dtype, "no gradients", infer)
+            for call, how in ((train, "gradients"), (infer, "no gradients")):
+                add(case, dtype, how, call)
+                add(case, dtype, f"extremes, {how}", call, extremes)
         for tf32 in (False, True) if case in PRODUCTS else ():
             add(case, torch.float32, f"frozen, TF32 {tf32}", infer, frozen, tf32)
             add(case, torch.float32, f"badly scaled, no gradients, TF32 {tf32}", infer, badly_scaled, tf32)
