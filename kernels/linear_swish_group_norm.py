@@ -8,12 +8,12 @@ Below float64 the whole network is one operator. On Hopper (sm_90, CUDA 12) floa
 from 128 rows and features and 2^30 multiplications on: x and W are split into two fp16 pieces, three products of pieces make one of
 float32, and where a group is 64 features its norm is in the product's epilogue, which writes the output and, for a backward, h, while the
 tensor cores multiply the next tile. Where TF32 is allowed one product of the first pieces does, with TF32's error, as a rule less where x
-is of one sign; float16 and bfloat16 are multiplied as they are, and rounded once. `freeze_weight()` splits W once instead of in each call. The
-product's gradients are two products of the same kind; none of their operands is transposed in memory, and h's gradient is split once for
-both (where a group is 64 features as soon as it is made, and not written itself). On sm_80 and sm_100 a plainer loop makes the three
-products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and newer, which adds in float32 and has the
-same epilogue. Everything else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product, and one
-kernel for all that follows it.
+is of one sign; float16 and bfloat16 are multiplied as they are, and rounded once. `freeze_weight()` splits W once instead of in each call.
+The gradients of float32's product are two products of the same kind; none of their operands is transposed in memory, and h's gradient is
+split once for both (where a group is 64 features as soon as it is made, and not written itself). On sm_80 and sm_100 a plainer loop makes
+the three products. Few rows, for which reading W is all the work, have a kernel of their own on sm_80 and newer, which adds in float32 and
+has the same epilogue. Everything else (other chips, small products, hooks on the linear layer, autocast) takes PyTorch's matrix product,
+and one kernel for all that follows it.
 
 In that one kernel every v is used twice, and where it waits depends on the slice:
 
@@ -1461,6 +1461,37 @@ struct StoreEpilogue {
         *reinterpret_cast<float2*>(out + int64_t(row) * product.n + column + threadIdx.x % 32 * 2) = h;
     }
 };
+// The same of 16-bit values, which are multiplied as they are: nothing is scaled or in doubt, and C is rounded once.
+template <typename T> struct HalvesEpilogue {
+    static constexpr bool kRestores = false;
+    static constexpr int kVectors = 1;
+    Product product;
+    T* out;
+    const T* bias;
+
+    __device__ __forceinline__ float column(int at, int) const { return to_acc(bias[at]); }
+    __device__ __forceinline__ float doubt(int) const { return 0; }
+    __device__ __forceinline__ float2 scale(int) const { return make_float2(1, 0); }
+    template <class Four, class Scale>
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Slab& slab, const Four& four, const Scale&, bool, float) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 biases = four(0, half);
+            const float plus[4] = {biases.x, biases.y, biases.z, biases.w};
+#pragma unroll
+            for (int i = 0; i < 16; ++i) v[i / 4][half * 4 + i % 4] += plus[i % 4];
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            if (slab.row + 4 * r < product.m) store_row<false>(out, slab.row + 4 * r, slab, product.n, v[r]);
+        }
+    }
+    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
+        Pack<T, 2> pair;
+        from_acc(h.x, pair.value[0]), from_acc(h.y, pair.value[1]);
+        *reinterpret_cast<Pack<T, 2>*>(out + int64_t(row) * product.n + column + threadIdx.x % 32 * 2) = pair;
+    }
+};
 
 // The uncertain outputs, in float32. A block takes every so-many-th block of outputs: 64 x 64, of which a thread has 4 x 4. A few are
 // dot products of all threads, one after the other; where they are many the whole block is computed.
@@ -2073,6 +2104,21 @@ static bool fits_tensor_cores(int64_t m, int64_t n, int pieces) {
     return (on_hopper(device) || portably) && n % 2 == 0 && m >= 128 && n >= 128 && m <= kMost && n <= kMost;
 }
 
+// Whether 16-bit values are for the tensor cores: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K, and
+// up to four rows multiply_few's.
+static bool halves_fit_tensor_cores(int64_t m, int64_t n, int64_t k) {
+    Device device;
+    const auto tiles_of = [](int64_t size) { return divide_up(size, kTileM); };  // in either direction
+    static_assert(OneProduct::kTileN == kTileM, "a tile is a square");
+    if (m == 0 || n % 2 != 0 || current_device(&device) != cudaSuccess || is_of_few_rows(m, n, k, kFewRows / 4)) return false;
+    if (!fits_tensor_cores(tiles_of(m) * kTileM, tiles_of(n) * kTileM, 1) || k % 8 != 0 || k < kLine) return false;
+    const int64_t tiles = tiles_of(m) * tiles_of(n);
+    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileM;
+}
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
+    return halves_fit_tensor_cores(m, n, k) || is_of_few_rows(m, n, k, kFewRows);
+}
+
 // How much workspace a product takes: 0 where it is of few rows, -1 where it is not for us: another chip, or a shape that does not pay.
 extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, bool frozen) {
     if (is_of_few_rows(m, n, k, tf32 ? kFewRows : 4 * kFewRows)) return 0;
@@ -2115,6 +2161,21 @@ extern "C" int product_forward(
     if (m < kTileM) return launch_few(epilogue, x, weight, bias, device, stream);
     return tf32 ? launch_product<OneProduct>(epilogue, workspace, frozen, recorded, device, stream)
                 : launch_product<ThreeProducts>(epilogue, workspace, frozen, recorded, device, stream);
+}
+// The same of 16-bit values for which product_of_halves_fits. dtype: 2 float16, 3 bfloat16.
+extern "C" int product_of_halves(
+    int dtype, const void* x, const void* weight, const void* bias, void* h, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    Device device;
+    const cudaError_t error = current_device(&device);
+    if (error != cudaSuccess) return error;
+    const auto launch = [&](auto zero) {
+        using T = decltype(zero);
+        const Product product = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, int(m), int(n), int(k)};
+        const HalvesEpilogue<T> epilogue = {product, static_cast<T*>(h), static_cast<const T*>(bias)};
+        if (halves_fit_tensor_cores(m, n, k)) return launch_multiply_rows<Products<1, 128, 5, 3, T>>(epilogue, x, weight, k, false, device, stream);
+        return launch_few(epilogue, static_cast<const T*>(x), static_cast<const T*>(weight), epilogue.bias, device, stream);
+    };
+    return dtype == 2 ? launch(__half()) : launch(__nv_bfloat16());
 }
 // --- end shared: product entry point ---
 
@@ -2897,21 +2958,6 @@ static SwishGroupNormEpilogue<T, kExact> network_from(const void* const* from, v
     return {product, static_cast<T*>(out), h, at(2), at(3), at(4), at(5), float(eps)};
 }
 
-// Whether 16-bit values are for the tensor cores: there is nothing to split, but few tiles of a long K are cuBLAS's, which divides the K, and
-// up to four rows multiply_few's.
-static bool halves_fit_tensor_cores(int64_t m, int64_t n, int64_t k) {
-    Device device;
-    const auto tiles_of = [](int64_t size) { return divide_up(size, kTileM); };  // in either direction
-    static_assert(FinishedProduct<__half>::kTileN == kTileM, "a tile is a square");
-    if (m == 0 || current_device(&device) != cudaSuccess || is_of_few_rows(m, n, k, kFewRows / 4)) return false;
-    if (!fits_tensor_cores(tiles_of(m) * kTileM, tiles_of(n) * kTileM, 1) || k % 8 != 0 || k < kLine) return false;
-    const int64_t tiles = tiles_of(m) * tiles_of(n);
-    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileM;
-}
-extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
-    return halves_fit_tensor_cores(m, n, k) || is_of_few_rows(m, n, k, kFewRows);
-}
-
 // The whole network, `groups` of kBlockSide features. from: x (m, k), weight (n, k), the linear layer's bias, bias, gamma, beta, of one
 // dtype, all 16-byte aligned. dtype: 0 float32, 2 float16, 3 bfloat16. For float32 workspace: product_bytes; frozen: of freeze_weight, or null.
 extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
@@ -3040,12 +3086,13 @@ extern "C" int linear_swish_group_norm_split(const float* grad, const float* h, 
 extern "C" int64_t product_bytes() { return -1; }
 extern "C" int64_t frozen_bytes() { return 0; }
 extern "C" bool product_gradient_bytes() { return false; }
+extern "C" bool product_of_halves_fits() { return false; }
 extern "C" int product_forward() { return cudaErrorNotSupported; }
+extern "C" int product_of_halves() { return cudaErrorNotSupported; }
 extern "C" int freeze_weight() { return cudaErrorNotSupported; }
 extern "C" int product_split_gradient() { return cudaErrorNotSupported; }
 extern "C" int product_gradient() { return cudaErrorNotSupported; }
 // --- end shared: without tensor cores ---
-extern "C" bool product_of_halves_fits() { return false; }
 extern "C" int64_t linear_swish_group_norm_partials() { return 0; }
 extern "C" int linear_swish_group_norm_forward() { return cudaErrorNotSupported; }
 extern "C" int linear_swish_group_norm_split() { return cudaErrorNotSupported; }
@@ -4124,6 +4171,9 @@ extern "C" int64_t product_bytes(int64_t m, int64_t n, int64_t k, bool tf32, boo
 extern "C" int product_forward(
     const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32, bool recorded,
     void* workspace, const void* frozen, cudaStream_t stream);
+extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k);
+extern "C" int product_of_halves(
+    int dtype, const void* x, const void* weight, const void* bias, void* h, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int64_t frozen_bytes(int64_t n, int64_t k, bool tf32);
 extern "C" int freeze_weight(const float* weight, int64_t n, int64_t k, bool tf32, void* frozen, cudaStream_t stream);
 extern "C" bool product_gradient_bytes(int64_t m, int64_t n, int64_t k, bool tf32, int64_t* bytes);
@@ -4161,15 +4211,19 @@ struct Frozen {
 at::Tensor linear_on_cuda(
     const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias, bool recorded, const Frozen& frozen = {}) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed();
-    const void* const split = frozen.of(weight, tf32);
-    const int64_t bytes = product_bytes(m, n, k, tf32, split != nullptr);
-    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // few rows are not worth a copy of W
+    const bool tf32 = tf32_is_allowed(), single = x.scalar_type() == at::kFloat;
+    const void* const split = single ? frozen.of(weight, tf32) : nullptr;
+    const bool halves_fit = x.element_size() == 2 && product_of_halves_fits(m, n, k);
+    const int64_t bytes = single ? product_bytes(m, n, k, tf32, split != nullptr) : halves_fit ? 0 : -1;
+    if (bytes < 0 || (bytes == 0 && !weight.is_contiguous())) return at::linear(x, weight, bias);  // not worth a copy of W
     const at::Tensor rows = aligned(x), columns = aligned(weight), offset = bias ? aligned(*bias) : at::zeros({n}, x.options());
     const at::Tensor workspace = workspace_of(bytes, x);
     at::Tensor h = at::empty({m, n}, x.options());
-    const int error = product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k,
-        tf32, recorded, workspace.data_ptr(), split, current_stream());
+    const int error = single
+        ? product_forward(rows.data_ptr<float>(), columns.data_ptr<float>(), offset.data_ptr<float>(), h.data_ptr<float>(), m, n, k, tf32,
+              recorded, workspace.data_ptr(), split, current_stream())
+        : product_of_halves(dtype_number(x, "linear"), rows.data_ptr(), columns.data_ptr(), offset.data_ptr(), h.data_ptr(), m, n, k,
+              current_stream());
     check_launch(error, "linear");
     return h;
 }
@@ -4190,12 +4244,14 @@ int products_of_split(const float* const* grad, const at::Tensor& split, const a
 }
 #endif
 
-// Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32.
+// Of x (m, k), weight (n, k) and, where there is one, bias (n), all float32, float16 or bfloat16.
 void check_linear(const at::Tensor& x, const at::Tensor& weight, const c10::optional<at::Tensor>& bias) {
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "linear: x (m, k) and weight (n, k) are wanted");
     TORCH_CHECK(!bias || (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0)), "linear: for weight (n, k) bias (n) is wanted");
-    for (const at::Tensor& t : {x, weight, bias.value_or(x)}) {
-        TORCH_CHECK(t.scalar_type() == at::kFloat, "linear: float32 alone, not ", t.scalar_type());
+    const at::ScalarType type = x.scalar_type();
+    TORCH_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "linear: float32, float16 and bfloat16, not ", type);
+    for (const at::Tensor& t : {weight, bias.value_or(x)}) {
+        TORCH_CHECK(t.scalar_type() == type, "linear: x is ", type, ", but weight or bias ", t.scalar_type());
         TORCH_CHECK(t.device() == x.device(), "linear: x on ", x.device(), ", but weight or bias on ", t.device());
     }
 }
@@ -4217,7 +4273,8 @@ std::vector<at::Tensor> linear_gradients_meta(
     check_linear(x, weight, c10::nullopt);
     TORCH_CHECK(grad.dim() == 2 && grad.sym_size(0) == x.sym_size(0) && grad.sym_size(1) == weight.sym_size(0),
         "linear: the gradient must have the shape of the output");
-    TORCH_CHECK(grad.scalar_type() == at::kFloat && grad.device() == x.device(), "linear: the gradient must be float32, on ", x.device());
+    TORCH_CHECK(grad.scalar_type() == x.scalar_type() && grad.device() == x.device(),
+        "linear: the gradient must be ", x.scalar_type(), ", on ", x.device());
     const auto result = [&](bool need, c10::SymIntArrayRef size) {
         return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
     };
@@ -4248,7 +4305,7 @@ std::vector<at::Tensor> linear_gradients_cuda(
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
     int64_t sizes[4];
-    if (!product_gradient_bytes(m, n, k, tf32, sizes)) {
+    if (x.scalar_type() != at::kFloat || !product_gradient_bytes(m, n, k, tf32, sizes)) {
         if (needs[0]) results[0] = linear_on_cuda(grad, weight.t(), c10::nullopt, false);
         if (needs[1]) results[1] = linear_on_cuda(grad.t(), x.t(), c10::nullopt, false);
         if (needs[2]) results[2] = at::sum(grad, {0});
@@ -4267,7 +4324,8 @@ at::Tensor freeze_cuda(const at::Tensor& weight) {
     check_linear(weight, weight, c10::nullopt);
     const c10::cuda::CUDAGuard guard(weight.device());
     const bool tf32 = tf32_is_allowed();
-    const int64_t n = weight.size(0), k = weight.size(1), bytes = weight.is_contiguous() ? frozen_bytes(n, k, tf32) : 0;
+    const bool splits = weight.is_contiguous() && weight.scalar_type() == at::kFloat;
+    const int64_t n = weight.size(0), k = weight.size(1), bytes = splits ? frozen_bytes(n, k, tf32) : 0;
     at::Tensor split = workspace_of(bytes, weight);
     if (bytes == 0) return split;
     const at::Tensor ready = aligned(weight);
@@ -4312,7 +4370,6 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_meta(
     return {out, keep ? at::empty_like(out) : at::empty({0}, x.options())};
 }
 #ifdef WITH_CUDA
-extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_swish_group_norm_forward(int dtype, const void* const* from, void* out, float* h, int64_t m, int64_t n, int64_t k,
     double eps, bool tf32, void* workspace, const void* frozen, cudaStream_t stream);
 
@@ -4329,7 +4386,7 @@ std::tuple<at::Tensor, at::Tensor> linear_swish_group_norm_cuda(
     const void* const split = single && slabs ? known.of(weight, tf32) : nullptr;
     const int64_t bytes = single && slabs ? product_bytes(m, n, k, tf32, split != nullptr) : -1;
     if (bytes < 0 && !(slabs && !keep && dtype >= 2 && product_of_halves_fits(m, n, k))) {
-        const at::Tensor h = single ? linear_on_cuda(x, weight, linear_bias, keep, known) : at::linear(x, weight, linear_bias);
+        const at::Tensor h = linear_on_cuda(x, weight, linear_bias, keep, known);
         return {forward_on_cuda(h, {bias}, gamma, beta, groups, eps), keep ? h : at::empty({0}, x.options())};
     }
     const std::array<at::Tensor, 6> ready = {aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
@@ -5007,7 +5064,7 @@ class Linear(torch.autograd.Function):
 
 def _apply(linear: nn.Module, x: torch.Tensor, frozen: tuple = ()) -> torch.Tensor:
     """linear(x), by our operator where it may stand for it. frozen: the operator's last two arguments."""
-    if x.dtype is not torch.float32 or not _is_fusible(linear, x):
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or not _is_fusible(linear, x):
         return linear(x)
     arguments = (x, linear.weight, linear.bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in arguments)

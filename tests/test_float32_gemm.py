@@ -260,7 +260,9 @@ def test_networks_are_as_accurate_at_odd_scales(case, change):
     "case",
     [CASES[1], grouped_case(1000, 1088, 1096), grouped_case(4097, 2112, 136), grouped_case(5000, 4096, 64), grouped_case(640, 192, 9000),
      grouped_case(300, 256, 1001), grouped_case(1500, 1024, 1024, 32), grouped_case(16, 1024, 512), *FEW[2:], grouped_case(9, 1024, 2056, 32),
-     grouped_case(5000, 64, 128), grouped_case(16, 2112, 2056), grouped_case(16, 2048, 8192)],
+     grouped_case(5000, 64, 128), grouped_case(16, 2112, 2056), grouped_case(16, 2048, 8192), CASES[0], *FEW[:2], rows_case(1000, 1026, 1096),
+     rows_case(4097, 2050, 136), rows_case(5000, 4096, 64), rows_case(640, 192, 9000), rows_case(300, 257, 1000), rows_case(300, 256, 1001),
+     rows_case(16, 2112, 2056), rows_case(129, 8192, 1032)],
     ids=str,
 )  # fmt: skip
 def test_networks_of_16_bits_are_as_accurate_as_eager(case, dtype):
@@ -303,7 +305,7 @@ def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
 
 @on_hopper
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, torch.float32) for case in CASES), (CASES[1], torch.float16), (CASES[1], torch.bfloat16)], ids=str
+    ("case", "dtype"), [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)], ids=str
 )
 @torch.no_grad()
 def test_the_tensor_cores_run(case, dtype):
@@ -317,7 +319,11 @@ def test_the_tensor_cores_run(case, dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8, reason="for sm_80 and newer")
-@pytest.mark.parametrize(("case", "dtype"), [*((case, torch.float32) for case in FEW), (FEW[2], torch.float16), (FEW[2], torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float32) for case in FEW), *((FEW[i], dtype) for i in (0, 2) for dtype in (torch.float16, torch.bfloat16))],
+    ids=str,
+)
 @torch.no_grad()
 def test_the_kernel_of_few_rows_runs(case, dtype):
     _, new, inputs = build(case, "cuda", dtype)
