@@ -899,10 +899,10 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
     if (threadIdx.x == 0) {
         for (int s = 0; s < kRingStages; ++s) {
             mbarrier_init(&full[s], 1);
-            mbarrier_init(&empty[s], kTeam / 32);
+            mbarrier_init(&empty[s], kTeam);
         }
         for (int t = 0; t < 2; ++t) {
-            mbarrier_init(&gathered[t], kTeam / 32);
+            mbarrier_init(&gathered[t], kTeam);
             mbarrier_init(&exchanged[t][0], 1);
             mbarrier_init(&exchanged[t][1], 1);
         }
@@ -946,10 +946,6 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
         }
         __syncwarp();
     } else {
-        const auto leave_stage = [&](int s) {
-            __syncwarp();
-            if (tid % 32 == 0) mbarrier_arrive(&empty[s]);
-        };
         const auto wait_for_team = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeam) : "memory"); };
         uint4* const team_mail = mail + (first * 2 + team) * 4 * blocks;
         int round = 0;
@@ -1004,7 +1000,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                     for (int i = 0; i < kPlaces; ++i) {
                         if (i < count) held[c][i] = my_place(stage, i);
                     }
-                    leave_stage(stage);
+                    mbarrier_arrive(&empty[stage]);
                     gather(count, [&](int i) { return held[c][i]; });
                     advance(stage, phase);
                 }
@@ -1014,8 +1010,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
                 mbarrier_wait(&full[s], p);
                 gather(places_of(c), [&](int i) { return my_place(s, i); });
             }
-            __syncwarp();
-            if (tid % 32 == 0) mbarrier_arrive(&gathered[team]);
+            mbarrier_arrive(&gathered[team]);
             S m = gatherer.total();
             if (loose >= 0) m = merge(m, statistics_of(loose_place));
             m = merge_across_lanes<OPERANDS>(m);
@@ -1058,7 +1053,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(
             }
             for (int c = kHeldChunks; c < part.chunks; ++c, advance(stage, phase)) {
                 write(c, [&](int i) { return my_place(stage, i); });
-                leave_stage(stage);
+                mbarrier_arrive(&empty[stage]);
             }
         }
     }
