@@ -1671,7 +1671,7 @@ static bool halves_fit_tensor_cores(int64_t m, int64_t n, int64_t k) {
     if (m == 0 || n % 2 != 0 || current_device(&device) != cudaSuccess || is_of_few_rows(m, n, k, kFewRows / 4)) return false;
     if (!fits_tensor_cores(tiles_of(m) * kTileM, tiles_of(n) * kTileM, 1) || k % 8 != 0 || k < kLine) return false;
     const int64_t tiles = tiles_of(m) * tiles_of(n);
-    return tiles * 2 >= device.sms || k <= 2048 || k < tiles * kTileM;
+    return tiles * 2 >= device.sms || k <= 2048 || k <= tiles * kTileM;
 }
 extern "C" bool product_of_halves_fits(int64_t m, int64_t n, int64_t k) {
     return halves_fit_tensor_cores(m, n, k) || is_of_few_rows(m, n, k, kFewRows);
@@ -2516,8 +2516,7 @@ static cudaError_t launch_in_registers(
     const int packs = n / V;
     int group = 1;
     while (V > 1 && group < 32 && group < packs) group *= 2;
-    const int most = V > 4 ? kRegisterItems / 2 : kRegisterItems;  // a pack of 16-bit values is twice the work
-    while (group < kMaxGroup && group * most < packs) group *= 2;
+    while (group < kMaxGroup && group * kRegisterItems < packs) group *= 2;
     const int items = V > 1 ? int(divide_up(packs, group)) : kRegisterItems;
     auto kernel = finish_in_registers<T, V, kRegisterItems>;
     if constexpr (V > 1) {
