@@ -664,7 +664,8 @@ struct Products {
     static_assert(kSlots > kSlabs, "or, where K is short, it may be two rounds ahead");
 };
 using ThreeProducts = Products<2, 128, 5, 3>;
-using OneProduct = Products<1, 128, 5, 3>;
+template <class Value> using OneProductOf = Products<1, 128, 5, 3, Value>;
+using OneProduct = OneProductOf<__half>;
 
 // What the epilogue knows of a tile: kVectors numbers of each column, the rows' scales, and the largest doubts of 32 of either at a time.
 template <class Kind, class Epilogue> struct Margins {
@@ -1730,7 +1731,7 @@ extern "C" int product_of_halves(
         using T = decltype(zero);
         const Product product = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, int(m), int(n), int(k)};
         const HalvesEpilogue<T> epilogue = {product, static_cast<T*>(h), static_cast<const T*>(bias)};
-        if (halves_fit_tensor_cores(m, n, k)) return launch_multiply_rows<Products<1, 128, 5, 3, T>>(epilogue, x, weight, k, false, device, stream);
+        if (halves_fit_tensor_cores(m, n, k)) return launch_multiply_rows<OneProductOf<T>>(epilogue, x, weight, k, false, device, stream);
         return launch_few(epilogue, static_cast<const T*>(x), static_cast<const T*>(weight), epilogue.bias, device, stream);
     };
     return dtype == 2 ? launch(__half()) : launch(__nv_bfloat16());
@@ -2516,7 +2517,8 @@ static cudaError_t launch_in_registers(
     const int packs = n / V;
     int group = 1;
     while (V > 1 && group < 32 && group < packs) group *= 2;
-    while (group < kMaxGroup && group * kRegisterItems < packs) group *= 2;
+    const int wanted = V > 4 ? kRegisterItems / 2 : kRegisterItems;  // 16-bit rows are in more flight with twice the threads
+    while (group < kMaxGroup && group * wanted < packs) group *= 2;
     const int items = V > 1 ? int(divide_up(packs, group)) : kRegisterItems;
     auto kernel = finish_in_registers<T, V, kRegisterItems>;
     if constexpr (V > 1) {
