@@ -99,12 +99,11 @@ def test_cuda_compiles_for_every_architecture_without_a_spill(stem, ahead):
 
 @stems
 def test_cold_import_takes_seconds_and_warm_import_adds_little(stem, tmp_path):
-    def best_within(seconds: float, *folders: str) -> bool:  # what else the machine does can only add to the time
-        times = (run_python(IMPORT_TIMED, kernel_file(stem), cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / folder) for folder in folders)
-        return any(float(taken) <= seconds for taken in times)
-
-    assert best_within(12, "first", "second", "third")
-    assert best_within(0.3, "first", "first", "first")
+    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    cold = float(run_python(IMPORT_TIMED, kernel_file(stem), **options))
+    # The best of three: what else the machine does can only add to it.
+    assert any(float(run_python(IMPORT_TIMED, kernel_file(stem), **options)) <= 0.3 for _ in range(3))
+    assert cold <= 12
 
 
 # ---- what may be missing
