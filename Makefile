@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test chart versions
+.PHONY: run test measure chart versions
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
@@ -17,6 +17,16 @@ test: $(VENV)/installed
 versions:
 	python3.11 tests/versions.py
 	python3.11 tests/versions.py --shared-cache
+
+# The committed measurements, anew; they are an H200's. Of one pair alone: make measure MEASURED=instance_norm
+MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
+RECORD = $(VENV)/bin/python harness.py $$name --device cuda
+measure: $(VENV)/installed
+	set -e; for name in $(MEASURED); do \
+	    $(RECORD) --precision highest,high --backward --json results/h200/$$name.json; \
+	    if grep -q "def freeze_weight" kernels/$$name.py; then $(RECORD) --precision highest,high --frozen --json results/h200/$${name}_frozen.json; fi; \
+	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
+	done
 
 # The README's table and charts, from the committed measurements.
 chart: $(VENV)/installed

@@ -16,6 +16,7 @@ import torch
 
 import harness
 from attack import CANDIDATES, expected_reason, fake_ceilings, judge_candidate, judge_pair, named, needs_gpu, text_of
+from in_turns import compare as compare_in_turns
 from judge import correctness, machine, report, roof, timing, trial
 from judge.compare import CHUNK, Errors, compare, first_changed, same_bits
 from judge.correctness import Case, Examination
@@ -355,6 +356,21 @@ def test_a_against_a_is_about_one(tmp_path):
     low, high = run.speedup_ci["eager"]
     assert low <= run.speedup["eager"] <= high
     assert low < 1.5 and high > 0.67
+
+
+def test_copies_are_timed_in_turns(tmp_path):
+    def figures(line):
+        return float(line.split()[2]), float(line.split("error ")[1].split()[0])
+
+    sources = {"same": NEW, "slow": candidate("for _ in range(9): self.right(x)\nreturn self.right(x)"), "wrong": candidate("return 1.01 * self.right(x)")}
+    files = [tmp_path / f"{name}.py" for name in ("file", *sources)]
+    for path, text in zip(files, (NEW, *sources.values())):
+        path.write_text(text)
+    lines = compare_in_turns(Problem(CANDIDATES / "model.py"), files, 32, "cpu", 0.1)
+    assert all(line.endswith(str(path)) for line, path in zip(lines, files))
+    (_, error), (same, same_error), (slow, _), (_, wrong_error) = map(figures, lines[:4])
+    assert 0.67 < same < 1.5 and slow > 3
+    assert error == same_error < 1e-5 and wrong_error > 1e-2
 
 
 def test_twice_the_time_is_a_speedup_of_two(monkeypatch):

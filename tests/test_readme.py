@@ -42,6 +42,14 @@ def test_its_commands_are_the_makefiles():
     assert set(re.findall(r"make ([a-z]+)", README)) - {"is"} <= set(targets)
 
 
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name} {path.stem}")
+def test_make_measure_takes_the_records_as_they_were_taken(path):
+    command = json.loads(path.read_text())["environment"]["command"]
+    options, (option, _) = command[2:-2], command[-2:]
+    assert command[0] == "harness.py" and option == "--json"
+    assert f"--device cuda {' '.join(options)} --json" in (ROOT / "Makefile").read_text().replace("$(RECORD)", "--device cuda")
+
+
 def test_its_training_loop_learns(tmp_path):
     """As a new user has it: the code of the README in one file, the copied ModelNew beside it."""
     (loop,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
