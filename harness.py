@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from judge import ahead, distributed, machine, record, report, timing, trial
-from judge.pairs import Pair, Problem, discover, last_line
+from judge.pairs import RAISED, Pair, Problem, discover, last_line
 from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
 from judge.watch import in_a_child
 
@@ -33,9 +33,25 @@ class UsageError(Exception):
     pass
 
 
+class Answered(Exception):
+    """argparse has said all; its argument is the exit code."""
+
+
 def say(text: str) -> None:
     if distributed.rank() == 0:
         print(text, file=sys.stderr, flush=True)
+
+
+def must_be_writable(path: Path) -> None:
+    """Known before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def one_of(value: str, choices, what: str) -> str:
@@ -72,15 +88,22 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     sources = "take the records from an earlier --json, or from several, and run nothing"
     parser.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
-    options = parser.parse_args(argv)
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as leaving:  # --help, or an error that argparse has told
+        raise Answered(leaving.code) from None
     if options.batch is not None and options.batch < 1:
         raise UsageError("--batch must be at least 1")
     if options.frozen and options.backward:
         raise UsageError("--frozen and --backward: a frozen weight is for inference")
     if options.sweep and options.batch:
         raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
+    if not 0 <= options.seed < 1 << 32:
+        raise UsageError("--seed must be at least 0 and below 2^32")
     if options.plot and options.plot.suffix not in (".svg", ".png"):
         raise UsageError("--plot takes a file that ends in .svg or .png")
+    for path in filter(None, (options.json, options.plot)):
+        must_be_writable(path)
     return options
 
 
@@ -115,7 +138,7 @@ def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
         return [{}]
     try:
         shapes = Problem(pair.model_path).sweep
-    except Exception:  # noqa: BLE001 - `prepare` says what is wrong with the file
+    except RAISED:  # `prepare` says what is wrong with the file
         return [{}]
     if not shapes:
         raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants named `sweep`")
@@ -126,7 +149,7 @@ def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings
     """Loads the Model and settles the batch, before anything large is allocated."""
     try:
         problem = Problem(pair.model_path, constants)
-    except Exception as error:  # noqa: BLE001 - whatever a file does at import
+    except RAISED as error:  # whatever a file does at import
         return trial.Entry(pair, failure=f"{pair.model_path.name} cannot be used: {last_line(error)}")
     if asked and problem.benchmark_batch is None:
         raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes no batch size and reads no batch_size")
@@ -134,7 +157,7 @@ def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings
         batch = choose_batch(problem, asked, load, ceilings)
     except DoesNotFit as error:
         raise UsageError(str(error)) from error
-    except Exception:  # noqa: BLE001 - no meta device for this Model: its record says so, and its size is taken on trust
+    except RAISED:  # no meta device for this Model: its record says so, and its size is taken on trust
         batch = asked or problem.benchmark_batch
     if not asked and batch != problem.benchmark_batch:
         benchmark = problem.benchmark_batch
@@ -171,6 +194,13 @@ def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Names
     return runs, surroundings
 
 
+def record_of(path: Path) -> tuple[list[trial.Run], dict]:
+    try:
+        return record.load(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is no record of the harness's: {last_line(error)}") from error
+
+
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     try:
@@ -178,11 +208,13 @@ def main(argv: list[str]) -> int:
         if options.list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
+        if options.plot:
+            report.plotting()  # or it would be missed after all has been measured
         if options.sources:
             missing = [path for path in options.sources if not path.is_file()]
             if missing:
                 raise UsageError(f"no file {missing[0]}")
-            earlier = [record.load(path) for path in options.sources]
+            earlier = [record_of(path) for path in options.sources]
             runs, surroundings = [run for runs, _ in earlier for run in runs], earlier[0][1]
             models = list(dict.fromkeys(run.model for run in runs))
             wanted = [one_of(name, models, "pair in that file") for name in options.names] or models
@@ -193,6 +225,8 @@ def main(argv: list[str]) -> int:
         distributed.leave()
         if options.plot and distributed.rank() == 0:
             report.plot(runs, surroundings, options.plot)
+    except Answered as answered:
+        return answered.args[0]
     except (UsageError, distributed.CannotSplit, report.PlotUnavailable) as error:
         say(f"harness.py: {error}")
         return USAGE

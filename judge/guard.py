@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from types import FunctionType
+from typing import Callable
 
 import torch
 from torch import library
@@ -78,6 +79,17 @@ def _set_autocast(modes: tuple[bool, bool]) -> None:
         torch.set_autocast_cpu_enabled(modes[1])
 
 
+def _attention() -> tuple[bool, bool, bool]:
+    kinds = torch.backends.cuda
+    return kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.math_sdp_enabled()
+
+
+def _set_attention(enabled: tuple[bool, bool, bool]) -> None:
+    kinds = torch.backends.cuda
+    for enable, value in zip((kinds.enable_flash_sdp, kinds.enable_mem_efficient_sdp, kinds.enable_math_sdp), enabled):
+        enable(value)
+
+
 def _switch(owner: object, name: str) -> tuple:
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
@@ -88,6 +100,8 @@ _SETTINGS = {
     "torch.backends.cudnn.allow_tf32": _switch(torch.backends.cudnn, "allow_tf32"),
     "torch.backends.cudnn.enabled": _switch(torch.backends.cudnn, "enabled"),
     "torch.backends.cudnn.benchmark": _switch(torch.backends.cudnn, "benchmark"),
+    "torch.backends.cudnn.deterministic": _switch(torch.backends.cudnn, "deterministic"),
+    "torch.backends.mkldnn.enabled": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     "the float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     "deterministic mode": (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -97,9 +111,21 @@ _SETTINGS = {
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_autocast, _set_autocast),
+    "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "whether denormals are flushed": (lambda: not (torch.tensor(1e-310, dtype=torch.float64) * 1).item(), torch.set_flush_denormal),
+    "which attention kernels are enabled": (_attention, _set_attention),
+    "which cores the process may use": (lambda: os.sched_getaffinity(0), lambda cores: os.sched_setaffinity(0, cores)),
     "the trace function": (sys.gettrace, sys.settrace),
     "the profile function": (sys.getprofile, sys.setprofile),
 }
+
+
+def _readable(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RuntimeError:  # PyTorch's old names have no word for what its new ones were set to
+        return "what its old name cannot say"
+
 
 # Stacks of modes that see every call of PyTorch: how high each is, and how its top is taken off.
 _MODES = {
@@ -189,11 +215,12 @@ class Guard:
                     value.clear()
                     value.update(before)
                 setattr(owner, name, value)
-        for label, (read, write) in _SETTINGS.items():
-            before, now = self._settings[label], read()
-            if now != before:
-                complaints.append(f"changes {label} from {before} to {now}")
-                write(before)
+        found = {label: _readable(read) for label, (read, _) in _SETTINGS.items()}  # all, before any is put back: some are one and the same
+        changed = [label for label, now in found.items() if now != self._settings[label]]
+        complaints += [f"changes {label} from {self._settings[label]} to {found[label]}" for label in changed]
+        for label, (_, write) in _SETTINGS.items():
+            if changed:
+                write(self._settings[label])
         for name, before in self._hooks.items():
             hooks = getattr(nn_module, name)
             if dict(hooks) != before:

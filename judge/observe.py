@@ -10,17 +10,25 @@ from typing import Callable
 import torch
 from torch.utils._pytree import tree_flatten
 
+from judge.compare import same_bits
+
 GRADIENT = "gradient of "  # what the names of gradients begin with, beside "output"
 unforeseen = random.SystemRandom()
 
 
-def perturb(model: torch.nn.Module, seed: int) -> None:
-    """New values for everything floating in the state, of the size and sign it had; what is all zero becomes small numbers."""
-    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
-    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
-    for tensor in tensors:
+def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
+    """New values for everything floating in the state, of the size and sign it had; what is all zero becomes small numbers.
+
+    With `signs`, about half of the parameters' values get the other sign; buffers, a variance say, keep theirs.
+    """
+    parameters = {name for name, _ in model.named_parameters()} if signs else set()
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors.values()}
+    for name, tensor in tensors.items():
         generator = generators[tensor.device]
         factors = torch.empty_like(tensor).uniform_(0.5, 1.5, generator=generator)
+        if name in parameters:
+            factors *= torch.empty_like(tensor).uniform_(-1, 1, generator=generator).sign()
         if tensor.any():
             tensor.mul_(factors)
         else:
@@ -40,6 +48,19 @@ def clone_all(tensors: list) -> list:
     return [x.clone() if isinstance(x, torch.Tensor) else x for x in tensors]
 
 
+def spread_out(inputs: list, seed: int) -> None:
+    """Makes floating values three times as large and of both signs, in place."""
+    torch.manual_seed(seed)
+    for x in inputs:
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3))
+
+
+def transposed(inputs: list) -> list:
+    """The same values, whose first dimension is the innermost in memory instead of the last."""
+    return [x.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for x in inputs]
+
+
 def by_name(inputs: list) -> dict[str, torch.Tensor]:
     return {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
 
@@ -48,7 +69,24 @@ def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def observe(module: Callable, inputs: list, backward: bool, seed: int) -> dict[str, object]:
+def random_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Normal numbers that hardly round in any dtype, so that a run and its float64 reference get the same ones."""
+    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
+    drawn = (torch.randn(x.shape, generator=generators[x.device], device=x.device) for x in tensors)
+    return [values.bfloat16().to(x.dtype) for values, x in zip(drawn, tensors)]
+
+
+def expanded_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """The same numbers all along the first dimension, in memory but once, as behind a sum or a mean."""
+    return [x[:1].expand_as(x) if x.dim() else x for x in random_like(tensors, seed)]
+
+
+def repeated_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """The numbers of `expanded_like`, each in a place of its own."""
+    return [x.contiguous() for x in expanded_like(tensors, seed)]
+
+
+def observe(module: Callable, inputs: list, backward: bool, seed: int, incoming: Callable = random_like) -> dict[str, object]:
     """What one call gives, by name: the outputs and, with the backward pass, a gradient for each floating input and parameter.
 
     The incoming gradients are random (a sum as loss would make many a wrong backward look right) and the same for the same seed.
@@ -64,17 +102,13 @@ def observe(module: Callable, inputs: list, backward: bool, seed: int) -> dict[s
     if wanted and not roots:
         raise RuntimeError("no output requires a gradient")
     if wanted:
-        gradients = torch.autograd.grad(roots, list(wanted.values()), random_like(roots, seed), allow_unused=True)
+        given = incoming(roots, seed)
+        gradients = torch.autograd.grad(roots, list(wanted.values()), given, allow_unused=True)
+        if not all(map(same_bits, given, incoming(roots, seed))):
+            raise RuntimeError("the backward pass writes the gradient that comes in")
         seen = {name: out.detach() if isinstance(out, torch.Tensor) else out for name, out in seen.items()}
         seen.update(zip(wanted, gradients))
     return seen
-
-
-def random_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Normal numbers that hardly round in any dtype, so that a run and its float64 reference get the same ones."""
-    generators = {tensor.device: torch.Generator(tensor.device).manual_seed(seed) for tensor in tensors}
-    drawn = (torch.randn(x.shape, generator=generators[x.device], device=x.device) for x in tensors)
-    return [values.bfloat16().to(x.dtype) for values, x in zip(drawn, tensors)]
 
 
 def named_outputs(result) -> dict[str, object]:

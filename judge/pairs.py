@@ -28,7 +28,7 @@ _perf_counter = time.perf_counter
 RAISED = (Exception, SystemExit)
 
 # A message that speaks of the build, in an exception that a build raises. Anything else that goes wrong at import is a wrong candidate.
-_BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|compil\w+|building|build)(?!\w)", re.IGNORECASE)
+_BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|building)(?!\w)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BuildFailed(Exception):
 
 
 class CandidateRaised(Exception):
-    """The candidate raised, at import or in a call. Its text is the last line of the traceback."""
+    """The candidate raised, at import or in a call. Its text is the first line of what the exception says."""
 
 
 def discover(root: Path) -> dict[str, Pair]:
@@ -128,31 +128,42 @@ def load_new(path: Path) -> tuple[type, float]:
         seconds = _perf_counter() - start
         return module.ModelNew, seconds
     except RAISED as error:
-        if _is_build_failure(error):
-            raise BuildFailed(_build_message(error)) from error
+        message = build_failure(error, at_import=True)
+        if message:
+            raise BuildFailed(message) from error
         raise CandidateRaised(last_line(error)) from error
 
 
 def last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(type(error), error)[-1].strip()
+    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
 
 
 def _causes(error: BaseException | None):
-    while error is not None:
+    seen: set[int] = set()  # an error may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _is_build_failure(error: BaseException) -> bool:
-    for cause in _causes(error):
-        if isinstance(cause, subprocess.CalledProcessError):
-            return True
-        frames = traceback.extract_tb(cause.__traceback__)
-        if any(Path(frame.filename).name == "cpp_extension.py" for frame in frames):
-            return True
-        if isinstance(cause, (RuntimeError, ImportError, OSError)) and _BUILD_WORDS.search(str(cause)):
-            return True
-    return False
+def _files(error: BaseException) -> list[Path]:
+    """Those that the exception, and what led to it, came through."""
+    return [Path(frame.filename) for cause in _causes(error) for frame in traceback.extract_tb(cause.__traceback__)]
+
+
+def raised_in(cls: type, error: BaseException) -> bool:
+    """Whether the exception came through the file that the class is from."""
+    home = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return home is not None and Path(home) in _files(error)
+
+
+def build_failure(error: BaseException, at_import: bool = False) -> str | None:
+    """The message of a build that failed, or None where it is something else. At import files also say in words that they cannot build."""
+    causes = list(_causes(error))
+    failed = any(isinstance(cause, subprocess.CalledProcessError) for cause in causes)
+    failed = failed or any(path.name == "cpp_extension.py" for path in _files(error))
+    spoken = [cause for cause in causes if isinstance(cause, (RuntimeError, ImportError, OSError)) and _BUILD_WORDS.search(str(cause))]
+    return _build_message(error) if failed or (at_import and spoken) else None
 
 
 def _build_message(error: BaseException) -> str:

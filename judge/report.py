@@ -105,12 +105,18 @@ def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows]]
 
 
-def plot(runs: list[Run], surroundings: dict, path: Path) -> None:
-    """Bars of the milliseconds, or of a sweep the percent of the floor against the size. SVG or PNG by the file's suffix."""
+def plotting():
+    """The chart's package."""
     try:
         import matplotlib
     except ImportError as missing:
         raise PlotUnavailable("--plot needs matplotlib: pip install matplotlib") from missing
+    return matplotlib
+
+
+def plot(runs: list[Run], surroundings: dict, path: Path) -> None:
+    """Bars of the milliseconds, or of a sweep the percent of the floor against the size. SVG or PNG by the file's suffix."""
+    matplotlib = plotting()
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -93,12 +93,13 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
 
 
 def memory_needed(work: Work, dtype: torch.dtype, backward: bool) -> int:
-    """Bytes that judging one pair takes at the widest of three points, by the tensors alive there: 1.4 to 2.4 times what was seen.
+    """Bytes that judging one pair takes at the widest of four points, by the tensors alive there: 1.4 to 2.4 times what was seen.
 
     Always: inputs twice (a copy to hold them against, or a second set), state four times (Model's, ModelNew's, copies). An answer is the
     outputs and, with the backward pass, a gradient for each input and parameter; that pass also needs what the Model made on its way,
     incoming gradients, and room to work. The points: the float64 reference at work; its answer and three others being compared; four
-    answers while calls are repeated. A tenth on top, and a GiB for what libraries, comparing and the flush buffer take.
+    answers while calls are repeated; new inputs drawn between timed calls. A tenth on top, and a GiB for what libraries, comparing and the
+    flush buffer take.
     """
     widening = 8 / torch.empty((), dtype=dtype).element_size()
     answer, making = work.output_bytes, 0
@@ -110,7 +111,8 @@ def memory_needed(work: Work, dtype: torch.dtype, backward: bool) -> int:
     reference = widening * (work.input_bytes + work.state_bytes + working)
     comparing = widening * answer + 3 * answer + making
     repeating = 4 * answer + making
-    need = 2 * work.input_bytes + 4 * work.state_bytes + max(reference, comparing, repeating)
+    timing = work.input_bytes + working + answer
+    need = 2 * work.input_bytes + 4 * work.state_bytes + max(reference, comparing, repeating, timing)
     return int(1.1 * need) + GIB
 
 

@@ -2,8 +2,8 @@
 
 All contenders take turns inside each round, in a new random order every time, so drift of clocks and temperature falls on all alike.
 Before every call the cache is flushed, on a GPU for as long as the slowest host needs to launch a call: what is timed there is the GPU's
-work, and the host's time is told apart. Between rounds the inputs get new values that nobody can foresee, so that nothing remembered or
-made ahead helps. Every few rounds the weights move to other places in memory: one of two equal modules may be a little faster for as
+work, and the host's time is told apart. Between rounds the inputs are drawn anew, by seeds that nobody can foresee, so that nothing
+remembered or made ahead helps. Every few rounds the weights move to other places in memory: one of two equal modules may be a little faster for as
 long as they stay where they are. Medians over rounds; a speed-up is a ratio of medians, its interval a bootstrap over whole rounds, which keeps the
 pairing, in blocks whose weights lay in the same places. What says that the rounds were disturbed (their spread, a drift) is said with the
 result.

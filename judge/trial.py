@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 from judge import machine, timing
 from judge.correctness import Case, Examination
 from judge.guard import Guard
-from judge.observe import GRADIENT, clone_all, random_like
-from judge.pairs import RAISED, BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new
+from judge.observe import GRADIENT, clone_all, random_like, unforeseen
+from judge.pairs import RAISED, BuildFailed, CandidateRaised, Pair, Problem, last_line, load_new, raised_in
 from judge.roof import Ceilings, Load, count_work
 
 OK, WRONG, BUILD = "ok", "wrong", "build failed"
@@ -119,7 +120,7 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
 
     if entry.failure:
         return reject_all([entry.failure])
-    guard = Guard(entry.problem)
+    guard, compiler = Guard(entry.problem), CompilerSettings(settings.baselines)
     say(f"importing {entry.pair.new_path.name}")
     try:
         new_class, import_seconds = load_new(entry.pair.new_path)
@@ -138,33 +139,54 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
         case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen)
         prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
         with machine.precision(level):
-            _judge_way(run, case, settings, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
+            _judge_way(run, case, settings, compiler, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
         machine.release(load.device)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
     return runs
 
 
-def _judge_way(run: Run, case: Case, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+class CompilerSettings:
+    """torch.compile's settings before a candidate's file is loaded, where it is among the baselines; it is to be its rival as it was then."""
+
+    def __init__(self, baselines: list[str]):
+        self._saved = []
+        if set(baselines) & set(COMPILE_MODES):
+            with contextlib.suppress(Exception):  # a PyTorch that cannot compile here says so when it is asked to
+                import torch._dynamo
+                import torch._inductor.config
+
+                self._saved = [(config, config.save_config()) for config in (torch._dynamo.config, torch._inductor.config)]
+
+    def put_back(self) -> None:
+        for config, saved in self._saved:
+            if config.save_config() != saved:
+                config.load_config(saved)
+
+
+def _judge_way(run: Run, case: Case, settings: Settings, compiler: CompilerSettings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
     """Right? How fast? How far from the limit? A wrong answer's speed has no meaning and is not measured."""
     guard, examination = Guard(case.problem), Examination(case, say)
     try:
         verdict = examination.run()
         run.shapes = [list(x.shape) for x in examination.inputs if isinstance(x, torch.Tensor)]
         run.reject(verdict.reasons + [f"the candidate {complaint}" for complaint in guard.check()])
-        run.notes += verdict.notes
         for name, errors in verdict.errors.items():
             if name.startswith(GRADIENT):
                 run.gradient_error[name[len(GRADIENT) :]] = errors.as_dict(case.dtype)
         run.error = _worst([errors.as_dict(case.dtype) for name, errors in verdict.errors.items() if not name.startswith(GRADIENT)])
         if run.ok:
             known = len(verdict.reasons)
-            _time(run, case, settings, examination, say)
+            _time(run, case, settings, compiler, examination, say)
             run.reject(verdict.reasons[known:] + [f"the candidate {complaint}" for complaint in guard.check()])
+        run.notes += verdict.notes
     except CandidateRaised as raised:
         run.reject([f"raised {raised}"])
-    except Exception as error:  # noqa: BLE001 - the other pairs still run
-        run.reject([f"the Model itself raised {last_line(error)}"])
+    except BuildFailed as failed:
+        run.reject([f"build failed: {failed}"], BUILD)
+    except RAISED as error:  # the other pairs still run
+        whose = "raised" if raised_in(case.new_class, error) else "the Model itself raised"
+        run.reject([f"{whose} {last_line(error)}"])
     if run.ok:
         _set_roof(run, case, ceilings, say)
 
@@ -176,25 +198,28 @@ def _worst(errors: list[dict]) -> dict:
     return {key: None if errors[0][key] is None else max(each[key] for each in errors) for key in errors[0]}
 
 
-def _time(run: Run, case: Case, settings: Settings, examination: Examination, say: Callable[[str], None]) -> None:
+def _time(
+    run: Run, case: Case, settings: Settings, compiler: CompilerSettings, examination: Examination, say: Callable[[str], None]
+) -> None:
     inputs = clone_all(examination.inputs)
-    tensors = [(x, source) for x, source in zip(inputs, examination.inputs) if isinstance(x, torch.Tensor)]
     if case.backward:
-        for x, _ in tensors:
-            x.requires_grad_(x.is_floating_point())
+        for x in inputs:
+            if isinstance(x, torch.Tensor):
+                x.requires_grad_(x.is_floating_point())
 
     def renew(factor: float) -> None:
         with torch.no_grad():
-            for x, source in tensors:
-                x.copy_(source)
-                if x.is_floating_point():
-                    x.mul_(factor)
+            for x, drawn in zip(inputs, case.problem.inputs(case.batch, case.device, case.dtype, unforeseen.getrandbits(31))):
+                if isinstance(x, torch.Tensor):
+                    x.copy_(drawn)
+                    if x.is_floating_point():
+                        x.mul_(factor)  # for a file whose inputs are always the same
 
     def inspect(result) -> None:
         examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
     with torch.set_grad_enabled(case.backward):
-        contenders = _contenders(run, case, settings, examination, inputs, say)
+        contenders = _contenders(run, case, settings, compiler, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
         clocks_before = machine.clocks(case.device)
         move = None if "new_cudagraph" in contenders else examination.move  # a captured graph knows the addresses that were
@@ -232,7 +257,13 @@ def _foreign_load(run: Run) -> list[str]:
 
 
 def _contenders(
-    run: Run, case: Case, settings: Settings, examination: Examination, inputs: list, say: Callable[[str], None]
+    run: Run,
+    case: Case,
+    settings: Settings,
+    compiler: CompilerSettings,
+    examination: Examination,
+    inputs: list,
+    say: Callable[[str], None],
 ) -> dict[str, Callable[[], object]]:
     """A call for each contender that works here; why another does not is noted."""
     model, new = examination.model, examination.new
@@ -250,6 +281,7 @@ def _contenders(
             contenders[name] = lambda: step(model, model)
         elif name in COMPILE_MODES:
             say(f"compiling the Model ({name})")
+            compiler.put_back()
             owner = model
             try:
                 if name == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
@@ -275,14 +307,15 @@ def _contenders(
 
 def step_of(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
     """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
-    if not case.backward:
+    wanted_inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not case.backward or not (wanted_inputs or any(p.requires_grad for p in model.parameters())):
         return lambda module, owner: module(*inputs)
     incoming = random_like(_differentiable(model(*inputs)), case.seed)
-    wanted_inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
 
     def forward_backward(module: torch.nn.Module, owner: torch.nn.Module):
         roots = _differentiable(module(*inputs))
-        return torch.autograd.grad(roots, [*wanted_inputs, *owner.parameters()], incoming, allow_unused=True)
+        wanted = [*wanted_inputs, *(p for p in owner.parameters() if p.requires_grad)]
+        return torch.autograd.grad(roots, wanted, incoming, allow_unused=True)
 
     return forward_backward
 

@@ -20,10 +20,7 @@ def in_a_child(main: Callable[[], int]) -> int | None:
     child = os.fork()
     if child == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left to hear of it
-        try:
-            code = main()
-        except SystemExit as leaving:  # argparse's own
-            code = leaving.code
+        code = main()
         os.write(tell, bytes([code]))
         sys.exit(code)
     os.close(tell)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -234,6 +235,170 @@ def test_times_the_candidate_in_a_cuda_graph(tmp_path):
         assert run.peak_memory["new"] >= 32 * 64 * 4
 
 
+# Small Models of other kinds, and what is judged beside them.
+ANY_MODEL = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+batch_size = 8
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        {init}
+
+    def forward(self, x):
+        return {answer}
+
+def get_inputs(batch_size=batch_size):
+    return [{inputs}]
+
+def get_init_inputs():
+    return []
+"""
+
+
+def any_model(answer, inputs="torch.rand(batch_size, 64)", init="pass"):
+    return ANY_MODEL.format(answer=answer, inputs=inputs, init=init)
+
+
+def new_of(model, **replaced):
+    text = model.replace("class Model(", "class ModelNew(")
+    for old, new in replaced.values():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+CACHED = "answers.setdefault(x.data_ptr(), (x, {answer}))[1] if x.data_ptr() not in answers else answers[x.data_ptr()][1]"
+
+
+@pytest.mark.parametrize(
+    ("answer", "inputs", "init", "dtype"),
+    [
+        ("torch.argmax(x, 1)", "torch.randn(batch_size, 64)", "pass", "float32"),
+        ("self.table(x)", "torch.randint(0, 50, (batch_size, 64))", "self.table = nn.Embedding(50, 8)", "float32"),
+        ("F.normalize(x)", "torch.rand(batch_size, 64)", "pass", "float32"),
+        ("F.layer_norm(x, [64])", "torch.rand(batch_size, 64)", "pass", "bfloat16"),
+    ],
+)
+def test_rejects_remembered_answers_that_do_not_depend_on_the_scale(tmp_path, answer, inputs, init, dtype):
+    model = any_model(answer, inputs, init)
+    (honest,) = judge(tmp_path, new_of(model), model=model, dtype=dtype)
+    assert honest.ok, honest.reasons
+    cached = (f"return {answer}", f"return {CACHED.format(answer=answer)}")
+    (run,) = judge(tmp_path, "answers = {}\n" + new_of(model, cached=cached), model=model, dtype=dtype)
+    assert any("while being timed" in reason or "timing" in reason for reason in run.reasons), run.reasons
+
+
+def test_each_timed_round_has_inputs_of_its_own(tmp_path):
+    noted = tmp_path / "noted"
+    noting = candidate(f"with open({str(noted)!r}, 'a') as file:\n    print((x[0, 0] / x[0, 1]).item(), file=file)\nreturn self.right(x)")
+    ratios = []
+    for _ in range(2):  # the same seed, and yet nothing that could be made ahead
+        (run,) = judge(tmp_path, noting)
+        assert run.ok, run.reasons
+        ratios.append(set(noted.read_text().split()))
+        noted.unlink()
+    assert min(map(len, ratios)) > run.rounds >= timing.MIN_ROUNDS
+    assert len(ratios[0] & ratios[1]) < 16  # those of the seeds
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "inputs", "init"),
+    [
+        ("F.binary_cross_entropy(x, x.round())", "torch.rand(batch_size, 64)", "pass"),  # refuses NaN, and what is not within 0 and 1
+        ("self.l(x)", "torch.rand(batch_size, 64)", "self.l = nn.Linear(64, 8); self.l.bias.requires_grad = False"),
+        ("x + 1", "torch.randint(0, 9, (batch_size, 64))", "pass"),
+        ("x.double().log().sum().item()", "torch.full((batch_size, 64), -1)", "pass"),  # NaN, as a Python number
+        ("self.norm(x).relu()", "torch.rand(batch_size, 4, 8, 8)", "self.norm = nn.BatchNorm2d(4)"),
+    ],
+)
+def test_accepts_models_of_other_kinds_beside_themselves(tmp_path, answer, inputs, init, backward):
+    model = any_model(answer, inputs, init)
+    runs = judge(tmp_path, new_of(model), model=model, backward=backward)
+    assert [run.reasons for run in runs] == [[]] * (1 + backward)
+
+
+def test_one_infinity_in_the_models_gradient_hides_no_other(tmp_path):
+    inputs = "torch.cat([torch.tensor([[3e4]] + [[0.0]] * (batch_size - 1)), torch.rand(batch_size, 63)], 1)"
+    model = any_model("x * self.w * 100", inputs, "self.w = nn.Parameter(torch.full((64,), 1e-3))")
+    function = """
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w * 100
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        gradient = (g * 100 * x).sum(0)
+        gradient[1:] = 0
+        return g * 100 * w, gradient
+"""
+    wrong = new_of(model, answer=("return x * self.w * 100", "return Wrong.apply(x, self.w)"))
+    wrong = wrong.replace("class ModelNew(", f"{function}\nclass ModelNew(")
+    runs = judge(tmp_path, wrong, model=model, dtype="float16", backward=True)
+    assert any("not close" in reason for reason in runs[1].reasons), runs[1].reasons
+
+
+def test_a_layout_that_is_refused_is_noted(tmp_path):
+    refuses = candidate('if not x.is_contiguous():\n    raise ValueError("x: rows side by side are wanted")\nreturn self.right(x)')
+    (run,) = judge(tmp_path, refuses)
+    assert run.ok and run.notes == ["refuses inputs of other strides: ValueError: x: rows side by side are wanted"], (run.reasons, run.notes)
+
+
+def test_a_build_that_fails_in_a_call_is_a_failed_build(tmp_path):
+    fails = candidate("return self.right(x)", at_init="import subprocess\nsubprocess.run(['false'], check=True)")
+    (run,) = judge(tmp_path, fails)
+    assert run.status == trial.BUILD and run.reasons[0].startswith("build failed: "), run.reasons
+
+
+def test_what_merely_speaks_of_building_is_wrong(tmp_path):
+    (run,) = judge(tmp_path, candidate(at_import="from os import build"))
+    assert run.status == trial.WRONG and "cannot import name 'build'" in run.reasons[0]
+
+
+def test_an_exception_that_is_its_own_cause_ends(tmp_path):
+    (run,) = judge(tmp_path, candidate(at_import='error = ValueError("first\\nsecond")\nraise error from error'))
+    assert run.reasons == ["raised ValueError: first at import"]
+
+
+def test_the_compiled_baseline_keeps_its_settings(tmp_path):
+    import torch._dynamo
+
+    before = torch._dynamo.config.save_config()
+    try:
+        new = candidate(at_import="import torch._dynamo\ntorch._dynamo.config.disable = True")
+        (run,) = judge(tmp_path, new, baselines=("eager", "compile"))
+        assert run.ok and "compile" in run.ms, (run.reasons, run.notes)
+        assert not torch._dynamo.config.disable
+    finally:
+        torch._dynamo.config.load_config(before)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("torch.set_flush_denormal(True)", "denormals"),
+        ("torch.autograd.set_detect_anomaly(True)", "anomaly"),
+        ("torch.backends.cudnn.deterministic = True", "cudnn.deterministic"),
+        ("torch.backends.cuda.enable_flash_sdp(False)", "attention"),
+        ("torch._C._set_mkldnn_enabled(False)", "mkldnn"),
+        ("import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})", "cores"),
+    ],
+)
+def test_names_a_setting_that_was_changed(tmp_path, line, named):
+    if named == "cores" and len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("a single core")
+    before = os.sched_getaffinity(0)
+    (run,) = judge(tmp_path, candidate(at_import=line))
+    assert run.reasons and named in run.reasons[0] and os.sched_getaffinity(0) == before, run.reasons
+
+
 UNREPEATABLE_MODEL = MODEL.replace(
     "return self.group_norm(h)", "return self.group_norm(h) * (1 + 1e-12 * torch.rand((), dtype=h.dtype, device=h.device))"
 )
@@ -362,7 +527,11 @@ def test_copies_are_timed_in_turns(tmp_path):
     def figures(line):
         return float(line.split()[2]), float(line.split("error ")[1].split()[0])
 
-    sources = {"same": NEW, "slow": candidate("for _ in range(9): self.right(x)\nreturn self.right(x)"), "wrong": candidate("return 1.01 * self.right(x)")}
+    sources = {
+        "same": NEW,
+        "slow": candidate("for _ in range(9): self.right(x)\nreturn self.right(x)"),
+        "wrong": candidate("return 1.01 * self.right(x)"),
+    }
     files = [tmp_path / f"{name}.py" for name in ("file", *sources)]
     for path, text in zip(files, (NEW, *sources.values())):
         path.write_text(text)
@@ -828,12 +997,25 @@ def test_an_import_error_of_another_kind_is_wrong(suite):
         (["model.py"], "files come in twos"),
         (["model.py", "none.py"], "no file model.py"),
         (["--from", "none.json"], "no file none.json"),
+        (["--from", __file__], "is no record of the harness's"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--seed", str(1 << 64)], "--seed must be at least 0"),
+        (["--json", str(ROOT)], "cannot be written: Is a directory"),
+        (["--json", f"{__file__}/x.json"], "cannot be written"),
     ],
 )
 def test_usage_errors(arguments, message, suite, capsys):
     suite.add("instance_norm", candidate())
     assert suite(*arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_exits_is_not_all_right(suite, capsys):
+    suite.add("a_leaves", candidate(), "raise SystemExit(0)")
+    suite.add("bad", candidate("return x"))
+    assert suite() == 1
+    printed = capsys.readouterr().out
+    assert "cannot be used: SystemExit: 0" in printed and "bad" in printed
 
 
 def test_no_gpu_is_a_usage_error(suite, monkeypatch, capsys):
