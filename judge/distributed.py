@@ -17,6 +17,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import pickle
 import statistics
 import sys
 from collections.abc import Callable
@@ -73,11 +74,7 @@ def leave() -> None:
 
 def agreed(value):
     """Rank 0's value, everywhere: what is chosen by measuring may differ between ranks."""
-    if not launched():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return _gathered(value)[0] if launched() else value
 
 
 def judge_pair(entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings, say: Callable[[str], None]) -> list[trial.Run]:
@@ -173,10 +170,14 @@ def _averaging(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def _gathered(value) -> list:
-    """Every rank's value, in the order of ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    """Every rank's value, in the order of ranks. PyTorch's own way for objects needs numpy, which nothing else here does."""
+    own = torch.tensor(list(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()]))
+    longest = max(map(int, sizes))
+    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(padded, torch.nn.functional.pad(own, (0, longest - own.numel())))
+    return [pickle.loads(bytes(part[: int(size)].tolist())) for part, size in zip(padded, sizes)]
 
 
 def _meet() -> None:
