@@ -112,7 +112,6 @@ _SETTINGS = {
     "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
     "autocast": (_autocast, _set_autocast),
     "anomaly detection": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
-    "whether denormals are flushed": (lambda: not (torch.tensor(1e-310, dtype=torch.float64) * 1).item(), torch.set_flush_denormal),
     "which attention kernels are enabled": (_attention, _set_attention),
     "which cores the process may use": (lambda: os.sched_getaffinity(0), lambda cores: os.sched_setaffinity(0, cores)),
     "the trace function": (sys.gettrace, sys.settrace),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
@@ -156,12 +157,21 @@ class CompilerSettings:
                 import torch._dynamo
                 import torch._inductor.config
 
-                self._saved = [(config, config.save_config()) for config in (torch._dynamo.config, torch._inductor.config)]
+                self._saved = [(config, self._settings(config)) for config in (torch._dynamo.config, torch._inductor.config)]
+
+    @staticmethod
+    def _settings(config) -> dict:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of settings that PyTorch is about to drop
+            values = {name: getattr(config, name, ...) for name in config._config}
+        return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, type(None)))}
 
     def put_back(self) -> None:
         for config, saved in self._saved:
-            if config.save_config() != saved:
-                config.load_config(saved)
+            now = self._settings(config)
+            for name in saved:
+                if now.get(name, ...) != saved[name]:
+                    setattr(config, name, saved[name])
 
 
 def _judge_way(run: Run, case: Case, settings: Settings, compiler: CompilerSettings, ceilings: Ceilings, say: Callable[[str], None]) -> None:

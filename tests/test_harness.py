@@ -368,22 +368,19 @@ def test_an_exception_that_is_its_own_cause_ends(tmp_path):
 
 
 def test_the_compiled_baseline_keeps_its_settings(tmp_path):
-    import torch._dynamo
+    import torch._inductor.config
 
-    before = torch._dynamo.config.save_config()
-    try:
-        new = candidate(at_import="import torch._dynamo\ntorch._dynamo.config.disable = True")
-        (run,) = judge(tmp_path, new, baselines=("eager", "compile"))
-        assert run.ok and "compile" in run.ms, (run.reasons, run.notes)
-        assert not torch._dynamo.config.disable
-    finally:
-        torch._dynamo.config.load_config(before)
+    lines = "import torch._dynamo\nimport torch._inductor.config\ntorch._dynamo.config.disable = True\ntorch._inductor.config.cpp.simdlen = 1"
+    before = torch._inductor.config.cpp.simdlen
+    new = candidate(at_import=lines)
+    (run,) = judge(tmp_path, new, baselines=("eager", "compile"))
+    assert run.ok and "compile" in run.ms, (run.reasons, run.notes)
+    assert not torch._dynamo.config.disable and torch._inductor.config.cpp.simdlen == before != 1
 
 
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("torch.set_flush_denormal(True)", "denormals"),
         ("torch.autograd.set_detect_anomaly(True)", "anomaly"),
         ("torch.backends.cudnn.deterministic = True", "cudnn.deterministic"),
         ("torch.backends.cuda.enable_flash_sdp(False)", "attention"),
