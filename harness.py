@@ -33,10 +33,6 @@ class UsageError(Exception):
     pass
 
 
-class Answered(Exception):
-    """argparse has said all; its argument is the exit code."""
-
-
 def say(text: str) -> None:
     if distributed.rank() == 0:
         print(text, file=sys.stderr, flush=True)
@@ -88,10 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     sources = "take the records from an earlier --json, or from several, and run nothing"
     parser.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as leaving:  # --help, or an error that argparse has told
-        raise Answered(leaving.code) from None
+    options = parser.parse_args(argv)
     if options.batch is not None and options.batch < 1:
         raise UsageError("--batch must be at least 1")
     if options.frozen and options.backward:
@@ -204,7 +197,10 @@ def record_of(path: Path) -> tuple[list[trial.Run], dict]:
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     try:
-        options = parse(argv)
+        try:
+            options = parse(argv)
+        except SystemExit as leaving:  # argparse has said all; nobody else may end the harness so
+            return leaving.code
         if options.list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
@@ -225,8 +221,6 @@ def main(argv: list[str]) -> int:
         distributed.leave()
         if options.plot and distributed.rank() == 0:
             report.plot(runs, surroundings, options.plot)
-    except Answered as answered:
-        return answered.args[0]
     except (UsageError, distributed.CannotSplit, report.PlotUnavailable) as error:
         say(f"harness.py: {error}")
         return USAGE

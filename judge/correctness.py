@@ -93,11 +93,18 @@ class Examination:
 
     def run(self) -> Verdict:
         """Each step adds its reasons; one that finds any ends the examination, as later ones would only echo it. Raises BuildFailed."""
-        begin = self._same_start, self._seeds
-        others = self._no_stale_answers, self._moved_weights, self._other_values, self._nan_in_nan_out
-        modes = self._other_grad_mode, self._other_stream
+        steps = (
+            self._same_start,
+            self._seeds,
+            self._no_stale_answers,
+            self._moved_weights,
+            self._other_values,
+            self._nan_in_nan_out,
+            self._other_grad_mode,
+            self._other_stream,
+        )
         try:
-            for step in (*begin, *others, *modes):
+            for step in steps:
                 step()
                 if self.verdict.reasons:
                     break
