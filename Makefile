@@ -3,20 +3,13 @@
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test measure chart versions
+.PHONY: run test measure chart
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
 
-# matplotlib is for --plot alone: where it cannot be had, the tests of the charts are skipped.
-test: $(VENV)/installed
-	-$(VENV)/bin/pip install --quiet matplotlib
-	$(VENV)/bin/python -m pytest
-
-# The CPU tests with older versions of PyTorch, and gigabytes of wheels for them; see tests/versions.py.
-versions:
-	python3.11 tests/versions.py
-	python3.11 tests/versions.py --shared-cache
+test: $(VENV)/installed-for-tests
+	$(VENV)/bin/python -m pytest -n auto
 
 # The committed measurements, anew; they are an H200's. Of one pair alone: make measure MEASURED=instance_norm
 MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
@@ -37,4 +30,8 @@ chart: $(VENV)/installed
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/installed-for-tests: $(VENV)/installed requirements-test.txt
+	$(VENV)/bin/pip install --quiet -r requirements-test.txt
 	touch $@

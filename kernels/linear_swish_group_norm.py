@@ -36,19 +36,15 @@ the output's gradient are read once; longer ones, and images, are read twice. Se
 import contextlib
 import fcntl
 import hashlib
-import inspect
 import math
 import os
-import platform
-import shlex
+import pathlib
 import shutil
-import subprocess
 import sys
-import tempfile
-import warnings
 
 import torch
 from torch import nn
+from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #include <cuda.h>
@@ -4785,32 +4781,32 @@ std::vector<at::Tensor> linear_swish_group_norm_backward_cuda(const at::Tensor& 
 }  // namespace
 
 // --- shared: product operators (home: kernels/linear_swish_group_norm.py) ---
-TORCH_LIBRARY_FRAGMENT(OPERATOR_NAMESPACE, m) {
+TORCH_LIBRARY_FRAGMENT(NAMESPACE, m) {
     m.def("linear(Tensor x, Tensor weight, Tensor? bias, bool recorded=False, Tensor? frozen=None, int[] stamp=[]) -> Tensor");
     m.def("freeze(Tensor weight) -> Tensor");
     m.def("linear_gradients(Tensor grad, Tensor x, Tensor weight, bool[3] needs) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) {
     m.impl("linear", linear_cpu);
     m.impl("linear_gradients", linear_gradients_cpu);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("linear", linear_meta);
     m.impl("linear_gradients", linear_gradients_meta);
 }
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("linear", linear_cuda);
     m.impl("freeze", freeze_cuda);
     m.impl("linear_gradients", linear_gradients_cuda);
 }
 #endif
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     for (const char* name : {"linear", "linear_gradients"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 // --- end shared: product operators ---
 
-TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
+TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor h, Tensor bias, Tensor weight, Tensor group_bias, int groups, float eps) -> Tensor");
     m.def("backward(Tensor grad, Tensor h, Tensor bias, Tensor weight, int groups, float eps, bool[4] needs) -> Tensor[]");
     m.def("fused(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, float eps, bool keep=False, "
@@ -4818,20 +4814,20 @@ TORCH_LIBRARY(OPERATOR_NAMESPACE, m) {
     m.def("fused_backward(Tensor grad, Tensor h, Tensor x, Tensor weight, Tensor bias, Tensor gamma, int groups, float eps, bool[6] needs) "
           "-> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CPU, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) {
     m.impl("forward", swish_group_norm<forward_on_cpu>);
     m.impl("backward", swish_group_norm_backward<backward_on_cpu>);
     m.impl("fused", linear_swish_group_norm_cpu);
     m.impl("fused_backward", linear_swish_group_norm_backward<backward_on_cpu, linear_gradients_cpu>);
 }
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Meta, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", swish_group_norm<forward_meta>);
     m.impl("backward", swish_group_norm_backward<backward_meta>);
     m.impl("fused", linear_swish_group_norm_meta);
     m.impl("fused_backward", linear_swish_group_norm_backward<backward_meta, linear_gradients_meta>);
 }
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", swish_group_norm<forward_on_cuda>);
     m.impl("backward", swish_group_norm_backward<backward_on_cuda>);
     m.impl("fused", linear_swish_group_norm_cuda);
@@ -4839,108 +4835,65 @@ TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, CUDA, m) {
 }
 #endif
 // Gradients are the business of the autograd.Functions below; whoever differentiates a bare operator, or in forward mode, is told.
-TORCH_LIBRARY_IMPL(OPERATOR_NAMESPACE, Autograd, m) {
+TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     for (const char* name : {"forward", "backward", "fused", "fused_backward"}) {
         m.impl(name, torch::autograd::autogradNotImplementedFallback());
     }
 }
 """
 
-CUDA_FLAGS = ["-O3"]
 if os.environ.get("PORTABLE_PRODUCT") == "1":  # for tests: Hopper takes the other chips' loop
     CUDA_FLAGS.append("-DPORTABLE_PRODUCT=1")
 
 
-# --- shared: build (home: kernels/instance_norm.py) ---
-def _load_operators(name: str) -> str:
-    """Compile the two strings, once per machine and version, and load them; returns the namespace of their operators in torch.ops.
+def _load(name: str) -> str:
+    """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    The namespace carries a hash of all that shapes the binary, so edited copies and other versions of torch live side by side. The
-    build happens in a folder of its own under a lock that dies with its process, and only its finished library is moved into the cache:
-    an interrupted build leaves nothing that the next import trusts or waits for.
+    load_inline runs on every import and finds its work done. The name carries a hash of all that shapes the binary:
+    edited copies and other versions of torch live side by side. RuntimeError, with what to do, where a tool is missing.
     """
-    on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-    simd = {"AVX2": ["-mavx2", "-mfma", "-mf16c"], "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]}
-    capability = getattr(getattr(torch.backends, "cpu", None), "get_cpu_capability", str)() if platform.machine() == "x86_64" else ""
-    # As fast as -O3 here, in half of the compiler's time: the loops want vectors, and multiply-adds, which -fexpensive-optimizations brings.
-    cpp_flags = ["-O1", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fexpensive-optimizations", "-fno-math-errno", "-fno-trapping-math"]
-    cpp_flags += ["-fopenmp", "--param=ggc-min-heapsize=1048576", *simd.get(capability, [])]  # garbage may wait until it is a gigabyte
-    cuda_flags = list(CUDA_FLAGS)
-    if on_gpu:
-        cpp_flags.append("-DWITH_CUDA")
-        for major, minor in sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}):
-            # The 'a' admits Hopper's own instructions (wgmma, setmaxnreg), which CUDA 12 brought.
-            arch = f"{major}{minor}{'a' if major == 9 and int(torch.version.cuda.split('.')[0]) >= 12 else ''}"
-            cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
-    ingredients = (CPP_SOURCE, CUDA_SOURCE if on_gpu else "", cpp_flags, cuda_flags, torch.__version__, torch.version.cuda, platform.machine())
-    namespace = f"{name}_{hashlib.sha256(repr(ingredients).encode()).hexdigest()[:16]}"
-    if hasattr(getattr(torch.ops, namespace), "forward"):
-        return namespace  # this process has it: a reload, or a second copy of the file
-
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
-    library = os.path.join(folder, f"{namespace}.so")
-    if not os.path.exists(library):
-        with contextlib.suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            folder = tempfile.mkdtemp(prefix="torch_extensions_")
-            warnings.warn(f"{os.path.dirname(library)} cannot be written: {name} is built anew by each process; set TORCH_EXTENSIONS_DIR")
-            library = os.path.join(folder, f"{namespace}.so")
-        with open(os.path.join(folder, f"{namespace}.lock"), "w") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: two processes may then build the same thing
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if not os.path.exists(library):
-                _build(namespace, folder, cpp_flags, cuda_flags if on_gpu else None)
-    torch.ops.load_library(library)
-    return namespace
-
-
-def _build(namespace: str, folder: str, cpp_flags: list, cuda_flags: list):
-    """Compile into a new folder, then move the library to its place in one step. cuda_flags None: the C++ string alone."""
-    from unittest import mock
-
-    # A virtual environment that is not activated has ninja beside its python.
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
-    if shutil.which("ninja", path=path) is None:
-        raise RuntimeError(f"{namespace}: building needs ninja, which is not on PATH: pip install ninja")
-    compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    if shutil.which(compiler) is None:
-        raise RuntimeError(f"{namespace}: building needs a C++ compiler, and {compiler!r} is not on PATH: install g++, or set CXX")
-    with mock.patch.dict(os.environ, PATH=path), tempfile.TemporaryDirectory(prefix=f"{namespace}.", dir=folder) as build:
-        from torch.utils import cpp_extension
-
-        if cuda_flags is not None:
-            nvcc = os.path.join(str(cpp_extension.CUDA_HOME), "bin", "nvcc")
-            if not os.path.exists(nvcc):
-                raise RuntimeError(
-                    f"{namespace}: building for the GPU needs nvcc, and there is none in CUDA_HOME ({cpp_extension.CUDA_HOME}): install the "
-                    f"CUDA toolkit {torch.version.cuda}, and set CUDA_HOME to its folder"
-                )
-            if "--split-compile" in subprocess.run([nvcc, "--help"], capture_output=True, text=True).stdout:
-                cuda_flags = [*cuda_flags, "--split-compile=0"]  # functions on all cores: the same code in less time
-        options = {"no_implicit_headers": True} if "no_implicit_headers" in inspect.signature(cpp_extension.load_inline).parameters else {}
-        if not options:  # before 2.8 it puts PyTorch's widest headers before each source, thrice the source's time: empty ones are found first
-            os.mkdir(os.path.join(build, "torch"))
-            for header in ("extension.h", "types.h"):
-                open(os.path.join(build, "torch", header), "w").close()
-            cpp_flags, cuda_flags = [*cpp_flags, "-I."], cuda_flags and [*cuda_flags, "-I."]
+    gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
+    cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
+    simd = torch.backends.cpu.get_cpu_capability()
+    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are what at::vec asks for
+        cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
+    cuda_flags = ["-O3", "--split-compile=0"]
+    for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
+        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 has no wgmma and no setmaxnreg
+        cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
+    key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
+    name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if hasattr(getattr(torch.ops, name), "forward"):
+        return name  # a reload, or a second copy of this file
+    if not shutil.which("ninja"):  # pip puts it beside python, which is not on PATH if the environment is not activated
+        os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
+    needs = {"ninja": "pip install ninja", os.environ.get("CXX", "c++").split()[0]: "install g++, or set CXX"}
+    if gpus:
+        needs[f"{cpp_extension.CUDA_HOME}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME to its folder"
+    for tool in filter(lambda tool: not shutil.which(tool), needs):
+        raise RuntimeError(f"building {name} needs {tool}, which is not there: {needs[tool]}")
+    folder = os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions")), name)
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise RuntimeError(f"{folder} cannot be written: set TORCH_EXTENSIONS_DIR to a folder that can be")
+    with open(f"{folder}/build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds at a time; this lock ends with its process,
+        pathlib.Path(folder, "lock").unlink(missing_ok=True)  # PyTorch's own outlives a killed build (pytorch#189245)
         cpp_extension.load_inline(
-            name=namespace,
-            cpp_sources=[CPP_SOURCE.replace("OPERATOR_NAMESPACE", namespace)],  # no -D: TORCH_LIBRARY takes a name as written before 2.9
-            cuda_sources=[] if cuda_flags is None else [CUDA_SOURCE],
+            name,
+            CPP_SOURCE.replace("NAMESPACE", name),
+            CUDA_SOURCE if gpus else None,
             extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
-            extra_ldflags=["-fopenmp"],
-            build_directory=build,
+            build_directory=folder,
             is_python_module=False,
-            **options,
+            no_implicit_headers=True,
         )
-        os.replace(os.path.join(build, f"{namespace}.so"), os.path.join(folder, f"{namespace}.so"))
-# --- end shared: build ---
+    return name
 
 
-NAMESPACE = _load_operators("linear_swish_group_norm")
+NAMESPACE = _load("linear_swish_group_norm")
 _linear, _linear_gradients, _freeze, _forward, _backward, _fused, _fused_backward = (
     getattr(getattr(torch.ops, NAMESPACE), name)
     for name in ("linear", "linear_gradients", "freeze", "forward", "backward", "fused", "fused_backward")
