@@ -16,8 +16,8 @@ MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
-	    $(RECORD) --precision highest,high --backward --json results/h200/$$name.json; \
-	    if grep -q "def freeze_weight" kernels/$$name.py; then $(RECORD) --precision highest,high --frozen --json results/h200/$${name}_frozen.json; fi; \
+	    $(RECORD) --backward --dtype float32,bfloat16 --json results/h200/$$name.json; \
+	    case $$name in linear*) $(RECORD) --backward --precision high --json results/h200/$${name}_tf32.json;; esac; \
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
