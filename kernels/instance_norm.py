@@ -1,28 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Instance normalisation that reads its input from DRAM once: a drop-in for `nn.InstanceNorm2d(C)` (no affine, no running statistics).
+"""Instance normalisation that reads its input from DRAM once: a drop-in for `nn.InstanceNorm2d(C)`, not affine.
 
-    y[n, c] = (x[n, c] - mean) * rstd,    rstd = 1 / sqrt(var + eps)
+    y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
+    dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
-over the H x W values of each (sample, channel), a slice; var is the biased variance. Its gradient, g being that of y:
+over each slice, the H x W values of a (sample, channel); var is the biased variance. The kernels take float32, float16
+and bfloat16 on a GPU, and on a CPU float32 without gradients (see `fits`); all else is PyTorch's own instance_norm.
 
-    dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))
+A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
+once, the slice waits on chip in between; where, depends on its size (backward: the size of x and of g each):
 
-The kernels take float32, float16 and bfloat16 on a GPU, and the forward without gradients on a CPU; `fits` says so in code. All else
-(float64, gradients on a CPU, hooks, function transforms, second derivatives, errors) is PyTorch's own instance_norm.
+    up to 64 KiB (backward 32 KiB)        in registers of 1 to 512 threads
+    up to 4 MiB (2 MiB), whole packs      in a cluster's shared memory and registers, on sm_90 and sm_100
+    any                                   nowhere: two reads, one write
 
-A slice's statistics must be complete before its first output can be written, so every value is used twice. To read it once, the slice
-waits on chip in between; where, depends on its size alone:
+A pack is 16 bytes. Slices of no whole packs go value by value, up to 8192 (4096) in registers, others in two reads.
 
-    slice (backward, of x and of g each)   waits in                                  DRAM traffic
-    up to 64 KiB (32 KiB)                  registers of 1 to 512 threads             one read, one write
-    up to 4 MiB (2 MiB), whole packs       a cluster's shared memory and registers   one read, one write; sm_90 and sm_100
-    any                                    nowhere (L2, if it happens to)            two reads, one write
-
-A pack is 16 bytes. Slices of another size are loaded value by value, up to 8192 values (4096) in registers, else in two reads.
-
-At x (112, 64, 512, 512) in float32 the forward moves 15.03 GB, with about 10 FLOPs a value; the backward 22.5 GB. On one H200, by
-`python harness.py instance_norm --backward`: forward MEASURE ms, MEASURE% of the copy's bandwidth, MEASURE x eager; forward and backward
-MEASURE ms, MEASURE x eager.
+x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
+harness.py instance_norm --backward`: forward MEASURE ms, MEASURE% of the bandwidth of a copy, MEASURE x eager; forward
+and backward MEASURE ms, MEASURE x eager.
 """
 
 import contextlib
@@ -44,7 +40,6 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-// ---- PTX
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
@@ -73,70 +68,52 @@ template <> __device__ __forceinline__ float from_float<float>(float v) { return
 template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Memory. A pack is 16 bytes, what a thread loads or stores at once; V = 1 instead where slices are not whole packs. A place holds the
-// values at one position of a slice: OPERANDS is 1 forward (x) and 2 backward (x and g, the gradient of y).
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory. A pack is 16 bytes, what a thread loads or stores at once; V = 1 value where slices are not whole packs. A
+// place holds the packs at one position of a slice: x's (OPERANDS = 1, forward), or x's and g's (2, backward).
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V, int OPERANDS> struct Place { Pack<T, V> of[OPERANDS]; };
 
-// Loads ask L2 to evict their lines last. Measured: a copy kernel reaches 100% of cudaMemcpy so, and 91% to 93% with evict_first.
-__device__ __forceinline__ uint64_t evict_last() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-// volatile: the compiler keeps all loads of a thread before the first use.
-template <typename T, int V> __device__ __forceinline__ Pack<T, V> load(const T* p, bool exists) {
-    Pack<T, V> pack = {};
-    if constexpr (V > 1) {
-        int4& words = *reinterpret_cast<int4*>(&pack);
-        asm volatile("{\n.reg .pred exists;\nsetp.ne.s32 exists, %5, 0;\n"
-            "@exists ld.global.L2::cache_hint.v4.s32 {%0, %1, %2, %3}, [%4], %6;\n}"
-            : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w) : "l"(p), "r"(int(exists)), "l"(evict_last()) : "memory");
-    } else if (exists) {
-        pack.value[0] = *p;
-    }
-    return pack;
-}
+// `slices` contiguous slices of n values: x, backward g, and y (backward dx), each on 16 bytes.
+template <typename T> struct Task {
+    const T *x, *g;
+    T* y;
+    int64_t slices, n;
+    double share, eps;  // share: 1 / n
+    void* workspace;
+    cudaStream_t stream;
+};
+
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const T* x, const T* g, int64_t i, bool exists) {
+__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
     Place<T, V, OPERANDS> place;
-    place.of[0] = load<T, V>(x + i, exists);
-    if constexpr (OPERANDS == 2) place.of[1] = load<T, V>(g + i, exists);
+    place.of[0] = *reinterpret_cast<const Pack<T, V>*>(task.x + i);
+    if constexpr (OPERANDS == 2) place.of[1] = *reinterpret_cast<const Pack<T, V>*>(task.g + i);
     return place;
 }
-template <typename T, int V> __device__ __forceinline__ void store(T* p, const Pack<T, V>& pack) {
-    if constexpr (V > 1) *reinterpret_cast<int4*>(p) = *reinterpret_cast<const int4*>(&pack);
-    else *p = pack.value[0];
+template <typename T, int V> __device__ __forceinline__ void store(T* to, const Pack<T, V>& pack) {
+    *reinterpret_cast<Pack<T, V>*>(to) = pack;
 }
 
-// 16-bit values wait in registers as they came: the compiler may not assume that it has widened this pack before, and keep that.
-template <typename T, int V, int OPERANDS> __device__ __forceinline__ void keep_packed(Place<T, V, OPERANDS>& place) {
-    if constexpr (V > 1 && sizeof(T) == 2) {
-#pragma unroll
-        for (int o = 0; o < OPERANDS; ++o) {
-            int4& words = *reinterpret_cast<int4*>(&place.of[o]);
-            asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
-        }
-    }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Arithmetic. A slice is reduced to four sums in double (forward two): of d, d^2, g and d * g, where d = x - anchor and the anchor is the
-// slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2 is at most n times that of the squared
-// deviations from the mean, and subtracting one from the other loses at most log2(n) of a double's 53 bits. Equal values leave zeros.
+// ---------------------------------------------------------------------------------------------------------------------
+// Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
+// and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2 is
+// at most n times that of the squared deviations from the mean, and subtracting one from the other loses at most log2(n)
+// of a double's 53 bits. Equal values leave zeros.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];
 
-    // The values of a pack are summed in float, around their own mean, and the pack as a whole in double.
-    template <typename T, int V> __device__ __forceinline__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
+    // A pack is summed in float, around its own first value and then its mean; the pack as a whole counts in double.
+    template <typename T, int V>
+    __device__ __forceinline__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
+        const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            d[i] = to_float(place.of[0].value[i]) - anchor;
+            d[i] = to_float(place.of[0].value[i]) - pivot;
             sum += d[i];
             if constexpr (OPERANDS == 2) g_sum += to_float(place.of[1].value[i]);
         }
@@ -146,7 +123,7 @@ template <int OPERANDS> struct alignas(16) Sums {
             square = fmaf(deviation, deviation, square);
             if constexpr (OPERANDS == 2) product = fmaf(deviation, to_float(place.of[1].value[i]), product);
         }
-        const double all = sum, mean = all * (1.0 / V);
+        const double mean = (double(pivot) - anchor) + double(sum) * (1.0 / V), all = mean * V;
         of[0] += all;
         of[1] += fma(all, mean, double(square));
         if constexpr (OPERANDS == 2) {
@@ -167,42 +144,43 @@ template <int OPERANDS> struct alignas(16) Sums {
     }
 };
 
-// y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, each by fused multiply-adds. x - hi, where hi is the mean
-// rounded to float, is nearly exact however far the mean is from zero; what the rounding left over is in `rest`.
+// y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, by fused multiply-adds. x - hi, where hi is
+// the mean rounded to float, is nearly exact however far the mean is from zero; `rest` has what the rounding left over.
 template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
-    __device__ __forceinline__ Result(const Sums<OPERANDS>& sums, float anchor, double share, double eps) {  // share: 1 / n
-        const double shift = sums.of[0] * share, mean = anchor + shift,
-                     variance = (sums.of[1] - sums.of[0] * shift) * share;
-        const double r = rsqrt((variance < 0 ? 0 : variance) + eps);  // not fmax, which would drop a NaN
-        hi = float(mean), rstd = float(r);
-        const double lo = mean - hi;
+    template <typename T>
+    __device__ __forceinline__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
+        const double shift = sums.of[0] * task.share, variance = (sums.of[1] - sums.of[0] * shift) * task.share;
+        const double r = rsqrt((variance < 0 ? 0 : variance) + task.eps);  // not fmax, which would drop a NaN
+        hi = float(anchor + shift), rstd = float(r);
+        const double lo = (anchor + shift) - hi;
         if constexpr (OPERANDS == 1) {
             rest = float(-lo * r);
         } else {
-            const double g_mean = sums.of[2] * share, s = r * r * r * ((sums.of[3] - sums.of[0] * g_mean) * share);
-            slope = float(s), rest = float(lo * s - g_mean * r);
+            const double g_mean = sums.of[2] * task.share, covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
+            slope = float(r * r * r * covariance), rest = float(lo * slope - g_mean * r);
         }
     }
-    template <typename T, int V> __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
+    template <typename T, int V>
+    __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            const float deviation = to_float(place.of[0].value[i]) - hi;
-            if constexpr (OPERANDS == 1) out.value[i] = from_float<T>(fmaf(deviation, rstd, rest));
-            else out.value[i] = from_float<T>(fmaf(-deviation, slope, fmaf(to_float(place.of[1].value[i]), rstd, rest)));
+            float v = rest;
+            if constexpr (OPERANDS == 2) v = fmaf(to_float(place.of[1].value[i]), rstd, rest);
+            out.value[i] = from_float<T>(fmaf(to_float(place.of[0].value[i]) - hi, OPERANDS == 1 ? rstd : -slope, v));
         }
         return out;
     }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Slices of up to 64 KiB (backward 32 KiB) wait in registers. `group` threads, a power of two, own a slice: lane l has the packs l,
-// l + group, ... of it, kItems at most. A block has whole groups.
+// ---------------------------------------------------------------------------------------------------------------------
+// Slices of up to 16384 values (backward 8192) wait in registers. `group` threads, a power of two, own a slice: lane l
+// has the packs l, l + group, ... of it, kItems at most. A block has whole groups.
 
 constexpr int kMaxGroup = 512, kSmallBlock = 64;
-template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 8 : 16) / OPERANDS;
+template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
 // The sums of `group` threads, in each of them. Called once a kernel.
 template <int OPERANDS> __device__ __forceinline__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
@@ -216,49 +194,59 @@ template <int OPERANDS> __device__ __forceinline__ Sums<OPERANDS> sums_of_group(
     return own;
 }
 
-template <typename T, int V, int OPERANDS> __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, int64_t slices, int n, double share, double eps, int group) {
-    const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / group, begin = slice * n;
-    const int first = (threadIdx.x & (group - 1)) * V, end = slice < slices ? n : 0;
-    const float anchor = end > 0 ? to_float(x[begin]) : 0;
-    x += begin, g += begin, y += begin;
-
+template <typename T, int V, int OPERANDS>
+__global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> task, int group) {
+    const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / group, begin = slice * task.n;
+    const int first = (threadIdx.x & (group - 1)) * V, end = slice < task.slices ? int(task.n) : 0;
+    const float anchor = end > 0 ? to_float(task.x[begin]) : 0;
     Place<T, V, OPERANDS> held[kItems<V, OPERANDS>];
     Sums<OPERANDS> sums = {};
 #pragma unroll
     for (int i = 0; i < kItems<V, OPERANDS>; ++i) {
         const int at = first + i * group * V;
-        held[i] = load_place<V, OPERANDS>(x, g, at, at < end);
+        if (at < end) held[i] = load_place<V, OPERANDS>(task, begin + at);
     }
 #pragma unroll
     for (int i = 0; i < kItems<V, OPERANDS>; ++i) {
         if (first + i * group * V < end) sums.add(held[i], anchor);
     }
-    const Result<OPERANDS> result(sums_of_group(sums, group), anchor, share, eps);
+    const Result<OPERANDS> result(sums_of_group(sums, group), anchor, task);
 #pragma unroll
     for (int i = 0; i < kItems<V, OPERANDS>; ++i) {
         const int at = first + i * group * V;
-        keep_packed(held[i]);
-        if (at < end) store(y + at, result(held[i]));
+        if (at < end) store(task.y + begin + at, result(held[i]));
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// CLUSTER
+// ---------------------------------------------------------------------------------------------------------------------
+// Larger slices of whole packs, up to 4 MiB, wait in the shared memory and the registers of a cluster. Every block has
+// a part of each slice: every `blocks`-th chunk of up to 14 KiB.
+//
+//   producer: one thread --- bulk copies, full[s] ---> ring of 16 stages ---> team 0, the cluster's slices 0, 2, 4, ...
+//       ^                    a stage holds a chunk                       \--> team 1, slices 1, 3, 5, ...
+//       +------------------- empty[s]: a team has the chunk in registers, or has written its output
+//
+//   team t: sums its part, the first 3 chunks of it in registers, the others in the ring;
+//           gathered[t]: the other team may go on to the next slice in the ring;
+//           sends its sums to team t of every block, and waits for theirs: exchanged[t][turn] counts the bytes;
+//           writes its part of the output, while the other team sums.
+//   producer of block 0: draws the cluster's next slice from a counter, and sends it to every block: queued[q].
+//
+// Without that queue, the slices shared out beforehand, the first cluster ends 0.24 ms before the last. One team of 448
+// threads is as fast forward, and slower backward (in bfloat16 3.23 ms at the benchmark shape, two teams 2.95).
 
-constexpr int kTeam = 224;         // threads: two teams and the producer warp are 15 warps, which may have 128 registers a thread
+constexpr int kTeam = 224;         // threads: two teams and the producer warp may have 128 registers a thread
 constexpr int kPlaces = 4;         // packs of a chunk a thread, of all operands
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
-constexpr int kStages = 16;        // of the ring
+constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in small clusters: both teams' leave room for the next slice
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4 blocks
 constexpr int kMaxCluster = 16;
-constexpr int kQueue = 16;         // slices that the producers know of and not yet all consumers, at most
-constexpr int kRingBytes = kStages * kChunkBytes;
+constexpr int kQueue = 16;         // slices that a producer knows of and not yet all consumers, at most
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
 static_assert(2 * kWaitingChunks < kStages, "both teams' waiting chunks leave room for the next slice");
-// A part has at least three chunks, so the ring is at most six slices ahead of the team that gathers, which is at most two ahead of the
-// last slice that every thread of the cluster has heard of.
+// A part has at least three chunks, so the ring is at most six slices ahead of the team that gathers, which is at most
+// two ahead of the last slice that every thread of the cluster has heard of.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -269,24 +257,25 @@ __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Into the shared memory of block `rank`: `bar` there counts the bytes.
+// To the shared memory of block `rank`, where `bar` counts the bytes.
 __device__ __forceinline__ void send(int* to, int value, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
         ::"r"(peer_address(to, rank)), "r"(value), "r"(peer_address(bar, rank)) : "memory");
 }
-template <int OPERANDS> __device__ __forceinline__ void send(Sums<OPERANDS>* to, const Sums<OPERANDS>& sums, uint64_t* bar, int rank) {
-#pragma unroll
-    for (int o = 0; o < OPERANDS; ++o) {
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];"
-            ::"r"(peer_address(to->of + 2 * o, rank)), "d"(sums.of[2 * o]), "d"(sums.of[2 * o + 1]), "r"(peer_address(bar, rank)) : "memory");
-    }
+__device__ __forceinline__ void send(double* to, double first, double second, uint64_t* bar, int rank) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];"
+        ::"r"(peer_address(to, rank)), "d"(first), "d"(second), "r"(peer_address(bar, rank)) : "memory");
 }
+// The lines are to be evicted from L2 last: 3.52 ms at the benchmark shape, 3.66 without.
 __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(evict_last()) : "memory");
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
 }
 
-// Position in the ring: the stage, and the parity of its barriers.
+// A place in the ring: the stage, and the parity of its barriers.
 struct Cursor {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void advance() {
@@ -294,165 +283,157 @@ struct Cursor {
     }
 };
 
-template <typename T> struct ClusterTask {
-    const T *x, *g;
-    T* y;
-    int slices, packs, blocks, chunk_packs;  // packs of a slice; blocks of a cluster
-    double share, eps;
-    int* taken;  // slices given out beyond each cluster's first one
-
+// This block's chunks of a slice.
+struct Part {
+    int blocks, chunk_packs, slice_packs;
     __device__ __forceinline__ int rank() const { return blockIdx.x % blocks; }
-    __device__ __forceinline__ int first_slice() const { return blockIdx.x / blocks; }
-    // A block's part of every slice: each `blocks`-th chunk, so that a cluster moves along the slice together.
     __device__ __forceinline__ int first_pack(int c) const { return (c * blocks + rank()) * chunk_packs; }
-    __device__ __forceinline__ int packs_of(int c) const { return min(chunk_packs, packs - first_pack(c)); }
+    __device__ __forceinline__ int packs(int c) const { return min(chunk_packs, slice_packs - first_pack(c)); }
     __device__ __forceinline__ int chunks() const {
-        return (max(packs - first_pack(0), 0) + blocks * chunk_packs - 1) / (blocks * chunk_packs);
+        return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1;
     }
 };
 
+// What the threads of a block share besides the ring.
 template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
     int queue[kQueue];
 
-    // The cluster's slice of this round, or one that does not exist. Waits until rank 0's producer has sent it.
-    __device__ __forceinline__ int slice_of(int round) {
+    // The cluster's slice after this round, or one that does not exist.
+    __device__ __forceinline__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
         return queue[round % kQueue];
     }
 };
 
+// One thread: waits for empty stages, and fills them. Block 0's also gives out the slices.
 template <typename T, int OPERANDS>
-__device__ __forceinline__ void produce(const ClusterTask<T>& task, BlockState<OPERANDS>& state, unsigned char* ring) {
-    const int chunks = task.chunks(), clusters = gridDim.x / task.blocks;
+__device__ __forceinline__ void produce(
+    const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
+    const int rank = part.rank(), clusters = gridDim.x / part.blocks;
     Cursor at;
-    int slice = task.first_slice();
-    for (int round = 0; slice < task.slices; slice = state.slice_of(round), ++round) {
-        const int next = task.rank() == 0 ? clusters + atomicAdd(task.taken, 1) : 0;
-        for (int c = 0; c < chunks; ++c, at.advance()) {
-            const int64_t from = (int64_t(slice) * task.packs + task.first_pack(c)) * kPack<T>;
-            const int bytes = task.packs_of(c) * 16;
+    int slice = blockIdx.x / part.blocks;
+    for (int round = 0; slice < task.slices; slice = state.slice_after(round), ++round) {
+        const int next = rank == 0 ? clusters + atomicAdd(static_cast<int*>(task.workspace), 1) : 0;
+        for (int c = 0; c < part.chunks(); ++c, at.advance()) {
+            const int64_t from = slice * task.n + int64_t(part.first_pack(c)) * kPack<T>;
+            const int bytes = part.packs(c) * 16;
             unsigned char* const to = ring + at.stage * kChunkBytes;
+            uint64_t* const full = &state.full[at.stage];
             mbarrier_wait(&state.empty[at.stage], at.parity ^ 1);
-            mbarrier_expect(&state.full[at.stage], OPERANDS * bytes);
-            bulk_load_evict_last(to, task.x + from, bytes, &state.full[at.stage]);
-            if constexpr (OPERANDS == 2) bulk_load_evict_last(to + kChunkBytes / 2, task.g + from, bytes, &state.full[at.stage]);
+            mbarrier_expect(full, OPERANDS * bytes);
+            bulk_load_evict_last(to, task.x + from, bytes, full);
+            if constexpr (OPERANDS == 2) bulk_load_evict_last(to + kChunkBytes / 2, task.g + from, bytes, full);
         }
-        const int q = round % kQueue;
-        mbarrier_expect(&state.queued[q], sizeof(int));
-        for (int r = 0; task.rank() == 0 && r < task.blocks; ++r) send(&state.queue[q], next, &state.queued[q], r);
+        uint64_t* const queued = &state.queued[round % kQueue];
+        mbarrier_expect(queued, sizeof(int));
+        for (int r = 0; rank == 0 && r < part.blocks; ++r) send(&state.queue[round % kQueue], next, queued, r);
     }
 }
 
-// All blocks' sums of the slice, in each thread of the team.
-template <int OPERANDS> __device__ __forceinline__ Sums<OPERANDS> exchange(
-    Sums<OPERANDS> sums, BlockState<OPERANDS>& state, int team, int turn, int parity, int rank, int blocks) {
-    const int tid = threadIdx.x % kTeam;
+// The cluster's sums of a slice, in each thread of the team. Two mailboxes take turns: a peer's team can only be one
+// slice ahead, since it needs this block's sums for that slice, which are sent after this slice's mail is read.
+template <int OPERANDS>
+__device__ __forceinline__ Sums<OPERANDS> exchange(
+    Sums<OPERANDS> sums, BlockState<OPERANDS>& state, int team, int tid, int round, Part part) {
+    const int turn = round / 2 & 1;
     uint64_t* const exchanged = &state.exchanged[team][turn];
+    Sums<OPERANDS>* const mailbox = state.mailbox[team][turn];
     sums.add_across_lanes(32);
     if (tid % 32 == 0) state.warp_sums[team][tid / 32] = sums;
     barrier_sync(1 + team, kTeam);
     if (tid < 32) {
         sums = {};
         for (int w = 0; w < kTeam / 32; ++w) sums.add(state.warp_sums[team][w]);
-        if (tid == 0) mbarrier_expect(exchanged, blocks * sizeof(sums));
+        if (tid == 0) mbarrier_expect(exchanged, part.blocks * sizeof(sums));
         __syncwarp();
-        if (tid < blocks) send(&state.mailbox[team][turn][rank], sums, exchanged, tid);
+        if (tid < part.blocks) {
+            double* const to = mailbox[part.rank()].of;
+            for (int k = 0; k < 2 * OPERANDS; k += 2) send(to + k, sums.of[k], sums.of[k + 1], exchanged, tid);
+        }
     }
-    mbarrier_wait(exchanged, parity);
+    mbarrier_wait(exchanged, round / 4 & 1);
     sums = {};
-    for (int r = 0; r < blocks; ++r) sums.add(state.mailbox[team][turn][r]);
+    for (int r = 0; r < part.blocks; ++r) sums.add(mailbox[r]);
     return sums;
 }
 
+// 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
 template <typename T, int OPERANDS>
-__device__ __forceinline__ void consume(const ClusterTask<T>& task, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
-    constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;
-    const int tid = threadIdx.x % kTeam, chunks = task.chunks();
-    const auto place_of = [&](int stage, int i) {
+__device__ __forceinline__ void consume(
+    const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
+    constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;  // places of a chunk a thread: i * kTeam + tid
+    const int tid = threadIdx.x % kTeam, chunks = part.chunks();
+    const auto place_at = [&](int stage, int i) {
         Place<T, V, OPERANDS> place;
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
-            place.of[o] = reinterpret_cast<const Pack<T, V>*>(ring + stage * kChunkBytes + o * (kChunkBytes / 2))[i * kTeam + tid];
+            const unsigned char* const from = ring + stage * kChunkBytes + o * (kChunkBytes / 2);
+            place.of[o] = reinterpret_cast<const Pack<T, V>*>(from)[i * kTeam + tid];
         }
         return place;
     };
+    // use(i) for those of this thread's places of a chunk that exist.
+    const auto each = [&](int c, const auto& use) {
+        const int packs = part.packs(c);
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+            if (i * kTeam + tid < packs) use(i);
+        }
+    };
     Cursor at;
-    int slice = task.first_slice();
-    for (int round = 0; slice < task.slices; slice = state.slice_of(round), ++round) {
+    int slice = blockIdx.x / part.blocks;
+    for (int round = 0; slice < task.slices; slice = state.slice_after(round), ++round) {
         if (round % 2 != team) {  // the other team's
             for (int c = 0; c < chunks; ++c) at.advance();
             continue;
         }
-        const int64_t begin = int64_t(slice) * task.packs * V;
-        const float anchor = to_float(task.x[begin]);
-        // A barrier's parity tells its last two phases apart and no more: wait for no stage before the other team has had all of its own.
+        const float anchor = to_float(task.x[slice * task.n]);
+        // A parity tells a stage's last two fillings apart and no more: the other team must have had its own first.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
 
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kMine];
 #pragma unroll
-        for (int c = 0; c < kHeldChunks; ++c) {
-            if (c < chunks) {
-                const int packs = task.packs_of(c);
-                mbarrier_wait(&state.full[at.stage], at.parity);
-#pragma unroll
-                for (int i = 0; i < kMine; ++i) {
-                    if (i * kTeam + tid < packs) held[c][i] = place_of(at.stage, i);
-                }
-                mbarrier_arrive(&state.empty[at.stage]);
-#pragma unroll
-                for (int i = 0; i < kMine; ++i) {
-                    if (i * kTeam + tid < packs) sums.add(held[c][i], anchor);
-                }
-                at.advance();
-            }
+        for (int c = 0; c < kHeldChunks; ++c, at.advance()) {
+            mbarrier_wait(&state.full[at.stage], at.parity);
+            each(c, [&](int i) { held[c][i] = place_at(at.stage, i); });
+            mbarrier_arrive(&state.empty[at.stage]);
+            each(c, [&](int i) { sums.add(held[c][i], anchor); });
         }
         Cursor ahead = at;
         for (int c = kHeldChunks; c < chunks; ++c, ahead.advance()) {
-            const int packs = task.packs_of(c);
             mbarrier_wait(&state.full[ahead.stage], ahead.parity);
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) {
-                if (i * kTeam + tid < packs) sums.add(place_of(ahead.stage, i), anchor);
-            }
+            each(c, [&](int i) { sums.add(place_at(ahead.stage, i), anchor); });
         }
         mbarrier_arrive(&state.gathered[team]);
+        const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
 
-        const int turn = round / 2 & 1, parity = round / 4 & 1;
-        sums = exchange(sums, state, team, turn, parity, task.rank(), task.blocks);
-        const Result<OPERANDS> result(sums, anchor, task.share, task.eps);
-
-        const auto write = [&](int c, auto place) {
-            const int packs = task.packs_of(c);
-            T* const to = task.y + begin + int64_t(task.first_pack(c)) * V;
-#pragma unroll
-            for (int i = 0; i < kMine; ++i) {
-                if (i * kTeam + tid < packs) store(to + (i * kTeam + tid) * V, result(place(i)));
-            }
+        const auto write = [&](int c, int i, const auto& place) {
+            store(task.y + slice * task.n + (part.first_pack(c) + i * kTeam + tid) * V, result(place));
         };
 #pragma unroll
         for (int c = 0; c < kHeldChunks; ++c) {
-            if (c < chunks) write(c, [&](int i) { keep_packed(held[c][i]); return held[c][i]; });
+            each(c, [&](int i) { write(c, i, held[c][i]); });
         }
         for (int c = kHeldChunks; c < chunks; ++c, at.advance()) {
-            write(c, [&](int i) { return place_of(at.stage, i); });
+            each(c, [&](int i) { write(c, i, place_at(at.stage, i)); });
             mbarrier_arrive(&state.empty[at.stage]);
         }
     }
 }
 
 template <typename T, int OPERANDS>
-__global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __grid_constant__ ClusterTask<T> task) {
+__global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __grid_constant__ Task<T> task, Part part) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char ring[];
     __shared__ BlockState<OPERANDS> state;
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; ++s) mbarrier_init(&state.full[s], 1), mbarrier_init(&state.empty[s], kTeam);
-        for (int t = 0; t < 2; ++t) {
-            mbarrier_init(&state.gathered[t], kTeam);
-            for (int turn = 0; turn < 2; ++turn) mbarrier_init(&state.exchanged[t][turn], 1);
+        for (int team = 0; team < 2; ++team) {
+            mbarrier_init(&state.gathered[team], kTeam);
+            for (int turn = 0; turn < 2; ++turn) mbarrier_init(&state.exchanged[team][turn], 1);
         }
         for (int q = 0; q < kQueue; ++q) mbarrier_init(&state.queued[q], 1);
         fence_mbarrier_init();
@@ -460,119 +441,62 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
     __syncthreads();
     cluster_sync();
     const int team = threadIdx.x / kTeam;
-    if (team < 2) consume(task, state, ring, team);
-    else if (threadIdx.x % 32 == 0) produce(task, state, ring);
+    if (team < 2) consume(task, part, state, ring, team);
+    else if (threadIdx.x % 32 == 0) produce(task, part, state, ring);
     __syncwarp();
     cluster_sync();  // no block ends while a peer may still write to its shared memory
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// All other slices are read twice, by two kernels: the first leaves the sums of each part of a slice in the workspace, the second adds up
-// those of its slice and writes its part. It goes through the parts backwards: what the first one read last may still be in L2.
+// ---------------------------------------------------------------------------------------------------------------------
+// All other slices are read twice. A block has a part of a slice. First it leaves the part's sums in the workspace; a
+// second launch (WRITE) adds up those of the slice, and writes the output. That one goes through the parts backwards:
+// what was read last may still be in L2.
 
-constexpr int kPartBlock = kMaxGroup;  // threads, one block a part
+constexpr int kPartBlock = kMaxGroup;
 
-// use(i, place) for the values [first, end); a thread has four loads of each operand in flight.
-template <int V, int OPERANDS, typename T, typename Use>
-__device__ __forceinline__ void each_place(const T* x, const T* g, int64_t first, int64_t end, const Use& use) {
-    constexpr int kBatch = 4, kStep = kPartBlock * V;
+template <typename T, int V, int OPERANDS, bool WRITE>
+__global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T> task, int64_t part, int parts) {
+    constexpr int kBatch = 4, kStep = kPartBlock * V;  // places a thread has in flight
+    const int64_t block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
+    const int64_t begin = slice * task.n, first = begin + block % parts * part, end = begin + min((block % parts + 1) * part, task.n);
+    Sums<OPERANDS>* const sums_of_parts = static_cast<Sums<OPERANDS>*>(task.workspace);
+    const float anchor = to_float(task.x[begin]);
+    Sums<OPERANDS> sums = {};
+    for (int p = threadIdx.x; WRITE && p < parts; p += kPartBlock) sums.add(sums_of_parts[slice * parts + p]);
+    const Result<OPERANDS> result(WRITE ? sums_of_group(sums, kPartBlock) : sums, anchor, task);
     for (int64_t i = first + threadIdx.x * V; i < end; i += kBatch * kStep) {
         Place<T, V, OPERANDS> batch[kBatch];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) batch[b] = load_place<V, OPERANDS>(x, g, i + b * kStep, i + b * kStep < end);
+        for (int b = 0; b < kBatch; ++b) {
+            if (i + b * kStep < end) batch[b] = load_place<V, OPERANDS>(task, i + b * kStep);
+        }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-            if (i + b * kStep < end) use(i + b * kStep, batch[b]);
+            if (i + b * kStep >= end) continue;
+            if constexpr (WRITE) store(task.y + i + b * kStep, result(batch[b]));
+            else sums.add(batch[b], anchor);
         }
     }
-}
-template <typename T, int V, int OPERANDS> __global__ void __launch_bounds__(kPartBlock, 2) sums_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, Sums<OPERANDS>* sums, int64_t n, int64_t part, int parts) {
-    const int64_t slice = blockIdx.x / parts, begin = slice * n, first = blockIdx.x % parts * part;
-    const float anchor = to_float(x[begin]);
-    Sums<OPERANDS> own = {};
-    each_place<V, OPERANDS>(x, g, begin + first, begin + min(first + part, n), [&](int64_t, const auto& place) { own.add(place, anchor); });
-    own = sums_of_group(own, kPartBlock);
-    if (threadIdx.x == 0) sums[blockIdx.x] = own;
-}
-template <typename T, int V, int OPERANDS> __global__ void __launch_bounds__(kPartBlock, 2) norm_of_parts(
-    const T* __restrict__ x, const T* __restrict__ g, T* __restrict__ y, const Sums<OPERANDS>* __restrict__ sums, int64_t n, int64_t part,
-    int parts, double share, double eps) {
-    const int64_t block = gridDim.x - 1 - blockIdx.x, slice = block / parts, begin = slice * n, first = block % parts * part;
-    Sums<OPERANDS> own = {};
-    for (int p = threadIdx.x; p < parts; p += kPartBlock) own.add(sums[slice * parts + p]);
-    const Result<OPERANDS> result(sums_of_group(own, kPartBlock), to_float(x[begin]), share, eps);
-    each_place<V, OPERANDS>(x, g, begin + first, begin + min(first + part, n), [&](int64_t i, const auto& place) { store(y + i, result(place)); });
+    if constexpr (!WRITE) {
+        sums = sums_of_group(sums, kPartBlock);
+        if (threadIdx.x == 0) sums_of_parts[block] = sums;
+    }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Launchers. Pointers are device memory of the current device, on 16 bytes; they return a cudaError_t.
+// ---------------------------------------------------------------------------------------------------------------------
+// Launchers.
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// `slices` contiguous slices of n values: x, backward g, and y or dx.
-struct Task {
-    const void *x, *g;
-    void* y;
-    int64_t slices, n;
-    double eps;
-    void* workspace;
-    cudaStream_t stream;
-};
-
-template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task& task) {
+template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
     // Few threads a slice need few shuffles; at least eight, where it has as many packs, load whole lines.
-    const int64_t packs = task.n / V;
     int group = 1;
-    while (group < packs && (group < 8 || group * kItems<V, OPERANDS> < packs)) group *= 2;
+    while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > kSmallBlock ? group : kSmallBlock;
-    norm_in_registers<T, V, OPERANDS><<<unsigned(divide_up(task.slices, block / group)), block, 0, task.stream>>>(
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), task.slices, int(task.n), 1.0 / task.n, task.eps, group);
+    const unsigned grid = unsigned(divide_up(task.slices, block / group));
+    norm_in_registers<T, V, OPERANDS><<<grid, block, 0, task.stream>>>(task, group);
     return cudaGetLastError();
-}
-
-// The smallest cluster that holds a slice of `bytes`, of all operands; 0: none does. Forward, small clusters leave room for the next slice.
-static int cluster_size(int64_t bytes, bool leave_room) {
-    for (int blocks = 2; blocks <= kMaxCluster; blocks *= 2) {
-        const int chunks = kHeldChunks + (leave_room && blocks < 8 ? kWaitingChunks : kStages);
-        if (bytes <= int64_t(blocks) * chunks * kChunkBytes) return blocks;
-    }
-    return 0;
-}
-
-// *launched is false where there is no room for such a cluster: another chip than sm_90 or sm_100, or a small partition of one.
-template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task& task, int blocks, bool* launched) {
-    const auto kernel = norm_in_cluster<T, OPERANDS>;
-    int device, shared_bytes, clusters = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error != cudaSuccess || shared_bytes < kRingBytes + int(sizeof(BlockState<OPERANDS>))) return error;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(2 * kTeam + 32);
-    config.dynamicSmemBytes = kRingBytes;
-    config.stream = task.stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (error != cudaSuccess || clusters == 0) return error;
-    *launched = true;
-    config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
-    error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream);
-    if (error != cudaSuccess) return error;
-    // Equal chunks, as many for every block, of whole lines.
-    const int64_t packs = task.n / kPack<T>, chunks = divide_up(packs, blocks * (kChunkBytes / 16 / OPERANDS)) * blocks;
-    const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
-    return cudaLaunchKernelEx(&config, kernel, ClusterTask<T>{
-        static_cast<const T*>(task.x), static_cast<const T*>(task.g), static_cast<T*>(task.y), int(task.slices), int(packs), blocks,
-        chunk_packs, 1.0 / task.n, task.eps, static_cast<int*>(task.workspace)});
 }
 
 // Parts of a slice that is read twice: some 32 blocks a multiprocessor in all, no part under 64 KiB.
@@ -580,51 +504,69 @@ static int64_t parts_of(int64_t slices, int64_t bytes) {
     const int64_t wanted = divide_up(4096, slices), most = bytes >> 16;
     return wanted < most ? wanted : most > 1 ? most : 1;
 }
-template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(const Task& task) {
-    const T *x = static_cast<const T*>(task.x), *g = static_cast<const T*>(task.g);
-    Sums<OPERANDS>* const sums = static_cast<Sums<OPERANDS>*>(task.workspace);
-    const int64_t part = divide_up(divide_up(task.n, parts_of(task.slices, task.n * sizeof(T))), 64) * 64;  // values, whole lines
+template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(const Task<T>& task) {
+    const int64_t values = divide_up(task.n, parts_of(task.slices, task.n * sizeof(T)));
+    const int64_t part = divide_up(values, 64) * 64;  // whole lines
     const int parts = int(divide_up(task.n, part));
     const unsigned grid = unsigned(task.slices * parts);
-    sums_of_parts<T, V, OPERANDS><<<grid, kPartBlock, 0, task.stream>>>(x, g, sums, task.n, part, parts);
-    norm_of_parts<T, V, OPERANDS><<<grid, kPartBlock, 0, task.stream>>>(
-        x, g, static_cast<T*>(task.y), sums, task.n, part, parts, 1.0 / task.n, task.eps);
+    norm_in_two_reads<T, V, OPERANDS, false><<<grid, kPartBlock, 0, task.stream>>>(task, part, parts);
+    norm_in_two_reads<T, V, OPERANDS, true><<<grid, kPartBlock, 0, task.stream>>>(task, part, parts);
     return cudaGetLastError();
 }
 
-template <typename T, int OPERANDS> static cudaError_t launch(const Task& task) {
+template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task<T>& task) {
+    // The smallest that holds a slice; those of 2 and 4 blocks leave room in the ring for the next one.
+    const int64_t packs = task.n / kPack<T>, chunk = kChunkBytes / 16 / OPERANDS;
+    int blocks = 2, clusters = 0;
+    while (packs > blocks * chunk * (kHeldChunks + (blocks < 8 ? kWaitingChunks : kStages))) blocks *= 2;
+    const auto kernel = norm_in_cluster<T, OPERANDS>;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {dim3(blocks), dim3(2 * kTeam + 32), kRingBytes, task.stream, &attribute, 1};
+    if (blocks > kMaxCluster || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) ||
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) || clusters == 0) {
+        cudaGetLastError();  // not an error: another chip than sm_90 and sm_100, or a small partition of one
+        return launch_two_reads<T, kPack<T>, OPERANDS>(task);
+    }
+    config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
+    const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream);  // of slices given out
+    if (error != cudaSuccess) return error;
+    // Equal chunks, as many for every block, of whole lines.
+    const int64_t chunks = divide_up(packs, blocks * chunk) * blocks;
+    const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
+    return cudaLaunchKernelEx(&config, kernel, task, Part{blocks, chunk_packs, int(packs)});
+}
+
+template <typename T, int OPERANDS> static cudaError_t launch_any(const Task<T>& task) {
     constexpr int V = kPack<T>;
     const bool whole_packs = task.n % V == 0;
     if (whole_packs && task.n <= kMaxGroup * kItems<V, OPERANDS> * V) return launch_in_registers<T, V, OPERANDS>(task);
     if (!whole_packs && task.n <= kMaxGroup * kItems<1, OPERANDS>) return launch_in_registers<T, 1, OPERANDS>(task);
-    if (!whole_packs) return launch_two_reads<T, 1, OPERANDS>(task);
-    const int blocks = cluster_size(OPERANDS * task.n * sizeof(T), OPERANDS == 1);
-    bool launched = false;
-    const cudaError_t error = blocks > 0 ? launch_in_cluster<T, OPERANDS>(task, blocks, &launched) : cudaSuccess;
-    return launched || error != cudaSuccess ? error : launch_two_reads<T, V, OPERANDS>(task);
+    return whole_packs ? launch_in_cluster<T, OPERANDS>(task) : launch_two_reads<T, 1, OPERANDS>(task);
 }
-template <int OPERANDS> static cudaError_t launch(int dtype, const Task& task) {
-    return dtype == 0 ? launch<float, OPERANDS>(task) : dtype == 1 ? launch<__half, OPERANDS>(task) : launch<__nv_bfloat16, OPERANDS>(task);
+template <typename T> static cudaError_t launch(const void* grad, const void* x, void* y, int64_t slices, int64_t n,
+    double eps, void* workspace, cudaStream_t stream) {
+    const Task<T> task = {static_cast<const T*>(x), static_cast<const T*>(grad), static_cast<T*>(y), slices, n, 1.0 / n,
+        eps, workspace, stream};
+    return grad == nullptr ? launch_any<T, 1>(task) : launch_any<T, 2>(task);
 }
 
-// dtype: 0 float32, 1 float16, 2 bfloat16. workspace: instance_norm_workspace bytes.
-extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size) {
+extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size) {  // bytes
     return slices * parts_of(slices, n * element_size) * int64_t(sizeof(Sums<2>));
 }
-extern "C" int instance_norm_forward(
-    int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    return launch<1>(dtype, Task{x, x, y, slices, n, eps, workspace, stream});
-}
-extern "C" int instance_norm_backward(
-    int dtype, const void* grad, const void* x, void* dx, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream) {
-    return launch<2>(dtype, Task{x, grad, dx, slices, n, eps, workspace, stream});
+// dtype: 0 float32, 1 float16, 2 bfloat16. Without grad, y; with it, the gradient of x. Returns a cudaError_t.
+extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
+    void* workspace, cudaStream_t stream) {
+    const auto run = dtype == 0 ? launch<float> : dtype == 1 ? launch<__half> : launch<__nv_bfloat16>;
+    return run(grad, x, y, slices, n, eps, workspace, stream);
 }
 """
 
 CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -639,128 +581,87 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// One slice of n values on one core, in blocks of float that stay in its first cache; sums in double, around the slice's first value.
-template <typename T> void normalize_slice(const T* x, T* y, int64_t n, double eps) {
-    constexpr int64_t kBlock = 1024;
-    float buffer[kBlock];
+// On one core; sums in double, around the slice's first value.
+void normalize_slice(const float* x, float* y, int64_t n, double eps) {
     const double anchor = x[0];
     double sum = 0, square = 0;
-    for (int64_t i = 0; i < n; i += kBlock) {
-        const int64_t count = std::min(kBlock, n - i);
-        at::vec::convert(x + i, buffer, count);
 #pragma omp simd reduction(+ : sum, square)
-        for (int64_t j = 0; j < count; ++j) {
-            const double deviation = buffer[j] - anchor;
-            sum += deviation;
-            square += deviation * deviation;
-        }
+    for (int64_t i = 0; i < n; ++i) {
+        const double deviation = x[i] - anchor;
+        sum += deviation;
+        square += deviation * deviation;
     }
     const double shift = sum / n, variance = (square - sum * shift) / n;
     const double r = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // not std::max, which would drop a NaN
     const float hi = float(anchor + shift), rstd = float(r), rest = float((hi - (anchor + shift)) * r);
-    for (int64_t i = 0; i < n; i += kBlock) {
-        const int64_t count = std::min(kBlock, n - i);
-        at::vec::convert(x + i, buffer, count);
 #pragma omp simd
-        for (int64_t j = 0; j < count; ++j) buffer[j] = (buffer[j] - hi) * rstd + rest;
-        at::vec::convert(buffer, y + i, count);
-    }
-}
-template <typename T> void normalize(const at::Tensor& x, const at::Tensor& y, int64_t slices, int64_t n, double eps) {
-    const T* const from = x.const_data_ptr<T>();
-    T* const to = y.mutable_data_ptr<T>();
-    at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
-        for (int64_t s = begin; s < end; ++s) normalize_slice(from + s * n, to + s * n, n, eps);
-    });
+    for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - hi) * rstd + rest;
 }
 
-// As the CUDA string numbers them.
-int dtype_number(const at::Tensor& t) {
-    switch (t.scalar_type()) {
-        case at::kFloat: return 0;
-        case at::kHalf: return 1;
-        case at::kBFloat16: return 2;
-        default: TORCH_CHECK_NOT_IMPLEMENTED(false, "instance_norm: not implemented for ", t.scalar_type());
-    }
-}
-
-// x (..., H, W); y contiguous, as InstanceNorm2d's is.
+// x (..., H, W) of float32; y contiguous, as InstanceNorm2d's is. A core takes a slice at a time.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input);
-    const int dtype = dtype_number(x);
-    if (x.numel() == 0) return y;
-    const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    if (dtype == 0) normalize<float>(input, y, slices, n, eps);
-    else if (dtype == 1) normalize<at::Half>(input, y, slices, n, eps);
-    else normalize<at::BFloat16>(input, y, slices, n, eps);
+    const float* const from = input.const_data_ptr<float>();
+    float* const to = y.mutable_data_ptr<float>();
+    const int64_t n = std::max<int64_t>(1, x.size(-1) * x.size(-2));
+    at::parallel_for(0, x.numel() / n, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
+        for (int64_t s = begin; s < end; ++s) normalize_slice(from + s * n, to + s * n, n, eps);
+    });
     return y;
 }
 
-at::Tensor instance_norm_meta(const at::Tensor& x, double eps) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
-at::Tensor instance_norm_backward_meta(const at::Tensor& grad, const at::Tensor& x, double eps) { return instance_norm_meta(x, eps); }
-
 #ifdef WITH_CUDA
 extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size);
-extern "C" int instance_norm_forward(
-    int dtype, const void* x, void* y, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream);
-extern "C" int instance_norm_backward(
-    int dtype, const void* grad, const void* x, void* dx, int64_t slices, int64_t n, double eps, void* workspace, cudaStream_t stream);
+extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
+    void* workspace, cudaStream_t stream);
 
 // Contiguous, and on 16 bytes, which a slice of another tensor need not be.
 at::Tensor aligned(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// Forward where grad is undefined.
-at::Tensor run_on_gpu(const at::Tensor& x, const at::Tensor& grad, double eps) {
+// y, or with grad the gradient of x.
+at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
+    const auto type = x.scalar_type();
+    TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16,
+        "instance_norm: not implemented for ", type);
+    TORCH_CHECK(
+        !grad.defined() || (grad.sizes() == x.sizes() && grad.scalar_type() == type && grad.device() == x.device()),
+        "instance_norm: the gradient must have the input's shape, dtype and device");
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor input = aligned(x);
+    const at::Tensor input = aligned(x), gradient = grad.defined() ? aligned(grad) : grad;
     at::Tensor out = at::empty_like(input);
-    const int dtype = dtype_number(x);
     if (x.numel() == 0) return out;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    const at::Tensor workspace = at::empty({instance_norm_workspace(slices, n, x.element_size())}, x.options().dtype(at::kByte));
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
-    int error;
-    if (grad.defined()) {
-        const at::Tensor gradient = aligned(grad);
-        error = instance_norm_backward(
-            dtype, gradient.data_ptr(), input.data_ptr(), out.data_ptr(), slices, n, eps, workspace.data_ptr(), stream);
-    } else {
-        error = instance_norm_forward(dtype, input.data_ptr(), out.data_ptr(), slices, n, eps, workspace.data_ptr(), stream);
-    }
+    const int64_t bytes = instance_norm_workspace(slices, n, x.element_size());
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    const int error = instance_norm(type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2,
+        grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps,
+        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
     return out;
 }
-at::Tensor instance_norm_cuda(const at::Tensor& x, double eps) { return run_on_gpu(x, at::Tensor(), eps); }
-at::Tensor instance_norm_backward_cuda(const at::Tensor& grad, const at::Tensor& x, double eps) {
-    TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && grad.device() == x.device(),
-        "instance_norm: the gradient must have the input's shape, dtype and device");
-    return run_on_gpu(x, grad, eps);
-}
 #endif
+
+at::Tensor like(const at::Tensor& x) { return at::empty_like(x, x.options(), at::MemoryFormat::Contiguous); }
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, float eps) -> Tensor");
     m.def("backward(Tensor grad, Tensor x, float eps) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", instance_norm_cpu); }
-TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", instance_norm_meta);
-    m.impl("backward", instance_norm_backward_meta);
-}
+    m.impl("forward", c10::DispatchKey::CPU, instance_norm_cpu);
+    m.impl("forward", c10::DispatchKey::Meta, [](const at::Tensor& x, double) { return like(x); });
+    m.impl("backward", c10::DispatchKey::Meta, [](const at::Tensor&, const at::Tensor& x, double) { return like(x); });
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", instance_norm_cuda);
-    m.impl("backward", instance_norm_backward_cuda);
-}
+    m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
+    m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
-// Gradients are the autograd.Function's below; whoever differentiates a bare operator, or in forward mode, is told.
-TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    // Gradients are the autograd.Function's below; whoever differentiates a bare operator, or in forward mode, is told.
+    for (const char* name : {"forward", "backward"}) {
+        m.impl(name, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+    }
 }
 """
 
@@ -839,17 +740,18 @@ class InstanceNorm(torch.autograd.Function):
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether the kernels take it: a plain norm of dense float32, float16 or bfloat16, on a GPU, or on a CPU without gradients."""
-    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    """Whether the kernels take it: a plain norm of dense images, float32 or 16-bit on a GPU, float32 without gradients on a CPU."""
+    hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    on_gpu = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     return (
-        type(norm) is nn.InstanceNorm2d
-        and not (norm.affine or norm.track_running_stats or any(hooks))
+        (on_gpu or on_cpu)
         and x.layout is torch.strided
         and not x.is_nested
-        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and (x.is_cuda or x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad))
         and x.dim() in (3, 4)
-        and x.shape[-2] * x.shape[-1] != 1
+        and x.shape[-2] * x.shape[-1] != 1  # an error, in PyTorch's words
+        and type(norm) is nn.InstanceNorm2d
+        and not (hooks or norm.affine or norm.track_running_stats)
         and torch._C._functorch.peek_interpreter_stack() is None  # grad, vmap, jvp
     )
 
@@ -865,8 +767,9 @@ class ModelNew(nn.Module):
         self.inorm = nn.InstanceNorm2d(num_features=num_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not fits(x, self.inorm):
-            return self.inorm(x)
+        norm = self.inorm
+        if not fits(x, norm):
+            return norm(x)
         if torch.is_grad_enabled() and x.requires_grad:
-            return InstanceNorm.apply(x, self.inorm.eps)
-        return _forward(x, self.inorm.eps)
+            return InstanceNorm.apply(x, norm.eps)
+        return _forward(x, norm.eps)
