@@ -752,7 +752,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
         and x.shape[-2] * x.shape[-1] != 1  # an error, in PyTorch's words
         and type(norm) is nn.InstanceNorm2d
         and not (hooks or norm.affine or norm.track_running_stats)
-        and torch._C._functorch.peek_interpreter_stack() is None  # grad, vmap, jvp
+        and not torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
     )
 
 
