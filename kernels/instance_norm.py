@@ -8,13 +8,13 @@ over each slice, the H x W values of a (sample, channel); var is the biased vari
 and bfloat16 on a GPU, and on a CPU float32 without gradients (see `fits`); all else is PyTorch's own instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
-once, the slice waits on chip in between; where, depends on its size (backward: the size of x and of g each):
+once, the slice waits on chip in between; where, depends on its size (backward: that of x and of g each):
 
-    up to 64 KiB (backward 32 KiB)        in registers of 1 to 512 threads
-    up to 4 MiB (2 MiB), whole packs      in a cluster's shared memory and registers, on sm_90 and sm_100
+    up to 16384 values (backward 8192)    in registers of 1 to 512 threads
+    up to 4 MiB (backward 2 MiB)          in a cluster's shared memory and registers, on sm_90 and sm_100
     any                                   nowhere: two reads, one write
 
-A pack is 16 bytes. Slices of no whole packs go value by value, up to 8192 (4096) in registers, others in two reads.
+Slices that are not whole packs of 16 bytes go value by value: up to 8192 (4096) in registers, others in two reads.
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
 harness.py instance_norm --backward`: forward MEASURE ms, MEASURE% of the bandwidth of a copy, MEASURE x eager; forward
@@ -31,7 +31,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
@@ -87,28 +86,24 @@ template <typename T> struct Task {
 };
 
 template <int V, int OPERANDS, typename T>
-__device__ __forceinline__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
+__device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
     Place<T, V, OPERANDS> place;
     place.of[0] = *reinterpret_cast<const Pack<T, V>*>(task.x + i);
     if constexpr (OPERANDS == 2) place.of[1] = *reinterpret_cast<const Pack<T, V>*>(task.g + i);
     return place;
 }
-template <typename T, int V> __device__ __forceinline__ void store(T* to, const Pack<T, V>& pack) {
-    *reinterpret_cast<Pack<T, V>*>(to) = pack;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
-// and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2 is
-// at most n times that of the squared deviations from the mean, and subtracting one from the other loses at most log2(n)
-// of a double's 53 bits. Equal values leave zeros.
+// and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
+// is at most some n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
+// most log2(n) of a double's 53 bits. Equal values leave zeros.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];
 
     // A pack is summed in float, around its own first value and then its mean; the pack as a whole counts in double.
-    template <typename T, int V>
-    __device__ __forceinline__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
+    template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
 #pragma unroll
@@ -131,12 +126,12 @@ template <int OPERANDS> struct alignas(16) Sums {
             of[3] += fma(mean, double(g_sum), double(product));
         }
     }
-    __device__ __forceinline__ void add(const Sums& other) {
+    __device__ void add(const Sums& other) {
 #pragma unroll
         for (int k = 0; k < 2 * OPERANDS; ++k) of[k] += other.of[k];
     }
     // Over `lanes` neighbouring lanes of a warp, a power of two; all of them get the same bits.
-    __device__ __forceinline__ void add_across_lanes(int lanes) {
+    __device__ void add_across_lanes(int lanes) {
         for (int offset = 1; offset < lanes; offset *= 2) {
 #pragma unroll
             for (int k = 0; k < 2 * OPERANDS; ++k) of[k] += __shfl_xor_sync(~0u, of[k], offset);
@@ -149,8 +144,7 @@ template <int OPERANDS> struct alignas(16) Sums {
 template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
-    template <typename T>
-    __device__ __forceinline__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
+    template <typename T> __device__ Result(const Sums<OPERANDS>& sums, float anchor, const Task<T>& task) {
         const double shift = sums.of[0] * task.share, variance = (sums.of[1] - sums.of[0] * shift) * task.share;
         const double r = rsqrt((variance < 0 ? 0 : variance) + task.eps);  // not fmax, which would drop a NaN
         hi = float(anchor + shift), rstd = float(r);
@@ -162,8 +156,7 @@ template <int OPERANDS> struct Result {
             slope = float(r * r * r * covariance), rest = float(lo * slope - g_mean * r);
         }
     }
-    template <typename T, int V>
-    __device__ __forceinline__ Pack<T, V> operator()(const Place<T, V, OPERANDS>& place) const {
+    template <typename T, int V> __device__ void write(T* to, const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -171,7 +164,7 @@ template <int OPERANDS> struct Result {
             if constexpr (OPERANDS == 2) v = fmaf(to_float(place.of[1].value[i]), rstd, rest);
             out.value[i] = from_float<T>(fmaf(to_float(place.of[0].value[i]) - hi, OPERANDS == 1 ? rstd : -slope, v));
         }
-        return out;
+        *reinterpret_cast<Pack<T, V>*>(to) = out;
     }
 };
 
@@ -183,7 +176,7 @@ constexpr int kMaxGroup = 512, kSmallBlock = 64;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
 // The sums of `group` threads, in each of them. Called once a kernel.
-template <int OPERANDS> __device__ __forceinline__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
+template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
     own.add_across_lanes(min(group, 32));
     if (group <= 32) return own;
     __shared__ Sums<OPERANDS> warp_sums[kMaxGroup / 32];
@@ -196,7 +189,7 @@ template <int OPERANDS> __device__ __forceinline__ Sums<OPERANDS> sums_of_group(
 
 template <typename T, int V, int OPERANDS>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> task, int group) {
-    const int64_t slice = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / group, begin = slice * task.n;
+    const int64_t slice = int64_t(blockIdx.x) * (blockDim.x / group) + threadIdx.x / group, begin = slice * task.n;
     const int first = (threadIdx.x & (group - 1)) * V, end = slice < task.slices ? int(task.n) : 0;
     const float anchor = end > 0 ? to_float(task.x[begin]) : 0;
     Place<T, V, OPERANDS> held[kItems<V, OPERANDS>];
@@ -214,7 +207,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 #pragma unroll
     for (int i = 0; i < kItems<V, OPERANDS>; ++i) {
         const int at = first + i * group * V;
-        if (at < end) store(task.y + begin + at, result(held[i]));
+        if (at < end) result.write(task.y + begin + at, held[i]);
     }
 }
 
@@ -240,11 +233,10 @@ constexpr int kPlaces = 4;         // packs of a chunk a thread, of all operands
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4 blocks
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: room for more than both teams'
 constexpr int kMaxCluster = 16;
 constexpr int kQueue = 16;         // slices that a producer knows of and not yet all consumers, at most
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
-static_assert(2 * kWaitingChunks < kStages, "both teams' waiting chunks leave room for the next slice");
 // A part has at least three chunks, so the ring is at most six slices ahead of the team that gathers, which is at most
 // two ahead of the last slice that every thread of the cluster has heard of.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
@@ -275,10 +267,10 @@ __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from,
         ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
 }
 
-// A place in the ring: the stage, and the parity of its barriers.
+// A position in the ring: the stage, and the parity of its barriers.
 struct Cursor {
     int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
+    __device__ void advance() {
         if (++stage == kStages) stage = 0, parity ^= 1;
     }
 };
@@ -286,12 +278,10 @@ struct Cursor {
 // This block's chunks of a slice.
 struct Part {
     int blocks, chunk_packs, slice_packs;
-    __device__ __forceinline__ int rank() const { return blockIdx.x % blocks; }
-    __device__ __forceinline__ int first_pack(int c) const { return (c * blocks + rank()) * chunk_packs; }
-    __device__ __forceinline__ int packs(int c) const { return min(chunk_packs, slice_packs - first_pack(c)); }
-    __device__ __forceinline__ int chunks() const {
-        return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1;
-    }
+    __device__ int rank() const { return blockIdx.x % blocks; }
+    __device__ int first_pack(int c) const { return (c * blocks + rank()) * chunk_packs; }
+    __device__ int packs(int c) const { return min(chunk_packs, slice_packs - first_pack(c)); }
+    __device__ int chunks() const { return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1; }
 };
 
 // What the threads of a block share besides the ring.
@@ -301,7 +291,7 @@ template <int OPERANDS> struct BlockState {
     int queue[kQueue];
 
     // The cluster's slice after this round, or one that does not exist.
-    __device__ __forceinline__ int slice_after(int round) {
+    __device__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
         return queue[round % kQueue];
     }
@@ -309,8 +299,7 @@ template <int OPERANDS> struct BlockState {
 
 // One thread: waits for empty stages, and fills them. Block 0's also gives out the slices.
 template <typename T, int OPERANDS>
-__device__ __forceinline__ void produce(
-    const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
+__device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
     const int rank = part.rank(), clusters = gridDim.x / part.blocks;
     Cursor at;
     int slice = blockIdx.x / part.blocks;
@@ -334,8 +323,7 @@ __device__ __forceinline__ void produce(
 
 // The cluster's sums of a slice, in each thread of the team. Two mailboxes take turns: a peer's team can only be one
 // slice ahead, since it needs this block's sums for that slice, which are sent after this slice's mail is read.
-template <int OPERANDS>
-__device__ __forceinline__ Sums<OPERANDS> exchange(
+template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
     Sums<OPERANDS> sums, BlockState<OPERANDS>& state, int team, int tid, int round, Part part) {
     const int turn = round / 2 & 1;
     uint64_t* const exchanged = &state.exchanged[team][turn];
@@ -360,8 +348,7 @@ __device__ __forceinline__ Sums<OPERANDS> exchange(
 }
 
 // 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
-template <typename T, int OPERANDS>
-__device__ __forceinline__ void consume(
+template <typename T, int OPERANDS> __device__ void consume(
     const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
     constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;  // places of a chunk a thread: i * kTeam + tid
     const int tid = threadIdx.x % kTeam, chunks = part.chunks();
@@ -411,7 +398,7 @@ __device__ __forceinline__ void consume(
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
 
         const auto write = [&](int c, int i, const auto& place) {
-            store(task.y + slice * task.n + (part.first_pack(c) + i * kTeam + tid) * V, result(place));
+            result.write(task.y + slice * task.n + (part.first_pack(c) + i * kTeam + tid) * V, place);
         };
 #pragma unroll
         for (int c = 0; c < kHeldChunks; ++c) {
@@ -456,10 +443,11 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
 constexpr int kPartBlock = kMaxGroup;
 
 template <typename T, int V, int OPERANDS, bool WRITE>
-__global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T> task, int64_t part, int parts) {
+__global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T> task, int parts) {
     constexpr int kBatch = 4, kStep = kPartBlock * V;  // places a thread has in flight
-    const int64_t block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
-    const int64_t begin = slice * task.n, first = begin + block % parts * part, end = begin + min((block % parts + 1) * part, task.n);
+    const int block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
+    const int64_t begin = slice * task.n, part = (task.n / V + parts - 1) / parts * V;
+    const int64_t first = begin + block % parts * part, end = min(first + part, begin + task.n);
     Sums<OPERANDS>* const sums_of_parts = static_cast<Sums<OPERANDS>*>(task.workspace);
     const float anchor = to_float(task.x[begin]);
     Sums<OPERANDS> sums = {};
@@ -474,7 +462,7 @@ __global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T>
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
             if (i + b * kStep >= end) continue;
-            if constexpr (WRITE) store(task.y + i + b * kStep, result(batch[b]));
+            if constexpr (WRITE) result.write(task.y + i + b * kStep, batch[b]);
             else sums.add(batch[b], anchor);
         }
     }
@@ -499,18 +487,16 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     return cudaGetLastError();
 }
 
-// Parts of a slice that is read twice: some 32 blocks a multiprocessor in all, no part under 64 KiB.
+// Parts of a slice that is read twice: some 32 blocks a multiprocessor in all, parts of 64 KiB or so at least.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
-    const int64_t wanted = divide_up(4096, slices), most = bytes >> 16;
-    return wanted < most ? wanted : most > 1 ? most : 1;
+    const int64_t wanted = divide_up(4096, slices), most = divide_up(bytes, 1 << 16);
+    return wanted < most ? wanted : most;
 }
 template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(const Task<T>& task) {
-    const int64_t values = divide_up(task.n, parts_of(task.slices, task.n * sizeof(T)));
-    const int64_t part = divide_up(values, 64) * 64;  // whole lines
-    const int parts = int(divide_up(task.n, part));
+    const int parts = int(parts_of(task.slices, task.n * sizeof(T)));
     const unsigned grid = unsigned(task.slices * parts);
-    norm_in_two_reads<T, V, OPERANDS, false><<<grid, kPartBlock, 0, task.stream>>>(task, part, parts);
-    norm_in_two_reads<T, V, OPERANDS, true><<<grid, kPartBlock, 0, task.stream>>>(task, part, parts);
+    norm_in_two_reads<T, V, OPERANDS, false><<<grid, kPartBlock, 0, task.stream>>>(task, parts);
+    norm_in_two_reads<T, V, OPERANDS, true><<<grid, kPartBlock, 0, task.stream>>>(task, parts);
     return cudaGetLastError();
 }
 
@@ -533,9 +519,9 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
     const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream);  // of slices given out
     if (error != cudaSuccess) return error;
-    // Equal chunks, as many for every block, of whole lines.
-    const int64_t chunks = divide_up(packs, blocks * chunk) * blocks;
-    const int chunk_packs = int(divide_up(divide_up(packs, chunks), 8) * 8);
+    // Equal chunks of whole lines, three or more for every block.
+    const int64_t wanted = divide_up(packs, blocks * chunk), chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
+    const int chunk_packs = int(divide_up(divide_up(packs, chunks * blocks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, task, Part{blocks, chunk_packs, int(packs)});
 }
 
@@ -554,7 +540,7 @@ template <typename T> static cudaError_t launch(const void* grad, const void* x,
 }
 
 extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size) {  // bytes
-    return slices * parts_of(slices, n * element_size) * int64_t(sizeof(Sums<2>));
+    return n > kMaxGroup * kItems<1, 2> ? slices * parts_of(slices, n * element_size) * int64_t(sizeof(Sums<2>)) : 0;
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16. Without grad, y; with it, the gradient of x. Returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
@@ -576,7 +562,6 @@ CPP_SOURCE = r"""
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include <algorithm>
 #include <cmath>
 
 namespace {
@@ -602,10 +587,11 @@ void normalize_slice(const float* x, float* y, int64_t n, double eps) {
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input);
-    const float* const from = input.const_data_ptr<float>();
-    float* const to = y.mutable_data_ptr<float>();
-    const int64_t n = std::max<int64_t>(1, x.size(-1) * x.size(-2));
-    at::parallel_for(0, x.numel() / n, std::max<int64_t>(1, 32768 / n), [&](int64_t begin, int64_t end) {
+    if (x.numel() == 0) return y;
+    const int64_t n = x.size(-1) * x.size(-2);
+    at::parallel_for(0, x.numel() / n, 32768 / n + 1, [&](int64_t begin, int64_t end) {
+        const float* const from = input.const_data_ptr<float>();
+        float* const to = y.mutable_data_ptr<float>();
         for (int64_t s = begin; s < end; ++s) normalize_slice(from + s * n, to + s * n, n, eps);
     });
     return y;
@@ -659,9 +645,8 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
     // Gradients are the autograd.Function's below; whoever differentiates a bare operator, or in forward mode, is told.
-    for (const char* name : {"forward", "backward"}) {
-        m.impl(name, c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
-    }
+    m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
+    m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
 """
 
@@ -735,12 +720,12 @@ class InstanceNorm(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return _backward(grad, x, ctx.eps), None
-        y = functional.instance_norm(x, eps=ctx.eps)  # create_graph=True: PyTorch's own, which can be differentiated again
+        y = nn.functional.instance_norm(x, eps=ctx.eps)  # for create_graph=True: can be differentiated again
         return *torch.autograd.grad(y, x, grad, create_graph=True), None
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether the kernels take it: a plain norm of dense images, float32 or 16-bit on a GPU, float32 without gradients on a CPU."""
+    """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
     hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     on_gpu = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
@@ -749,7 +734,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
         and x.layout is torch.strided
         and not x.is_nested
         and x.dim() in (3, 4)
-        and x.shape[-2] * x.shape[-1] != 1  # an error, in PyTorch's words
+        and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
         and type(norm) is nn.InstanceNorm2d
         and not (hooks or norm.affine or norm.track_running_stats)
         and not torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
@@ -757,10 +742,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
 
 
 class ModelNew(nn.Module):
-    """A drop-in for `Model`: the same constructor, attributes and (empty) state_dict.
-
-    forward: x (N, C, H, W) or (C, H, W) in any memory layout; returns a contiguous tensor of x's shape and dtype.
-    """
+    """A drop-in for `Model`. x (N, C, H, W) or (C, H, W), in any memory layout; returns a contiguous tensor."""
 
     def __init__(self, num_features: int):
         super().__init__()
