@@ -172,7 +172,7 @@ template <int OPERANDS> struct Result {
 // Slices of up to 16384 values (backward 8192) wait in registers. `group` threads, a power of two, own a slice: lane l
 // has the packs l, l + group, ... of it, kItems at most. A block has whole groups.
 
-constexpr int kMaxGroup = 512, kSmallBlock = 64;
+constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
 // The sums of `group` threads, in each of them. Called once a kernel.
@@ -425,7 +425,6 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
         for (int q = 0; q < kQueue; ++q) mbarrier_init(&state.queued[q], 1);
         fence_mbarrier_init();
     }
-    __syncthreads();
     cluster_sync();
     const int team = threadIdx.x / kTeam;
     if (team < 2) consume(task, part, state, ring, team);
@@ -440,19 +439,17 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
 // second launch (WRITE) adds up those of the slice, and writes the output. That one goes through the parts backwards:
 // what was read last may still be in L2.
 
-constexpr int kPartBlock = kMaxGroup;
-
 template <typename T, int V, int OPERANDS, bool WRITE>
-__global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T> task, int parts) {
-    constexpr int kBatch = 4, kStep = kPartBlock * V;  // places a thread has in flight
+__global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> task, int parts) {
+    constexpr int kBatch = 4, kStep = kMaxGroup * V;  // places a thread has in flight
     const int block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
     const int64_t begin = slice * task.n, part = (task.n / V + parts - 1) / parts * V;
     const int64_t first = begin + block % parts * part, end = min(first + part, begin + task.n);
     Sums<OPERANDS>* const sums_of_parts = static_cast<Sums<OPERANDS>*>(task.workspace);
     const float anchor = to_float(task.x[begin]);
     Sums<OPERANDS> sums = {};
-    for (int p = threadIdx.x; WRITE && p < parts; p += kPartBlock) sums.add(sums_of_parts[slice * parts + p]);
-    const Result<OPERANDS> result(WRITE ? sums_of_group(sums, kPartBlock) : sums, anchor, task);
+    for (int p = threadIdx.x; WRITE && p < parts; p += kMaxGroup) sums.add(sums_of_parts[slice * parts + p]);
+    const Result<OPERANDS> result(WRITE ? sums_of_group(sums, kMaxGroup) : sums, anchor, task);
     for (int64_t i = first + threadIdx.x * V; i < end; i += kBatch * kStep) {
         Place<T, V, OPERANDS> batch[kBatch];
 #pragma unroll
@@ -467,7 +464,7 @@ __global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T>
         }
     }
     if constexpr (!WRITE) {
-        sums = sums_of_group(sums, kPartBlock);
+        sums = sums_of_group(sums, kMaxGroup);
         if (threadIdx.x == 0) sums_of_parts[block] = sums;
     }
 }
@@ -478,10 +475,9 @@ __global__ void __launch_bounds__(kPartBlock, 2) norm_in_two_reads(const Task<T>
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    // Few threads a slice need few shuffles; at least eight, where it has as many packs, load whole lines.
-    int group = 1;
+    int group = 1;  // few threads a slice need few shuffles; at least eight, where it has as many packs, load whole lines
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
-    const int block = group > kSmallBlock ? group : kSmallBlock;
+    const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
     norm_in_registers<T, V, OPERANDS><<<grid, block, 0, task.stream>>>(task, group);
     return cudaGetLastError();
@@ -495,8 +491,8 @@ static int64_t parts_of(int64_t slices, int64_t bytes) {
 template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(const Task<T>& task) {
     const int parts = int(parts_of(task.slices, task.n * sizeof(T)));
     const unsigned grid = unsigned(task.slices * parts);
-    norm_in_two_reads<T, V, OPERANDS, false><<<grid, kPartBlock, 0, task.stream>>>(task, parts);
-    norm_in_two_reads<T, V, OPERANDS, true><<<grid, kPartBlock, 0, task.stream>>>(task, parts);
+    norm_in_two_reads<T, V, OPERANDS, false><<<grid, kMaxGroup, 0, task.stream>>>(task, parts);
+    norm_in_two_reads<T, V, OPERANDS, true><<<grid, kMaxGroup, 0, task.stream>>>(task, parts);
     return cudaGetLastError();
 }
 
@@ -532,12 +528,6 @@ template <typename T, int OPERANDS> static cudaError_t launch_any(const Task<T>&
     if (!whole_packs && task.n <= kMaxGroup * kItems<1, OPERANDS>) return launch_in_registers<T, 1, OPERANDS>(task);
     return whole_packs ? launch_in_cluster<T, OPERANDS>(task) : launch_two_reads<T, 1, OPERANDS>(task);
 }
-template <typename T> static cudaError_t launch(const void* grad, const void* x, void* y, int64_t slices, int64_t n,
-    double eps, void* workspace, cudaStream_t stream) {
-    const Task<T> task = {static_cast<const T*>(x), static_cast<const T*>(grad), static_cast<T*>(y), slices, n, 1.0 / n,
-        eps, workspace, stream};
-    return grad == nullptr ? launch_any<T, 1>(task) : launch_any<T, 2>(task);
-}
 
 extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size) {  // bytes
     return n > kMaxGroup * kItems<1, 2> ? slices * parts_of(slices, n * element_size) * int64_t(sizeof(Sums<2>)) : 0;
@@ -545,8 +535,13 @@ extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t el
 // dtype: 0 float32, 1 float16, 2 bfloat16. Without grad, y; with it, the gradient of x. Returns a cudaError_t.
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, cudaStream_t stream) {
-    const auto run = dtype == 0 ? launch<float> : dtype == 1 ? launch<__half> : launch<__nv_bfloat16>;
-    return run(grad, x, y, slices, n, eps, workspace, stream);
+    const auto run = [=](auto zero) {
+        using T = decltype(zero);
+        const Task<T> task = {static_cast<const T*>(x), static_cast<const T*>(grad), static_cast<T*>(y), slices, n,
+            1.0 / n, eps, workspace, stream};
+        return grad == nullptr ? launch_any<T, 1>(task) : launch_any<T, 2>(task);
+    };
+    return dtype == 0 ? run(float()) : dtype == 1 ? run(__half()) : run(__nv_bfloat16());
 }
 """
 
@@ -620,8 +615,8 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     at::Tensor out = at::empty_like(input);
     if (x.numel() == 0) return out;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
-    const int64_t bytes = instance_norm_workspace(slices, n, x.element_size());
-    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    const at::Tensor workspace =
+        at::empty({instance_norm_workspace(slices, n, x.element_size())}, x.options().dtype(at::kByte));
     const int error = instance_norm(type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2,
         grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps,
         workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
@@ -732,7 +727,6 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     return (
         (on_gpu or on_cpu)
         and x.layout is torch.strided
-        and not x.is_nested
         and x.dim() in (3, 4)
         and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
         and type(norm) is nn.InstanceNorm2d

@@ -224,7 +224,7 @@ def test_neighbours_in_memory_do_not_matter(case, dtype, device):
         return buffer[offset : offset + t.numel()].view(t.shape)
 
     for x_offset, grad_offset in [(16, 16), (17, 16), (16, 19), (23, 18)]:
-        got = gradient_of_input(new, [surrounded(x, x_offset)], lambda out: surrounded(grad, grad_offset))
+        got = gradient_of_input(new, [surrounded(x, x_offset)], lambda out, offset=grad_offset: surrounded(grad, offset))
         assert torch.equal(got["gradient"], expected)
 
 
