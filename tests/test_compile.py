@@ -246,6 +246,9 @@ def recorded_calls(stem: str, device) -> list[tuple]:
     return recorder.calls
 
 
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
 @pytest.mark.parametrize("stem", STEMS)
 def test_operators_satisfy_opcheck(stem, device):
     seen = {}
@@ -253,8 +256,9 @@ def test_operators_satisfy_opcheck(stem, device):
         args = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
         form = [(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
         seen.setdefault(function, {})[str(form)] = (args, kwargs)
-    # freeze_weight's operator is not traced: what it returns depends on the chip.
-    assert {function.name().split("::")[1] for function in seen} == set(operators(stem)) - {"freeze"}
+    # freeze_weight's operator is not traced: what it returns depends on the chip. Training on a CPU may be PyTorch's own.
+    here = {name for name in operators(stem) if has_kernel(f"{solution(stem).NAMESPACE}::{name}", device.type.upper())}
+    assert {function.name().split("::")[1] for function in seen} == here - {"freeze"}
     for function, calls in seen.items():
         by_size = sorted(calls.values(), key=lambda call: max(a.numel() for a in call[0] if isinstance(a, torch.Tensor)))
         for args, kwargs in by_size[:8]:
