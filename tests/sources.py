@@ -21,7 +21,7 @@ def _blocks(text: str) -> Iterator[str]:
     """What begins at the first column of a C++ string, each to its closing brace or semicolon; without comments."""
     block: list[str] = []
     for line in re.sub(r"//.*", "", text).splitlines():
-        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern"))):
+        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern", "TORCH_LIBRARY"))):
             continue
         block.append(line.rstrip())
         joined = "\n".join(block)
