@@ -127,13 +127,11 @@ template <int OPERANDS> struct alignas(16) Sums {
         }
     }
     __device__ void add(const Sums& other) {
-#pragma unroll
         for (int k = 0; k < 2 * OPERANDS; ++k) of[k] += other.of[k];
     }
     // Over `lanes` neighbouring lanes of a warp, a power of two; all of them get the same bits.
     __device__ void add_across_lanes(int lanes) {
         for (int offset = 1; offset < lanes; offset *= 2) {
-#pragma unroll
             for (int k = 0; k < 2 * OPERANDS; ++k) of[k] += __shfl_xor_sync(~0u, of[k], offset);
         }
     }
@@ -234,8 +232,7 @@ constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: room for more than both teams'
-constexpr int kMaxCluster = 16;
-constexpr int kQueue = 16;         // slices that a producer knows of and not yet all consumers, at most
+constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: slices that a producer knows of and not yet all consumers
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
 // A part has at least three chunks, so the ring is at most six slices ahead of the team that gathers, which is at most
 // two ahead of the last slice that every thread of the cluster has heard of.
@@ -354,7 +351,6 @@ template <typename T, int OPERANDS> __device__ void consume(
     const int tid = threadIdx.x % kTeam, chunks = part.chunks();
     const auto place_at = [&](int stage, int i) {
         Place<T, V, OPERANDS> place;
-#pragma unroll
         for (int o = 0; o < OPERANDS; ++o) {
             const unsigned char* const from = ring + stage * kChunkBytes + o * (kChunkBytes / 2);
             place.of[o] = reinterpret_cast<const Pack<T, V>*>(from)[i * kTeam + tid];
@@ -379,7 +375,6 @@ template <typename T, int OPERANDS> __device__ void consume(
         const float anchor = to_float(task.x[slice * task.n]);
         // A parity tells a stage's last two fillings apart and no more: the other team must have had its own first.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
-
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kMine];
 #pragma unroll
@@ -396,7 +391,12 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         mbarrier_arrive(&state.gathered[team]);
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
-
+        // The compiler may not keep the floats that it made of 16-bit values: it would spill 204 bytes a thread.
+        int4* const words = reinterpret_cast<int4*>(held);
+#pragma unroll
+        for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
+            asm volatile("" : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w));
+        }
         const auto write = [&](int c, int i, const auto& place) {
             result.write(task.y + slice * task.n + (part.first_pack(c) + i * kTeam + tid) * V, place);
         };
@@ -441,7 +441,7 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
 
 template <typename T, int V, int OPERANDS, bool WRITE>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> task, int parts) {
-    constexpr int kBatch = 4, kStep = kMaxGroup * V;  // places a thread has in flight
+    constexpr int kBatch = 4 / OPERANDS, kStep = kMaxGroup * V;  // a thread has four packs in flight
     const int block = WRITE ? gridDim.x - 1 - blockIdx.x : blockIdx.x, slice = block / parts;
     const int64_t begin = slice * task.n, part = (task.n / V + parts - 1) / parts * V;
     const int64_t first = begin + block % parts * part, end = min(first + part, begin + task.n);
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // few threads a slice need few shuffles; at least eight, where it has as many packs, load whole lines
+    int group = 1;  // few threads need few shuffles; eight at least, where there are as many packs, load whole lines
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -513,8 +513,8 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
         return launch_two_reads<T, kPack<T>, OPERANDS>(task);
     }
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
-    const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream);  // of slices given out
-    if (error != cudaSuccess) return error;
+    // The workspace counts the slices that are given out beyond each cluster's first one.
+    if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream)) return error;
     // Equal chunks of whole lines, three or more for every block.
     const int64_t wanted = divide_up(packs, blocks * chunk), chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
     const int chunk_packs = int(divide_up(divide_up(packs, chunks * blocks), 8) * 8);
@@ -556,7 +556,6 @@ CPP_SOURCE = r"""
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
-
 #include <cmath>
 
 namespace {
