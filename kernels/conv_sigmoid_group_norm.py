@@ -22,8 +22,8 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 
 #include <cstdint>
-
 #include <type_traits>
+
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
@@ -72,12 +72,11 @@ template <> __device__ __forceinline__ float from_float<float>(float v) { return
 template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// The activation: v = activation(z) of z = (h + bias) * scale. To change it, change this section, `activate` in the C++
+// string and `_activate` in Python. The forward multiplies kExponentFactor into the convolution's scale.
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// The activation: v = activation(z), z = (h + bias) * scale. Whoever changes it changes the lines of this section, and `activate` in
-// the C++ string and in Python. The forward folds kExponentFactor into the convolution's scale and asks for activation_of_exponent.
-
-constexpr float kLowest = 0.0f, kHighest = 1.0f;  // v's range: group sums are fixed-point numbers within it
+constexpr float kLowest = 0.0f, kHighest = 1.0f;  // v's range: the sums of groups are fixed-point numbers within it
 constexpr float kExponentFactor = -1.44269504f;   // exp(-z) = 2^(kExponentFactor * z)
 __device__ __forceinline__ float activation_of_exponent(float t) {  // 1 / (1 + 2^t)
     float e, v;
@@ -88,65 +87,69 @@ __device__ __forceinline__ float activation_of_exponent(float t) {  // 1 / (1 + 
 __device__ __forceinline__ float activation(float z) { return activation_of_exponent(kExponentFactor * z); }
 __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, v, v); }  // dv/dz
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// The forward: convolution, activation and norm in one kernel. Each block has a band of rows of the image; `bands` blocks together have
-// a sample (a team), and teams take the samples in turn. x is read once (and its halo rows again, from L2), out is written once, and v
-// waits in shared memory until the sums of all bands of its group are known. Up to three samples are under way in a block:
+// ---------------------------------------------------------------------------------------------------------------------
+// The forward: convolution, activation and norm in one kernel. A team of blocks has a sample, each block a band of its
+// rows, and the teams take the samples in turn. A block reads its band of x once, makes v, and keeps it in shared memory
+// until the sums of all bands are known; then it writes its band of the output. Three samples are under way in a block:
 //
-//    warpgroups 3, 4: bring      x -> fp16 hi and lo -> shared memory                       waits for x_empty    wakes x_full
-//    warpgroups 0-2:  convolve   x -> wgmma -> activation -> v, sums of channels            waits for x_full, v_empty  wakes x_empty, v_full
-//    warp 20:         post       sums of channels -> the sample's mailbox in global memory  waits for v_full     wakes posted
-//    warp 21:         gather     mailbox of all bands -> mean, factor, offset of channels   waits for posted, all blocks' posts  wakes norm_full
-//    warps 22-27:     write      v -> out                                                   waits for norm_full  wakes v_empty
+//   who, and what it does                                   waits for                          wakes
+//   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
+//   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
+//   post:      sums -> the sample's totals in global memory v_full                             posted
+//   gather:    totals -> mean, rstd -> norm of channels     posted, totals of all blocks       norm_full
+//   write:     v -> output                                  norm_full                          v_empty
 //
-//    x_full, x_empty: of the one buffer of x. v_full (one of each warpgroup), posted, norm_full, v_empty: of each of the kPlaces places of v.
+//   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
+//              8 warps       12 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
+//                                            1 warp         (L2)   1 warp
 //
-// The product: wgmma's A (64 x 16, in registers) are weights: of a warp's 16 rows the first eight are eight channels' hi, the others the
-// same channels' lo, so that a thread has both sums of a value in its own registers. B is x in shared memory: 16 bytes a pixel, eight
-// input channels in fp16; one plane of hi, one of lo. A tap of the 3x3 kernel is an address where reading begins; two taps make K = 16.
-// hi * hi + hi * lo + lo * hi has float32's accuracy. x is scaled by a power of two that the weights decide, so that fp16's finest
-// step is below 2^-25 of a pre-activation; what exceeds fp16 becomes NaN, and the warp then makes its values again in plain float32.
+// The product, M = 64 by N = 64 pixels by K = 16: A are the weights, in registers. Of a warp's 16 rows the first eight are
+// eight channels' hi, the others the same channels' lo: a thread has both sums of a value in its own registers. B is x in
+// shared memory, 16 bytes a pixel: eight input channels of fp16, a plane of hi and one of lo. A tap of the 3x3 kernel is
+// an address where reading begins, and two taps are K. hi * hi + hi * lo + lo * hi is as accurate as float32.
+// x is multiplied by a power of two that the weights decide, such that fp16's finest step is 2^-25 of a pre-activation
+// at most. What exceeds fp16 becomes NaN, and the warp makes its values again in plain float32.
 
-constexpr int kTile = 64;                                     // pixels of a task, of one row: N of a wgmma
-constexpr int kConsumers = 3, kProducers = 2;                 // warpgroups
-constexpr int kWriters = 6;                                   // warps
+constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
+constexpr int kConsumers = 3, kProducers = 2;  // warpgroups
+constexpr int kWriters = 6;                    // warps; two more post and gather
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
-constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;  // of 72 that a thread is launched with
-constexpr int kMostIn = 8, kMostOut = 32;                     // channels
-constexpr int kPlaces = 3;                                    // samples under way in a block
-constexpr int kSteps = 5;                                     // of K, two taps each, of one piece of x
-constexpr int kProducts = 9;                                  // hi and lo of x; the last tap is alone, its hi and lo are one step
-constexpr int kLine = 16;                                     // 8-byte words between two totals: a line of L2 each, or additions queue
-static_assert(kThreads <= 1024 && 65536 / kThreads / 8 * 8 == 72, "setmaxnreg shares out what the launch allots");
+constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;
+constexpr int kMostIn = 8, kMostOut = 32;      // channels
+constexpr int kPlaces = 3;                     // of v: samples under way in a block
+constexpr int kSteps = 5, kProducts = 9;       // of K: for one of hi and lo, and for both; the last tap's hi and lo are a pair
+constexpr int kLine = 16;                      // words between totals: in one line of L2 additions wait for each other
+static_assert(65536 / kThreads / 8 * 8 * 7 >= 3 * kConsumerRegisters + 2 * kProducerRegisters + 2 * kOtherRegisters,
+    "the consumers take the registers that the others give");
 
 template <typename T> struct ConvArguments {
     const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     T* out;
-    float *mean, *rstd;           // (samples, groups); null: not wanted
-    unsigned long long* mailbox;  // (samples, groups, 2, kLine): sums of v and of its squares, zeros before the launch
+    float *mean, *rstd;  // (samples, groups); null: not wanted
+    unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
     int bands, band_rows, teams, places;  // the last band may have fewer rows
-    int plane;                    // floats of a channel's v in shared memory
-    int x_plane;                  // pixels of hi in shared memory; those of lo follow
-    double to_fixed, from_fixed;  // of a sum in a total; powers of two
+    int plane;            // floats of a channel's v in shared memory
+    int x_plane;          // pixels of hi in shared memory; those of lo follow
+    double to_fixed, from_fixed;  // of a sum in a total: powers of two
     uint32_t taps[kProducts];     // of each product: see tap_pair
 };
 
-// Sums of a channel's values that one warpgroup has made: one of them, and how the others differ from it. In place of the first
-// warpgroup's, `gather` then leaves {mean, factor, offset} of the norm.
+// One of a channel's values, and the sums of what a warpgroup's differ from it. Later on, in the first warpgroup's place,
+// the channel's norm: mean, factor, offset.
 struct Deviations { float anchor, sum, square; };
 
-struct ConvShared {  // in front of it in shared memory: x, and the places of v
+struct ConvShared {  // in front of it: x, and the places of v
     Deviations made[kPlaces][kConsumers][kMostOut];
-    int outputs[kPlaces][kConsumers];  // values of a channel that are in `made`
+    int counts[kPlaces][kConsumers];  // values of a channel in `made`
     float weight_scale[kMostOut], reach[kMostOut], slope[kMostOut], offset[kMostOut], input_scale;
     uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 
-struct Band { int first_row, rows, tiles, tasks; };  // a task is a tile of one row; tasks go down the columns of tiles
+struct Band { int first_row, rows, tasks; };  // tasks go down the columns of tiles
 
-// What each role goes through, sample by sample.
+// What each role goes through: its sample, v's place, and the parities of the barriers.
 struct Walk {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -156,8 +159,8 @@ struct Walk {
     }
 };
 
-// A total in the mailbox: the number of its terms in the upper 8 bits, of those that are not finite in the next 8, the sum below them.
-// Integers: the order of additions is nothing to the sum. The number of terms says when it is complete: neither a flag nor a fence.
+// A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum. As
+// integers are added, the order of terms is nothing to the sum. The number says when it is complete: no flag, no fence.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed, bool finite) {
     const unsigned long long fixed = finite ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
@@ -171,31 +174,33 @@ __device__ __forceinline__ unsigned long long await_total(const unsigned long lo
         __nanosleep(20);
     }
 }
-__device__ __forceinline__ double sum_of_total(unsigned long long word, double from_fixed) {
-    return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1)) * from_fixed;
+__device__ __forceinline__ double sum_of_total(unsigned long long word) {
+    return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one. The low word, in units of 16 bytes:
+// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one. In units of 16 bytes:
 // where the first tap's pixels begin, and how much further on the second tap's are.
-__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; }
-__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t low) { return uint64_t(128 >> 4) << 32 | low; }
+__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) {
+    return uint32_t(first) | uint32_t(second - first) << 16;
+}
+__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t taps) { return uint64_t(128 >> 4) << 32 | taps; }
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
     asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-        " {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}"
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23,"
+        " %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}"
         : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
 #undef D16
 #undef D4
 
-__device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
-
 using Yes = std::true_type;
 using No = std::false_type;
+
+__device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 
 // Brings [from, from + bytes) into L2, but for what does not fill 16 aligned bytes.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
@@ -204,16 +209,20 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(whole) : "memory");
 }
 
-// Four values to neighbouring places, evicted first from L2: nobody reads them here again.
-__device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
-    __stcs(reinterpret_cast<float4*>(to), make_float4(a, b, c, d));
+// Four values to neighbouring places, evicted first from L2. A predicate, not a branch around each.
+__device__ __forceinline__ void store_four_if(bool condition, float* to, float a, float b, float c, float d) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};\n}"
+        ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(int(condition)) : "memory");
 }
-template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
+template <typename T>
+__device__ __forceinline__ void store_four_if(bool condition, T* to, float a, float b, float c, float d) {
     alignas(8) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
-    __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(values));
+    const uint2 w = *reinterpret_cast<const uint2*>(values);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.cs.v2.b32 [%0], {%1, %2};\n}"
+        ::"l"(to), "r"(w.x), "r"(w.y), "r"(int(condition)) : "memory");
 }
 
-// A pixel's channels as fp16 hi and lo of x * scale. Beyond fp16's range hi is infinite and lo NaN.
+// A pixel's channels as fp16 hi and lo of x * scale. Beyond fp16's range hi is infinite and lo is NaN.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
@@ -227,17 +236,14 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-// Rows of A are the channels in an order such that those that a half-warp stores at once meet different banks.
-__device__ __forceinline__ int channel_of_row(int row) { return row / 8 * 8 + row % 4 * 2 + row / 4 % 2; }
-
-// All warps: the channels' constants, and the power of two that x is multiplied by; NaN where the weights are not finite or so large
-// that no power would do: then all values are made in plain float32.
+// All warps: the channels' constants, and the power of two that x is multiplied by. That is NaN where the weights are not
+// finite, or so large that no power would do: then all values are made in plain float32.
 template <typename T> __device__ __forceinline__ void prepare_channels(const ConvArguments<T>& p, ConvShared& shared) {
-    const int lane = threadIdx.x % 32, k = p.in_channels * 9;
+    const int lane = threadIdx.x % 32, weights = p.in_channels * 9;
     for (int c = threadIdx.x / 32; c < kMostOut; c += kThreads / 32) {
         float largest = 0, sum = 0;
-        for (int i = lane; i < k && c < p.out_channels; i += 32) {
-            const float w = fabsf(to_float(p.weight[c * k + i]));
+        for (int i = lane; i < weights && c < p.out_channels; i += 32) {
+            const float w = fabsf(to_float(p.weight[c * weights + i]));
             largest = fmaxf(largest, w), sum += w;
         }
         for (int offset = 16; offset > 0; offset /= 2) {
@@ -246,9 +252,9 @@ template <typename T> __device__ __forceinline__ void prepare_channels(const Con
         }
         int exponent = 0;
         frexpf(largest, &exponent);
-        if (lane == 0) {
+        if (lane == 0) {  // reach: of a pre-activation's change, for |x| <= 1
             shared.weight_scale[c] = ldexpf(1.0f, min(60, 15 - exponent));
-            shared.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;  // of a pre-activation, for |x| <= 1
+            shared.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
         }
     }
     __syncthreads();
@@ -269,35 +275,43 @@ template <typename T> __device__ __forceinline__ void prepare_channels(const Con
     __syncthreads();
 }
 
-// Warpgroups 3 and 4. A thread takes every 256th pixel of the band, all eight channels of it.
+// Eight warps, of x. A thread takes every 256th pixel of the band, all channels of it, and four pixels at a time: it asks
+// for them before there is room. Waits for x_empty; wakes the consumers (x_full).
 template <typename T>
-__device__ __forceinline__ void bring(const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x) {
+__device__ __forceinline__ void bring(
+    const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
-    constexpr int kStride = 128 * kProducers, kPixels = 4;  // pixels of a thread that are on their way at once
-    const int tid = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
+    constexpr int kStride = 128 * kProducers, kPixels = 4;
+    const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
         return p.x + (int64_t(sample) * p.in_channels + channel) * image + int64_t(band.first_row) * p.width;
     };
     const float scale = shared.input_scale;
     for (Walk at; at.sample < p.samples; at.next(p)) {
-        if (tid < p.in_channels && at.sample + p.teams < p.samples) prefetch_to_l2(band_of(at.sample + p.teams, tid), pixels * sizeof(T));
+        const int later = at.sample + p.teams;
+        if (thread < p.in_channels && later < p.samples) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
 #pragma unroll 1
-        for (int begin = tid; begin - tid < pixels; begin += kPixels * kStride) {
-            uint4 hi[kPixels], lo[kPixels];
+        for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
-            const T* from = band_of(at.sample, 0) + begin;
+            const auto load = [&](auto all) {  // all: none is behind the band's last pixel
+                const T* from = band_of(at.sample, 0) + begin;
 #pragma unroll
-            for (int c = 0; c < kMostIn; ++c) {
+                for (int c = 0; c < kMostIn; ++c) {
 #pragma unroll
-                for (int i = 0; i < kPixels; ++i) {
-                    raw[i][c] = begin + i * kStride < pixels ? __ldg(from + i * kStride) : from_float<T>(0.0f);
+                    for (int i = 0; i < kPixels; ++i) {
+                        const bool exists = decltype(all)::value || begin + i * kStride < pixels;
+                        raw[i][c] = exists ? __ldg(from + i * kStride) : from_float<T>(0.0f);
+                    }
+                    from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
-            }
+            };
+            if (begin + (kPixels - 1) * kStride < pixels) load(Yes{});
+            else load(No{});
+            uint4 hi[kPixels], lo[kPixels];
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) split_pixel(raw[i], scale, hi[i], lo[i]);
-            if (begin == tid) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
+            if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
@@ -311,7 +325,8 @@ __device__ __forceinline__ void bring(const ConvArguments<T>& p, ConvShared& sha
 
 // One value's pre-activation in plain float32.
 template <typename T>
-__device__ __forceinline__ float convolve_value(const ConvArguments<T>& p, int sample, int channel, int row, int column) {
+__device__ __forceinline__ float convolve_value(
+    const ConvArguments<T>& p, int sample, int channel, int row, int column) {
     const T* const weight = p.weight + channel * p.in_channels * 9;
     const T* const x = p.x + (int64_t(sample) * p.in_channels * p.height + row) * p.width + column;
     float h = 0;
@@ -323,9 +338,35 @@ __device__ __forceinline__ float convolve_value(const ConvArguments<T>& p, int s
     return ((h + to_float(p.conv_bias[channel])) + to_float(p.bias[channel])) * to_float(p.scale[channel]);
 }
 
-// The weights of a thread as A's fragments: of its four registers the odd ones are of the rows of lo, the last two of K's second half.
+// A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
 template <typename T>
-__device__ __forceinline__ void load_weights(const ConvArguments<T>& p, const ConvShared& shared, int c, uint4 (&a)[kSteps]) {
+__device__ __forceinline__ void convolve_again(
+    const ConvArguments<T>& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
+    all.sum = all.square = 0;
+#pragma unroll 1
+    for (int task = first_task; task < band.tasks; task += kConsumers) {
+        const int row = task % band.rows, column = task / band.rows * kTile;
+#pragma unroll 1
+        for (int i = 0; i < kTile / 4; ++i) {
+            const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
+            const bool valid = c < p.out_channels && here < p.columns;
+            const float value = valid ? activation(convolve_value(p, sample, c, band.first_row + row, here)) : 0.0f;
+            if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
+            if (!valid) continue;
+            v[row * p.columns + column + at] = value;
+            all.sum += value - all.anchor, all.square = fmaf(value - all.anchor, value - all.anchor, all.square);
+        }
+    }
+}
+
+// The channels of A's rows, in an order such that what a half-warp stores at once goes to different banks.
+__device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
+
+// A thread's weights as A's fragments: of its four registers the odd ones are of the rows of lo, the last two of K's
+// second half.
+template <typename T>
+__device__ __forceinline__ void load_weights(
+    const ConvArguments<T>& p, const ConvShared& shared, int c, uint4 (&a)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t words[4];
@@ -335,9 +376,9 @@ __device__ __forceinline__ void load_weights(const ConvArguments<T>& p, const Co
             float w[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int in = threadIdx.x % 4 * 2 + j;
+                const int in = threadIdx.x % 4 * 2 + j, at = (c * p.in_channels + in) * 9 + tap;
                 const bool exists = c < p.out_channels && in < p.in_channels;
-                w[j] = exists ? to_float(p.weight[(c * p.in_channels + in) * 9 + tap]) * shared.weight_scale[c] : 0.0f;
+                w[j] = exists ? to_float(p.weight[at]) * shared.weight_scale[c] : 0.0f;
             }
             const __half2 hi = __floats2half2_rn(w[0], w[1]);
             const float2 f = __half22float2(hi);
@@ -347,53 +388,32 @@ __device__ __forceinline__ void load_weights(const ConvArguments<T>& p, const Co
     }
 }
 
-// A warpgroup's values of a sample in plain float32: a warp's lanes as in `convolve`, c is -1 where the channel does not exist.
+// Three warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
+// others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full, for
+// its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post` (v_full).
 template <typename T>
-__device__ __forceinline__ void convolve_again(
-    const ConvArguments<T>& p, const Band& band, int sample, int task, int c, float* v, Deviations& all) {
-    const int first = task;
-    all.sum = all.square = 0;
-#pragma unroll 1
-    for (; task < band.tasks; task += kConsumers) {
-        const int row = task % band.rows, column = task / band.rows * kTile;
-#pragma unroll 1
-        for (int i = 0; i < kTile / 4; ++i) {
-            const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
-            const bool valid = c >= 0 && here < p.columns;
-            const float value = valid ? activation(convolve_value(p, sample, c, band.first_row + row, here)) : 0.0f;
-            if (task == first && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
-            if (!valid) continue;
-            v[row * p.columns + column + at] = value;
-            all.sum += value - all.anchor, all.square = fmaf(value - all.anchor, value - all.anchor, all.square);
-        }
-    }
-}
-
-// Warpgroups 0 to 2 take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the others' activations.
-// A thread has two neighbouring pixels of every eight, of one channel.
-template <typename T>
-__device__ __forceinline__ void convolve(const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x, float* held) {
+__device__ __forceinline__ void convolve(
+    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     more_registers<kConsumerRegisters>();
-    const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32, t = lane % 4;
-    const int c = threadIdx.x / 32 % 4 * 8 + channel_of_row(lane / 4);
+    const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
     uint4 a[kSteps];
     load_weights(p, shared, c, a);
     const float slope = shared.slope[c], offset = shared.offset[c];
-    const bool exists = c < p.out_channels, all_exist = __all_sync(~0u, exists);
-    const int columns = exists ? p.columns - 2 * t : 0;  // from the thread's first one on
-    const uint32_t x_begin = shared_address(x) / 16;
-    const int next_turn = 1 + (warpgroup + 1) % kConsumers;
-    if (warpgroup == kConsumers - 1) barrier_arrive(1, 256);  // the first one's turn
-    int turn = warpgroup;
+    const bool all_exist = __all_sync(~0u, c < p.out_channels);
+    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
+    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
+    const int own_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumers;
+    if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);
+    int first_task = warpgroup;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
-        int outputs = 0, task = turn, tile = task / band.rows, row = task % band.rows;
+        int count = 0, task = first_task, row = first_task, column = 0;
         mbarrier_wait(&shared.x_full, at.x_parity);
-        for (; task < band.tasks; task += kConsumers) {
-            const int column = tile * kTile, left = columns - column;
+        for (; task < band.tasks; task += kConsumers, row += kConsumers) {
+            for (; row >= band.rows; row -= band.rows) column += kTile;
             float d[kTile / 2];
-            barrier_sync(1 + warpgroup, 256);
+            barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kProducts; ++k) {
@@ -401,127 +421,143 @@ __device__ __forceinline__ void convolve(const ConvArguments<T>& p, ConvShared& 
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
-            float* const to = v + row * p.columns + column;
-            wgmma_wait<0>();
+            wgmma_wait<0>();  // all warps at one place, whatever channels they have
 #pragma unroll
-            for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i]) :: "memory");  // the products are in these from here on
+            for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
             if (task + kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty);
+            const bool first = task == first_task;
             float sum = 0, square = 0;
-            const auto finish = [&](auto first, auto full) {  // full: only the last eight pixels may be outside
-                const auto valid = [&](int j) { return (decltype(full)::value && j < kTile / 8 - 1) || 8 * j < left; };
+            const auto finish = [&](auto inside) {  // inside: all but the last eight pixels are outputs
+                float* const to = v + row * p.columns + column;
+                const auto valid = [&](int j) {
+                    return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
+                };
 #pragma unroll
                 for (int j = 0; j < kTile / 8; ++j) {
-                    d[4 * j] = activation_of_exponent(fmaf(d[4 * j] + d[4 * j + 2], slope, offset));
-                    d[4 * j + 1] = activation_of_exponent(fmaf(d[4 * j + 1] + d[4 * j + 3], slope, offset));
-                    if (decltype(first)::value && j == 0) all.anchor = __shfl_sync(~0u, d[0], lane & 28);
-                    const float d0 = valid(j) ? d[4 * j] - all.anchor : 0.0f, d1 = valid(j) ? d[4 * j + 1] - all.anchor : 0.0f;
+                    float* const pair = d + 4 * j;
+                    pair[0] = activation_of_exponent(fmaf(pair[0] + pair[2], slope, offset));
+                    pair[1] = activation_of_exponent(fmaf(pair[1] + pair[3], slope, offset));
+                    if (first && j == 0) all.anchor = __shfl_sync(~0u, pair[0], threadIdx.x & 28);  // one for four lanes
+                    const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f, d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
                     sum += d0 + d1;
                     square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
                 }
-                if (decltype(first)::value) mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
+                if (first) mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
 #pragma unroll
                 for (int j = 0; j < kTile / 8; ++j) {
                     if (valid(j)) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
                 }
             };
-            const bool full = all_exist && column + kTile - 8 <= p.columns;
-            if (task == turn && full) finish(Yes{}, Yes{});
-            else if (task == turn) finish(Yes{}, No{});
-            else if (full) finish(No{}, Yes{});
-            else finish(No{}, No{});
+            if (all_exist && column + kTile - 8 <= p.columns) finish(Yes{});
+            else finish(No{});
             all.sum += sum, all.square += square;
-            outputs += min(kTile, p.columns - column);
-            for (row += kConsumers; row >= band.rows; row -= band.rows) ++tile;
+            count += min(kTile, p.columns - column);
         }
-        if (task == turn) {  // the others had all of a small band
+        if (task == first_task) {  // a small band: the others had all of it
             mbarrier_arrive(&shared.x_empty);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
-        // Beyond fp16's range hi is infinite and lo is NaN. x that is NaN or infinite comes here as well.
-        if (__any_sync(~0u, !(all.square < INFINITY))) convolve_again(p, band, at.sample, turn, exists ? c : -1, v, all);
-        turn = task - band.tasks;
+        // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
+        if (__any_sync(~0u, !(all.square < INFINITY))) convolve_again(p, band, at.sample, first_task, c, v, all);
+        first_task = task - band.tasks;
         for (int mask = 1; mask < 4; mask *= 2) {
-            all.sum += __shfl_xor_sync(~0u, all.sum, mask);
-            all.square += __shfl_xor_sync(~0u, all.square, mask);
+            all.sum += __shfl_xor_sync(~0u, all.sum, mask), all.square += __shfl_xor_sync(~0u, all.square, mask);
         }
         if (t == 0) shared.made[at.place][warpgroup][c] = all;
-        if (threadIdx.x % 128 == 0) shared.outputs[at.place][warpgroup] = outputs;
+        if (threadIdx.x % 128 == 0) shared.counts[at.place][warpgroup] = count;
         mbarrier_arrive(&shared.v_full[at.place][warpgroup]);
     }
 }
 
-// One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the sample's mailbox.
+// One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
+// Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments<T>& p, ConvShared& shared) {
-    const int c = threadIdx.x % 32, d = p.group_channels;
+    const int c = threadIdx.x % 32;
     constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
     for (Walk at; at.sample < p.samples; at.next(p)) {
         double own_sum = 0, own_square = 0;
         for (int k = 0; k < kConsumers; ++k) {
             mbarrier_wait(&shared.v_full[at.place][k], at.parity);
             const Deviations some = shared.made[at.place][k][c];
-            const int n = shared.outputs[at.place][k];
-            if (n == 0 || c >= p.out_channels) continue;
-            const double origin = double(some.anchor) - kLowest, far = n * origin;
-            own_sum += far + some.sum, own_square += fma(origin, far + 2 * double(some.sum), double(some.square));
+            const int count = shared.counts[at.place][k];
+            if (count == 0 || c >= p.out_channels) continue;
+            const double origin = double(some.anchor) - kLowest, all = count * origin + some.sum;
+            own_sum += all, own_square += origin * (all + some.sum) + some.square;
         }
         mbarrier_arrive(&shared.posted[at.place]);  // all is read
         double sum = own_sum, square = own_square;
-        for (int i = 1; i < d; ++i) sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
-        if (c < p.out_channels && c % d == 0) {
-            unsigned long long* const total = p.mailbox + (int64_t(at.sample) * p.groups + c / d) * (2 * kLine);
+        for (int i = 1; i < p.group_channels; ++i) {
+            sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
+        }
+        if (c < p.out_channels && c % p.group_channels == 0) {
+            const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
             const bool finite = square < INFINITY;
-            add_to_total(total, sum * kUnit, p.to_fixed, finite);
-            add_to_total(total + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
+            add_to_total(p.totals + group * (2 * kLine), sum * kUnit, p.to_fixed, finite);
+            add_to_total(p.totals + group * (2 * kLine) + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
         }
     }
 }
 
-// One warp, a lane a channel: the norm's constants of the totals of all bands.
+// One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have all
+// bands' sums; wakes the writers (norm_full).
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
-    const int c = threadIdx.x % 32;
+    const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
-    const int group = c / p.group_channels;
     const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
     constexpr double kRange = double(kHighest) - kLowest;
-    const double share = 1 / (double(p.group_channels) * p.rows * p.columns);
+    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
         mbarrier_wait(&shared.posted[at.place], at.parity);
         if (exists) {
-            const unsigned long long* const total = p.mailbox + (int64_t(at.sample) * p.groups + group) * (2 * kLine);
-            // All lanes ask for one total until it is complete: the others' lines are left to those that add to them.
-            await_total(p.mailbox + int64_t(at.sample) * p.groups * (2 * kLine), p.bands);
-            const unsigned long long of_v = await_total(total, p.bands), of_square = await_total(total + kLine, p.bands);
-            const double mean = sum_of_total(of_v, p.from_fixed) * share;
-            const double variance = fma(-mean, mean, sum_of_total(of_square, p.from_fixed) * share) * (kRange * kRange);
+            // First all lanes ask for one total until it is complete: the others' lines are left to those that add.
+            const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
+            await_total(p.totals + first * (2 * kLine), p.bands);
+            const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
+            const unsigned long long of_square = await_total(p.totals + group * (2 * kLine) + kLine, p.bands);
+            const double mean = sum_of_total(of_v) * share;
+            const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
-            const float rounded = variance < 0 ? 0.0f : float(variance), rstd = 1.0f / sqrtf(rounded + p.eps);  // NaN stays
+            const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
             const float hi = float(exact_mean), lo = float(exact_mean - hi), factor = gamma * rstd;
-            shared.made[at.place][0][c] = {hi, factor, isfinite(factor) ? fmaf(-lo, factor, beta) : NAN};
-            if (p.mean != nullptr && blockIdx.x == 0 && c % p.group_channels == 0) {
-                p.mean[int64_t(at.sample) * p.groups + group] = hi, p.rstd[int64_t(at.sample) * p.groups + group] = rstd;
-            }
+            const float offset = isfinite(factor) ? fmaf(-lo, factor, beta) : NAN;  // NaN as in ATen
+            shared.made[at.place][0][c] = {hi, factor, offset};
+            if (p.mean != nullptr && blockIdx.x == 0) p.mean[group] = hi, p.rstd[group] = rstd;
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
 }
 
-// Six warps, a channel at a time, through all samples: no warp has more to do than the others.
+// Six warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
+// neighbouring values at once. Waits for norm_full; wakes the consumers (v_empty).
 template <typename T>
-__device__ __forceinline__ void write(const ConvArguments<T>& p, ConvShared& shared, const Band& band, const float* held) {
-    const int lane = threadIdx.x % 32, quads = band.rows * p.columns / 4;  // of values, each one access of a lane
-    int c = (threadIdx.x - (kThreads - 32 * kWriters)) / 32;
-    const int64_t image = int64_t(p.rows) * p.columns;
+__device__ __forceinline__ void write(
+    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const float* held, int writer) {
+    constexpr int kBatch = 4;  // stores of a lane at once: with one after the other the kernel took 1.11 of its time
+    const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
+    int c = writer;
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
         mbarrier_wait(&shared.norm_full[at.place], at.parity);
         for (; c < p.out_channels; c += kWriters) {
-            const auto [mean, factor, offset] = shared.made[at.place][0][c];
-            const float4* const from = reinterpret_cast<const float4*>(held + (at.place * p.out_channels + c) * p.plane);
-            T* const to = p.out + (int64_t(at.sample) * p.out_channels + c) * image + int64_t(band.first_row) * p.columns;
-#pragma unroll 2
-            for (int i = lane; i < quads; i += 32) {
-                const float4 v = from[i];
-                store_four(to + 4 * i, fmaf(v.x - mean, factor, offset), fmaf(v.y - mean, factor, offset),
-                    fmaf(v.z - mean, factor, offset), fmaf(v.w - mean, factor, offset));
+            const Deviations of_channel = shared.made[at.place][0][c];
+            const float mean = of_channel.anchor, factor = of_channel.sum, offset = of_channel.square;
+            const float* const v = held + (at.place * p.out_channels + c) * p.plane;
+            const int64_t channel = int64_t(at.sample) * p.out_channels + c;
+            T* const to = p.out + (channel * p.rows + band.first_row) * p.columns;
+#pragma unroll 1
+            for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
+                float4 four[kBatch];
+#pragma unroll
+                for (int k = 0; k < kBatch; ++k) {
+                    const int i = begin + 32 * k;
+                    if (i < fours) four[k] = reinterpret_cast<const float4*>(v)[i];
+                }
+#pragma unroll
+                for (int k = 0; k < kBatch; ++k) {
+                    const auto norm = [&](float value) { return fmaf(value - mean, factor, offset); };
+                    const auto [a, b, c, d] = four[k];
+                    const int i = begin + 32 * k;
+                    store_four_if(i < fours, to + 4 * i, norm(a), norm(b), norm(c), norm(d));
+                }
             }
         }
         mbarrier_arrive(&shared.v_empty[at.place]);
@@ -545,37 +581,40 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     prepare_channels(p, shared);
     Band band;
     band.first_row = blockIdx.x * p.band_rows, band.rows = min(p.band_rows, p.rows - band.first_row);
-    band.tiles = (p.columns + kTile - 1) / kTile, band.tasks = band.tiles * band.rows;
+    band.tasks = (p.columns + kTile - 1) / kTile * band.rows;
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;  // known to be the same in all lanes
-    if (warpgroup < kConsumers) {
-        convolve(p, shared, band, x, held);
-    } else if (warpgroup < kConsumers + kProducers) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same in all lanes: 1.02 of the time without
+    const int other = warp - 4 * (kConsumers + kProducers);
+    if (warp < 4 * kConsumers) {
+        convolve(p, shared, band, x, held, warp);
+    } else if (other < 0) {
         bring(p, shared, band, x);
     } else {
         fewer_registers<kOtherRegisters>();
-        if (warp == 4 * (kConsumers + kProducers)) post(p, shared);
-        else if (warp == 4 * (kConsumers + kProducers) + 1) gather(p, shared);
-        else write(p, shared, band, held);
+        if (other == 0) post(p, shared);
+        else if (other == 1) gather(p, shared);
+        else write(p, shared, band, held, other - 2);
     }
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------------------
-// Launching. sizes: samples, in_channels, height, width, out_channels, groups.
+// ---------------------------------------------------------------------------------------------------------------------
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups.
 
-// How the image is cut: of the even bands of which one has room, the one with the shortest time, in pixels of work: a block's samples,
-// one after the other, and the exchange at the end. False where nothing fits: see `_kernel_takes` in Python.
-template <typename T> static bool plan_convolution(ConvArguments<T>& p, int sms, int64_t shared_bytes, int64_t* dynamic_bytes) {
+// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work. False
+// where none fits; `_fits` in Python asks the like.
+template <typename T>
+static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int64_t* dynamic_bytes) {
     int64_t best = INT64_MAX;
-    for (int own = 2; own <= p.rows + 1; own += 2) {
-        const int rows = own < p.rows ? own : p.rows, bands = (p.rows + rows - 1) / rows;
+    for (int even = 2; even <= p.rows + 1; even += 2) {
+        const int rows = even < p.rows ? even : p.rows, bands = (p.rows + rows - 1) / rows;
         const int plane = (rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = int64_t(plane) * p.out_channels * 4;
+        if (x_bytes + v_bytes > shared_bytes || bands > sms || bands > 255) continue;
         const int64_t room = (shared_bytes - x_bytes) / v_bytes;
-        const int places = int(room < kPlaces ? room : kPlaces), teams = bands <= sms ? sms / bands : 0;
-        if (x_bytes + v_bytes > shared_bytes || teams == 0) continue;
-        const int64_t samples = (p.samples + teams - 1) / teams, cost = samples * (300 + rows * p.width) * (7 - places) + 4000;
+        const int places = int(room < kPlaces ? room : kPlaces), teams = sms / bands;
+        // 300: what a sample costs a block however few rows it has. With fewer places there is more waiting.
+        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width) * (7 - places);
         if (cost >= best) continue;
         best = cost;
         p.band_rows = rows, p.bands = bands, p.teams = teams < p.samples ? teams : p.samples;
@@ -583,54 +622,54 @@ template <typename T> static bool plan_convolution(ConvArguments<T>& p, int sms,
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
         *dynamic_bytes = x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16);
     }
-    // lo's products come before hi's, so that small sums are not rounded to large ones' ulps.
+    // lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
+    const auto offset = [&](int tap) { return tap / 3 * p.width + tap % 3; };
     for (int k = 0; k < 4; ++k) {
-        const auto offset = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-        p.taps[5 + k] = tap_pair(offset(2 * k), offset(2 * k + 1));
         p.taps[k] = tap_pair(p.x_plane + offset(2 * k), p.x_plane + offset(2 * k + 1));
+        p.taps[5 + k] = tap_pair(offset(2 * k), offset(2 * k + 1));
     }
-    const int last = 2 * p.width + 2;
-    p.taps[4] = tap_pair(last, p.x_plane + last);
-    p.to_fixed = 1;
+    p.taps[4] = tap_pair(offset(8), p.x_plane + offset(8));
+    p.to_fixed = 1;  // a total has room for twice its largest sum
     while (p.to_fixed * p.group_channels * p.rows * p.columns < double(1ll << (kStrangeBit - 2))) p.to_fixed *= 2;
     p.from_fixed = 1 / p.to_fixed;
     return best < INT64_MAX;
 }
 
-extern "C" int64_t conv_mailbox_bytes(int64_t samples, int64_t groups) { return samples * groups * 2 * kLine * 8; }
+extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups) { return samples * groups * 2 * kLine * 8; }
 
-// x, out: contiguous; parameters: the convolution's weight and bias, bias, scale, gamma, beta, all of x's type. mean, rstd: null or float32
-// (samples, groups). mailbox: samples * groups * 256 bytes. Returns -1 where the sizes do not fit.
+// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
+// type. mean, rstd: null or float32 (samples, groups). Returns a cudaError_t, or -1 where the sizes do not fit.
 template <typename T>
-static int launch_forward(const void* x, const void* const* parameters, void* out, float* mean, float* rstd, const int64_t* sizes,
-    double eps, int sms, int shared_bytes, void* mailbox, cudaStream_t stream) {
+static int launch_forward(const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
+    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
+    if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
+    if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;  // a band's values are whole fours
     ConvArguments<T> p = {};
     p.x = static_cast<const T*>(x), p.out = static_cast<T*>(out), p.mean = mean, p.rstd = rstd;
-    if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
-    if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;
     const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
     for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
-    p.mailbox = static_cast<unsigned long long*>(mailbox);
+    p.totals = static_cast<unsigned long long*>(totals);
     p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
     p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
     p.rows = p.height - 2, p.columns = p.width - 2, p.eps = float(eps);
     int64_t dynamic_bytes = 0;
-    if (!plan_convolution(p, sms, shared_bytes - int(sizeof(ConvShared)), &dynamic_bytes)) return -1;
+    if (!plan_forward(p, sms, shared_bytes - int(sizeof(ConvShared)), &dynamic_bytes)) return -1;
     auto* const kernel = convolve_and_normalize<T>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_bytes));
-    if (error != cudaSuccess) return error;
-    error = cudaMemsetAsync(mailbox, 0, conv_mailbox_bytes(sizes[0], sizes[5]), stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(totals, 0, conv_totals_bytes(sizes[0], sizes[5]), stream);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeCooperative;  // all blocks run at once: they wait for each other
     attribute.val.cooperative = 1;
-    const cudaLaunchConfig_t config = {dim3(p.bands, p.teams), dim3(kThreads), size_t(dynamic_bytes), stream, &attribute, 1};
+    const dim3 grid(p.bands, p.teams);
+    const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(dynamic_bytes), stream, &attribute, 1};
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* mailbox, cudaStream_t stream) {
-    const auto launch = type == 0 ? launch_forward<float> : type == 1 ? launch_forward<__half> : launch_forward<__nv_bfloat16>;
-    return launch(x, parameters, out, mean, rstd, sizes, eps, sms, shared_bytes, mailbox, stream);
+    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
+    const auto launch =
+        type == 0 ? launch_forward<float> : type == 1 ? launch_forward<__half> : launch_forward<__nv_bfloat16>;
+    return launch(x, parameters, out, mean, rstd, sizes, eps, sms, shared_bytes, totals, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
@@ -838,8 +877,8 @@ std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& x, at
 
 #ifdef WITH_CUDA
 extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* mailbox, cudaStream_t stream);
-extern "C" int64_t conv_mailbox_bytes(int64_t samples, int64_t groups);
+    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream);
+extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups);
 extern "C" int64_t tail_workspace_bytes(int64_t planes, int64_t pixels, int sms);
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples, int64_t channels,
     int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream);
@@ -866,9 +905,9 @@ bool run_kernel(
     const void* pointers[kParameters];
     for (int i = 0; i < kParameters; ++i) pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
     const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight[0], groups};
-    const Tensor input = aligned(x), mailbox = workspace_of(conv_mailbox_bytes(x.size(0), groups), x);
+    const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(x.size(0), groups), x);
     const int error = conv_forward(type_number(x), input.const_data_ptr(), pointers, out.data_ptr(), mean, rstd, sizes, eps,
-        device.multiProcessorCount, int(device.sharedMemPerBlockOptin), mailbox.data_ptr(), c10::cuda::getCurrentCUDAStream());
+        device.multiProcessorCount, int(device.sharedMemPerBlockOptin), totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
     if (error >= 0) check_launch(error);
     return error == 0;
 }
