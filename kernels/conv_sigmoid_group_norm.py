@@ -673,15 +673,17 @@ extern "C" int conv_forward(int type, const void* x, const void* const* paramete
 }
 
 // ---------------------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes: two kernels, each reads h once. A plane is one channel of one sample; `parts` blocks
-// have a plane. The first one leaves each block's sums of v and v^2 in the workspace, the second one merges those of its group.
+// What follows ATen's convolution for all other sizes: two kernels, each reads h once. A plane is one channel of one
+// sample; `parts` blocks have a plane. The first one leaves each block's sums of v and v^2 in the workspace, the second
+// one merges those of its group.
 
 constexpr int kTailThreads = 256;
 
 struct TailArguments {
     const float *bias, *scale, *gamma, *beta;
     double2* sums;  // of each plane's parts
-    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, a multiple of what a thread reads at once
+    int64_t channels, group_channels, pixels;
+    int64_t part;  // pixels of a block, a multiple of what a thread reads at once
     int parts;
     float eps;
 };
@@ -699,7 +701,8 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-// Each thread calls use(index, value) for its values of the block's part, in packs of 16 bytes where the plane begins at a whole one.
+// Each thread calls use(index, value) for its values of the block's part, in packs of 16 bytes where the plane begins
+// at a whole one.
 template <typename T, typename Use>
 __device__ __forceinline__ void each_pack(const T* plane, const TailArguments& p, const Use& use) {
     constexpr int kPack = 16 / sizeof(T);
@@ -735,13 +738,17 @@ template <typename T> __global__ void __launch_bounds__(kTailThreads) sum_activa
     if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
 }
 
-template <typename T> __global__ void __launch_bounds__(kTailThreads) normalize_activations(const T* h, T* out, TailArguments p) {
+template <typename T>
+__global__ void __launch_bounds__(kTailThreads) normalize_activations(const T* h, T* out, TailArguments p) {
     const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels;
     const double2* const sums = p.sums + plane / p.group_channels * p.group_channels * p.parts;
     double2 own = {};
-    for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) own.x += sums[i].x, own.y += sums[i].y;
+    for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) {
+        own.x += sums[i].x, own.y += sums[i].y;
+    }
     const double2 all = sum_of_block(own);
-    const double n = double(p.group_channels) * p.pixels, exact_mean = all.x / n, variance = all.y / n - exact_mean * exact_mean;
+    const double n = double(p.group_channels) * p.pixels, exact_mean = all.x / n;
+    const double variance = all.y / n - exact_mean * exact_mean;
     const float mean = float(exact_mean), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
     const float bias = p.bias[c], scale = p.scale[c];
     const float offset = isfinite(factor) ? p.beta[c] - float(exact_mean - mean) * factor : NAN;  // NaN as in ATen
@@ -749,8 +756,9 @@ template <typename T> __global__ void __launch_bounds__(kTailThreads) normalize_
         for (T& value : values) {
             value = from_float<T>(fmaf(activation((to_float(value) + bias) * scale) - mean, factor, offset));
         }
-        if constexpr (sizeof(values) == 16) __stcs(reinterpret_cast<uint4*>(out + plane * p.pixels + i), *reinterpret_cast<uint4*>(values));
-        else out[plane * p.pixels + i] = values[0];
+        T* const to = out + plane * p.pixels + i;
+        if constexpr (sizeof(values) == 16) __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<uint4*>(values));
+        else *to = values[0];
     });
 }
 
@@ -762,14 +770,17 @@ static int tail_parts(int64_t planes, int64_t pixels, int sms) {
 extern "C" int64_t tail_workspace_bytes(int64_t planes, int64_t pixels, int sms) {
     return planes * tail_parts(planes, pixels, sms) * int64_t(sizeof(double2));
 }
-template <typename T> static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
+template <typename T>
+static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
     sum_activations<T><<<unsigned(blocks), kTailThreads, 0, stream>>>(static_cast<const T*>(h), p);
-    normalize_activations<T><<<unsigned(blocks), kTailThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<T*>(out), p);
+    normalize_activations<T>
+        <<<unsigned(blocks), kTailThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<T*>(out), p);
     return cudaGetLastError();
 }
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples, int64_t channels,
-    int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream) {
-    TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3], static_cast<double2*>(workspace), channels, channels / groups, pixels};
+extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
+    int64_t channels, int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream) {
+    TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3], static_cast<double2*>(workspace),
+        channels, channels / groups, pixels};
     p.parts = tail_parts(samples * channels, pixels, sms), p.eps = float(eps);
     p.part = ((pixels + p.parts - 1) / p.parts + 7) / 8 * 8;
     const auto launch = type == 0 ? launch_tail<float> : type == 1 ? launch_tail<__half> : launch_tail<__nv_bfloat16>;
@@ -817,13 +828,15 @@ std::vector<Tensor> contiguous_floats(at::TensorList parameters) {
 
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// Float32 on the CPU: ATen's convolution, then each thread takes groups of samples: v into the output, its sums, and the norm in place.
-// The sums of a block in the first cache are taken around its first value, in float, and put together in double.
+// Float32 on the CPU: ATen's convolution, then each thread takes groups of samples: v into the output, its sums, and
+// the norm in place. The sums of a block in the first cache are taken around its first value, in float, and put
+// together in double.
 Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     Tensor out = at::empty_like(h);
     if (h.numel() == 0) return out;
-    const int64_t channels = h.size(1) / groups, slices = h.size(0) * groups, pixels = h.size(2) * h.size(3), block = 4096;
+    const int64_t channels = h.size(1) / groups, slices = h.size(0) * groups, pixels = h.size(2) * h.size(3);
+    constexpr int64_t block = 4096;
     const std::vector<Tensor> ready = contiguous_floats(parameters);
     const auto parameter = [&](int which, int64_t channel) { return ready[which].const_data_ptr<float>()[channel]; };
     const auto plus = [](Vec a, Vec b) { return a + b; };
@@ -834,13 +847,15 @@ Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, d
             const int64_t first = slice % groups * channels;
             double sum = 0, square = 0;
             for (int64_t i = 0; i < channels * pixels;) {
-                const int64_t c = i / pixels, n = std::min(block, (c + 1) * pixels - i), at = slice * channels * pixels + i;
+                const int64_t c = i / pixels, n = std::min(block, (c + 1) * pixels - i);
+                const int64_t at = slice * channels * pixels + i;
                 const Vec bias(parameter(kBias, first + c)), scale(parameter(kScale, first + c));
                 at::vec::map<float>([=](Vec value) { return activate((value + bias) * scale); }, to + at, from + at, n);
                 const Vec anchor(to[at]);
-                const double differences = at::vec::map_reduce_all<float>([=](Vec v) { return v - anchor; }, plus, to + at, n);
+                const auto sum_of = [&](auto term) { return at::vec::map_reduce_all<float>(term, plus, to + at, n); };
+                const double differences = sum_of([=](Vec v) { return v - anchor; });
                 const double all = n * double(to[at]) + differences;
-                square += at::vec::map_reduce_all<float>([=](Vec v) { return (v - anchor) * (v - anchor); }, plus, to + at, n);
+                square += sum_of([=](Vec v) { return (v - anchor) * (v - anchor); });
                 sum += all, square += to[at] * (all + differences);
                 i += n;
             }
@@ -861,7 +876,8 @@ Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, d
 Tensor forward_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
     const Tensor& weight = parameters[kWeight];
     return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
-        x.sym_size(3) - weight.sym_size(3) + 1}, x.options());
+                                x.sym_size(3) - weight.sym_size(3) + 1},
+        x.options());
 }
 // The output, and each group's mean and rstd.
 std::tuple<Tensor, Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
@@ -869,10 +885,11 @@ std::tuple<Tensor, Tensor, Tensor> record_meta(const Tensor& x, at::TensorList p
     return {forward_meta(x, parameters, groups, eps), of_groups(), of_groups()};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& mean,
-    const Tensor& rstd, bool of_x, bool of_parameters) {
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters,
+    const Tensor& mean, const Tensor& rstd, bool of_x, bool of_parameters) {
     const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
-    return {of_x ? at::empty_like(x) : at::empty({0}, x.options()), at::empty_symint({values}, x.options().dtype(at::kFloat))};
+    return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
+        at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
 #ifdef WITH_CUDA
@@ -880,24 +897,27 @@ extern "C" int conv_forward(int type, const void* x, const void* const* paramete
     const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream);
 extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups);
 extern "C" int64_t tail_workspace_bytes(int64_t planes, int64_t pixels, int sms);
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples, int64_t channels,
-    int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream);
-extern "C" int64_t conv_backward_workspace_bytes(int64_t samples, int in, int out, int groups, int height, int width, int sms);
-extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters, const float* mean,
-    const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples, int in, int out, int groups,
-    int height, int width, int sms, void* workspace, cudaStream_t stream);
+extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
+    int64_t channels, int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream);
+extern "C" int64_t conv_backward_workspace_bytes(
+    int64_t samples, int in, int out, int groups, int height, int width, int sms);
+extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters,
+    const float* mean, const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples,
+    int in, int out, int groups, int height, int width, int sms, void* workspace, cudaStream_t stream);
 
 int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
 Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
-void check_launch(int error) { TORCH_CHECK(error == 0, "conv_sigmoid_group_norm: ", cudaGetErrorString(cudaError_t(error))); }
+void check_launch(int error) {
+    TORCH_CHECK(error == 0, "conv_sigmoid_group_norm: ", cudaGetErrorString(cudaError_t(error)));
+}
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
 // The one kernel. False where it does not take the sizes.
-bool run_kernel(
-    const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out, float* mean, float* rstd) {
+bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out, float* mean,
+    float* rstd) {
     const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
     const at::IntArrayRef weight = parameters[kWeight].sizes();
     if (device.major != 9 || weight[2] != 3 || weight[3] != 3) return false;
@@ -906,8 +926,9 @@ bool run_kernel(
     for (int i = 0; i < kParameters; ++i) pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
     const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight[0], groups};
     const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(x.size(0), groups), x);
-    const int error = conv_forward(type_number(x), input.const_data_ptr(), pointers, out.data_ptr(), mean, rstd, sizes, eps,
-        device.multiProcessorCount, int(device.sharedMemPerBlockOptin), totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
+    const int error = conv_forward(type_number(x), input.const_data_ptr(), pointers, out.data_ptr(), mean, rstd, sizes,
+        eps, device.multiProcessorCount, int(device.sharedMemPerBlockOptin), totals.data_ptr(),
+        c10::cuda::getCurrentCUDAStream());
     if (error >= 0) check_launch(error);
     return error == 0;
 }
@@ -923,22 +944,22 @@ Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, 
     const int64_t samples = h.size(0), channels = h.size(1), pixels = h.size(2) * h.size(3);
     const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     const Tensor workspace = workspace_of(tail_workspace_bytes(samples * channels, pixels, sms), h);
-    check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups, pixels, eps,
-        sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups,
+        pixels, eps, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
     return out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, mean, rstd] = record_meta(x, parameters, groups, eps);
-    TORCH_CHECK(out.numel() == 0 ||
-        run_kernel(x, parameters, groups, eps, out, mean.data_ptr<float>(), rstd.data_ptr<float>()),
+    TORCH_CHECK(
+        out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, mean.data_ptr<float>(), rstd.data_ptr<float>()),
         "conv_sigmoid_group_norm: sizes that the kernel does not take");
     return {out, mean, rstd};
 }
 
-std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& mean,
-    const Tensor& rstd, bool of_x, bool of_parameters) {
+std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters,
+    const Tensor& mean, const Tensor& rstd, bool of_x, bool of_parameters) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [grad_x, grad_parameters] = backward_meta(grad, x, parameters, mean, rstd, of_x, of_parameters);
     if (grad.numel() == 0) return {grad_x, grad_parameters.zero_()};
@@ -946,12 +967,15 @@ std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at
     const std::vector<Tensor> ready = contiguous_floats(parameters);
     const float* pointers[kParameters];
     for (int i = 0; i < kParameters; ++i) pointers[i] = ready[i].const_data_ptr<float>();
-    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount, out = int(grad.size(1)), groups = int(mean.size(1));
+    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    const int out = int(grad.size(1)), groups = int(mean.size(1));
     const int in = int(x.size(1)), height = int(x.size(2)), width = int(x.size(3));
-    const Tensor workspace = workspace_of(conv_backward_workspace_bytes(x.size(0), in, out, groups, height, width, sms), x);
-    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), pointers, mean.const_data_ptr<float>(),
-        rstd.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, grad_parameters.data_ptr<float>(), of_parameters, x.size(0),
-        in, out, groups, height, width, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    const Tensor workspace =
+        workspace_of(conv_backward_workspace_bytes(x.size(0), in, out, groups, height, width, sms), x);
+    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), pointers,
+        mean.const_data_ptr<float>(), rstd.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr,
+        grad_parameters.data_ptr<float>(), of_parameters, x.size(0), in, out, groups, height, width, sms,
+        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, grad_parameters};
 }
 #endif
@@ -961,8 +985,8 @@ std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
     m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor mean, Tensor rstd, bool of_x, bool of_parameters)"
-        " -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor mean, Tensor rstd, bool of_x, bool of_parameters) "
+        "-> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -979,7 +1003,8 @@ TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
 #endif
 // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    for (const char* name : {"forward", "record", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    const auto refuse = [] { return torch::autograd::autogradNotImplementedFallback(); };
+    for (const char* name : {"forward", "record", "backward"}) m.impl(name, refuse());
 }
 """
 

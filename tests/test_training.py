@@ -146,7 +146,8 @@ def test_gradient_scaling(case, device):
 @first_cases
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_activation_checkpointing(case, reentrant, device):
-    """The forward runs again in the backward, and gives the same bits."""
+    """The forward runs again in the backward, and gives the same bits; on a CPU, where training is the plain way and a
+    forward without gradients is not, the same values."""
     _, new, inputs = build(case, device)
     results = []
     for call in (new, lambda *tensors: checkpoint(new, *tensors, use_reentrant=reentrant)):
@@ -155,7 +156,8 @@ def test_activation_checkpointing(case, reentrant, device):
         out = call(*leaves)
         loss_of(out).backward()
         results.append([out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, **({} if device.type == "cpu" else {"rtol": 0, "atol": 0}))
 
 
 # ---- parametrised and replaced weights
