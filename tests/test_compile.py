@@ -15,6 +15,7 @@ from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
 light_cases = pytest.mark.parametrize("case", [c for c in CASES if c.values < 2e5 or c.shapes is None], ids=str)
@@ -253,13 +254,13 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 def test_operators_satisfy_opcheck(stem, device):
     seen = {}
     for function, args, kwargs in recorded_calls(stem, device):
-        args = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
-        form = [(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
+        args = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), args)
+        form = tree_map_only(torch.Tensor, lambda t: (t.shape, t.stride()), args)
         seen.setdefault(function, {})[str(form)] = (args, kwargs)
     # freeze_weight's operator is not traced: what it returns depends on the chip. Training on a CPU may be PyTorch's own.
     here = {name for name in operators(stem) if has_kernel(f"{solution(stem).NAMESPACE}::{name}", device.type.upper())}
     assert {function.name().split("::")[1] for function in seen} == here - {"freeze"}
     for function, calls in seen.items():
-        by_size = sorted(calls.values(), key=lambda call: max(a.numel() for a in call[0] if isinstance(a, torch.Tensor)))
+        by_size = sorted(calls.values(), key=lambda call: max(t.numel() for t in tree_leaves(call[0]) if isinstance(t, torch.Tensor)))
         for args, kwargs in by_size[:8]:
             library.opcheck(function, args, kwargs)
