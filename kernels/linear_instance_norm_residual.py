@@ -36,7 +36,6 @@ CUDA_SOURCE = r"""
 #include <stdint.h>
 #include <utility>
 
-// PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
@@ -53,17 +52,10 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// A contiguous copy from global to shared memory; `bar` counts its bytes. 16-byte aligned, a multiple of 16 bytes.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
-}
 
 template <int N> __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -71,10 +63,6 @@ template <int N> __device__ __forceinline__ void fewer_registers() { asm volatil
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory"); }
-
-// Programmatic dependent launch: let the next kernel of the stream start; wait for the previous kernel's writes.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -85,68 +73,54 @@ template <> __device__ __forceinline__ __half from_float<__half>(float v) { retu
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product: x W^T on fp16 tensor cores with the accuracy of float32. The same text in both linear files. ----
+// ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
 //
-// Each row of x (m, k) and of W (n, k) is scaled by a power of two, so that its largest magnitude lies in [2^14, 2^15), and each value is
-// split into two fp16 numbers, hi + lo. The product is hi hi + hi lo + lo hi, unscaled. Where TF32 is allowed, hi hi alone has TF32's
-// 11 bits. The tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero and is then added to float32
-// registers, rounded to nearest ("promoted"); within it the small products come first.
+// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude lies in [2^14, 2^15), and each
+// value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. Where TF32 is
+// allowed, hi hi alone has TF32's 11 bits. The tensor cores truncate when they accumulate, so the sum over each four lines of K
+// starts at zero and is then added to float32 registers, rounded to nearest ("promoted"). In it the small products come first.
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th tile of 128 x 128.
 //
-//     warpgroup 3, one thread   producer     waits empty[s]   copies a line of both operands into stage s (TMA)     -> full[s]
-//     warpgroups 0 and 1        consumers    wait full[s]     multiply it: 64 rows of the tile each                 -> empty[s]
-//                                            wait taken[t]    leave their sums, 64 x 64 at a time, in slot t        -> ready[t]
-//     warpgroup 2               finishers    wait ready[t]    read the sums of slot t                               -> taken[t]
-//                                                             unscale them, apply the epilogue, store the result
+//     warpgroup 3, one thread   producer    wait empty[s]  TMA brings a line of both operands to stage s     -> full[s]
+//     warpgroups 0 and 1        consumers   wait full[s]   multiply it, 64 rows of the tile each             -> empty[s]
+//                                           wait taken[t]  write their sums, 64 x 64 at a time, to slot t    -> ready[t]
+//     warpgroup 2               finishers   wait ready[t]  read the sums of slot t                           -> taken[t]
+//                                                          unscale them, apply the epilogue, store
 //
-// So the epilogue of a tile runs while the next tile is multiplied. `recompute` then replaces what the pieces cannot represent.
+// So the epilogue of a tile runs while the next tile is multiplied.
 //
-// Range: below 2^-16 of its row's maximum a value loses bits to fp16's subnormals: it is kept to 2^-25 after scaling. With c such values in
-// the two rows of an output the output is off by less than 2^-25 * 2^15 * c, which is within float32's own error where the accumulator is
-// at least 2^14 * c. Any other output (one in 10^6 of ordinary data) is "uncertain": the epilogue stores the NaN kUncertain in its place
-// and flags its strip of 16 rows x 64 columns, and `recompute` computes it in float32. So are outputs that are not finite, and outputs of
-// rows that have few values of any size, where the dropped lo lo does not average out.
+// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling. With c
+// such values in the two rows of an output, the output is off by less than 2^-25 * 2^15 * c, which is within float32's own
+// error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the epilogue
+// stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns; `recompute` then computes it in float32.
+// So are outputs of rows that have few values of any size, where the dropped lo lo does not average out.
 
 constexpr int kTile = 128, kBlockSide = 64, kStripRows = 16;
-constexpr int kLine = 64;        // fp16 values of a row in a line: 32 of hi, then the same 32 of lo; in one piece, 64 of hi
-constexpr int kStages = 4;       // of 32 KiB. A constant number, unrolled, was 1-4% faster than a ring counted at run time
-constexpr int kSlots = 3;        // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
-constexpr int kBand = 16;        // rows of tiles that are taken column by column, so that both operands' lines are found in L2
+constexpr int kLine = 64;   // fp16 values of a row in a line: 32 of hi, then the same 32 of lo; in one piece, 64 of hi
+constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
+constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
+constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that both operands' lines are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
-static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 512, "128 for each of 512 threads");
-constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
+static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "a block has 65536 registers");
+// By so much a promoted sum is too small on average, since the tensor cores truncate (measured: uniform x, K of 132 to 8192). A
+// norm would not see it, but its gradient does, through rstd.
+constexpr float kRestored = 1 + 3 * 0x1p-23f;
+constexpr unsigned kUncertain = 0x7fc0beef;         // a NaN that no arithmetic makes
+constexpr float kFewProducts = 16;                  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
+constexpr float kLargestUnscale = 0x1p60f;          // beyond it an output might overflow on its way to a finite value
+template <int PIECES> constexpr float kIntact = PIECES == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses no bits
+template <int PIECES> constexpr float kDoubt = PIECES == 2 ? 0x1p14f : 2.0f;       // for each value that does
 
-__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, uint64_t* bar) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(shared_address(bar)) : "memory");
-}
-__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
-}
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory.
-#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"
-                 "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"
-                 "%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
-                 : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-                 : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
-}
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// The exponent that brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and the scale and 1 / scale are normal.
-__device__ __forceinline__ int scale_exponent(float largest) { return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126); }
+// Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and the scale and 1 / scale are normal numbers.
+__device__ __forceinline__ int scale_exponent(float largest) {
+    return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
+}
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kLine - 1) / kLine * kLine; }
-template <int PIECES> constexpr float kIntact = PIECES == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses nothing to subnormals
-template <int PIECES> constexpr float kDoubt = PIECES == 2 ? 0x1p14f : 2.0f;       // the accumulator wanted for each value that does
-constexpr float kFewProducts = 16;         // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
-constexpr float kLargestUnscale = 0x1p60f; // beyond it an unscaled product might overflow on its way to a finite result
 
-// A value reduced over `group` threads: a power of two that divides a warp, or whole warps of the block. warp_values: of each warp.
+// v reduced over `group` threads, a power of two: part of a warp, or whole warps of the block, for which warp_values has room.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -155,81 +129,73 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     __syncthreads();
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     __syncthreads();
-    const float* own = warp_values + threadIdx.x / group * (group / 32);
-    v = own[0];
-    for (int w = 1; w < group / 32; ++w) v = op(v, own[w]);
+    const int warps = group / 32;
+    v = warp_values[threadIdx.x / group * warps + threadIdx.x % warps];
+    for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
 
-// Four neighbouring values, already scaled, into the pieces of their row.
+// Four neighbouring values from k on, already scaled, into the pieces of their row.
 template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[4]) {
+    const auto store = [](__half* to, const __half2& a, const __half2& b) {  // in one instruction
+        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<const uint32_t&>(a), reinterpret_cast<const uint32_t&>(b));
+    };
+    __half* to = PIECES == 1 ? row + k : row + k / 32 * kLine + k % 32;
     const __half2 a = __floats2half2_rn(v[0], v[1]), b = __floats2half2_rn(v[2], v[3]);
-    const auto bits = [](const __half2& h) { return reinterpret_cast<const uint32_t&>(h); };
-    if constexpr (PIECES == 1) {
-        *reinterpret_cast<uint2*>(row + k) = make_uint2(bits(a), bits(b));
-    } else {
-        const float2 c = __half22float2(a), d = __half22float2(b);
-        __half* line = row + k / 32 * kLine + k % 32;
-        *reinterpret_cast<uint2*>(line) = make_uint2(bits(a), bits(b));
-        *reinterpret_cast<uint2*>(line + 32) =
-            make_uint2(bits(__floats2half2_rn(v[0] - c.x, v[1] - c.y)), bits(__floats2half2_rn(v[2] - d.x, v[3] - d.y)));
-    }
+    const float2 c = __half22float2(a), d = __half22float2(b);
+    store(to, a, b);
+    if (PIECES == 2) store(to + 32, __floats2half2_rn(v[0] - c.x, v[1] - c.y), __floats2half2_rn(v[2] - d.x, v[3] - d.y));
 }
 
-// An output is its accumulator times the `unscale` of its row and of its column, and uncertain below the sum of their `doubt`.
+// An output is its accumulator times its row's and its column's `unscale`, and uncertain if below the sum of their `doubt`.
 struct RowScale {
     float unscale, doubt;
 };
-// What split_rows reads and writes. In a backward `widest` (bits of a magnitude) and `given` say otherwise what a row's scale is: see there.
+// What split_rows reads and writes. `widest` and `given` are of a backward, and described there.
 struct Operand {
     const float* values;
     __half* pieces;
     RowScale* scales;
     int64_t rows;
-    const unsigned* widest;
+    int k;
+    const float* widest;
     const RowScale* given;
+    __device__ __forceinline__ int of_all() const { return -__float2int_rn(*widest); }
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (given != nullptr) return scale_exponent(__uint_as_float(*widest)) - (127 - int(__float_as_uint(given[row].unscale) >> 23));
-        const int own = scale_exponent(largest);
-        return widest != nullptr ? min(own, scale_exponent(__uint_as_float(*widest)) + 14) : own;
+        if (given != nullptr) return of_all() - (127 - int(__float_as_uint(given[row].unscale) >> 23));
+        return widest == nullptr ? scale_exponent(largest) : min(scale_exponent(largest), of_all() + 14);
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
 
-// `group` threads, whole warps, own a row; the first blocks_x blocks have rows of x, the others of W. Rows of up to 8192 values wait in
-// registers between the search for the largest and the split; longer ones are read twice.
-template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(
-    const Operand x, const Operand w, unsigned blocks_x, int k, int group, int* __restrict__ flags, int64_t flag_count) {
-    __shared__ float warp_values[kSplitThreads / 32], warp_sums[3][kSplitThreads / 32];
-    for (int64_t i = int64_t(blockIdx.x) * kSplitThreads + threadIdx.x; i < flag_count; i += int64_t(gridDim.x) * kSplitThreads) flags[i] = 0;
-    const bool of_x = blockIdx.x < blocks_x;
-    const Operand own = {of_x ? x.values : w.values, of_x ? x.pieces : w.pieces, of_x ? x.scales : w.scales, of_x ? x.rows : w.rows,
-                         of_x ? x.widest : w.widest, of_x ? x.given : w.given};
+// `group` threads, whole warps, own a row. Rows of up to 8192 values wait in registers between the search for the largest
+// and the split; longer ones are read twice.
+template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own, int group) {
+    __shared__ float warp_values[kSplitThreads / 32];
     const int lane = threadIdx.x % group, step = group * kSplitItems;
-    const int64_t row = int64_t(of_x ? blockIdx.x : blockIdx.x - blocks_x) * (kSplitThreads / group) + threadIdx.x / group;
+    const int64_t row = int64_t(blockIdx.x) * (kSplitThreads / group) + threadIdx.x / group;
     const bool exists = row < own.rows;
-    const int padded = int(padded_k(k)), quads = padded / 4;
-    const float4* values = reinterpret_cast<const float4*>(own.values + row * k);
+    const int padded = int(padded_k(own.k)), quads = padded / 4;
+    const float4* values = reinterpret_cast<const float4*>(own.values + row * own.k);
     float4 held[kSplitItems];
     const auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
             const int at = first + lane + i * group;
-            held[i] = exists && at < k / 4 ? values[at] : make_float4(0, 0, 0, 0);
+            held[i] = exists && at < own.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
-    float largest = 0;  // of the finite ones
+    float largest = 0, sum = 0, squares = 0, lost = 0;  // largest: of the finite ones
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
-            for (const float v : {held[i].x, held[i].y, held[i].z, held[i].w}) largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0.0f);
+            for (float v : {held[i].x, held[i].y, held[i].z, held[i].w}) largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
         }
     }
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);  // one factor might overflow
-    float sum = 0, squares = 0, lost = 0;
+    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);  // one might overflow
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
@@ -245,50 +211,49 @@ template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_
             if (exists && at < quads) store_pieces<PIECES>(own.pieces + row * padded * PIECES, at * 4, v);
         }
     }
-    float totals[3] = {sum, squares, lost};
-#pragma unroll
-    for (int q = 0; q < 3; ++q) {
-        totals[q] = reduce_group(totals[q], 32, nullptr, Sum());
-        if (threadIdx.x % 32 == 0) warp_sums[q][threadIdx.x / 32] = totals[q];
-    }
-    __syncthreads();
-    if (lane > 0 || !exists || own.scales == nullptr) return;
-    for (int w = 1; w < group / 32; ++w) {
-        for (int q = 0; q < 3; ++q) totals[q] += warp_sums[q][threadIdx.x / 32 + w];
-    }
-    RowScale result = {power_of_two(-exponent), kDoubt<PIECES> * totals[2]};
-    const bool few = PIECES == 2 && totals[0] * totals[0] < kFewProducts * totals[1];
-    if (result.unscale > kLargestUnscale || few) result.doubt = INFINITY;
+    if (own.scales == nullptr) return;
+    sum = reduce_group(sum, group, warp_values, Sum()), squares = reduce_group(squares, group, warp_values, Sum());
+    lost = reduce_group(lost, group, warp_values, Sum());
+    RowScale result = {power_of_two(-exponent), kDoubt<PIECES> * lost};
+    if (result.unscale > kLargestUnscale || (PIECES == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
-    if (own.widest != nullptr) result.unscale = power_of_two(scale_exponent(__uint_as_float(*own.widest)) - exponent);
-    own.scales[row] = result;
+    if (own.widest != nullptr) result.unscale = power_of_two(own.of_all() - exponent);
+    if (lane == 0 && exists) own.scales[row] = result;
 }
 
-#ifdef TWO
-#define FULL 2
-#define PRODUCES threadIdx.x == 384 || threadIdx.x == 416
-#else
-#define FULL 1
-#define PRODUCES threadIdx.x == 384
-#endif
 // ---- multiply ----
 
-// Which operands lie with their rows (false) or with K (true: "turned") down the columns of the pieces in memory.
+__device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
+}
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory.
+#define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
+template <bool TURNED_A, bool TURNED_B>
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+    asm volatile(
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"
+        "%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
+        : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
+}
+
+// Which operands lie in memory with K across their rows (false), and which down their columns ("turned").
 template <int PIECES_, bool TURNED_A_, bool TURNED_B_> struct Kind {
-    static constexpr int PIECES = PIECES_;
+    static constexpr int PIECES = PIECES_, kTerms = kLine / PIECES;  // kTerms: of K in a line
     static constexpr bool TURNED_A = TURNED_A_, TURNED_B = TURNED_B_;
-    static constexpr int kTerms = kLine / PIECES;  // of K in a line
 };
-struct Stage {
+struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
     unsigned char a[kTile * 128], b[kTile * 128];
 };
-struct MultiplyShared {  // a swizzled tile begins at a multiple of 1024 bytes
+struct MultiplyShared {
     Stage stages[kStages];
     float4 slots[kSlots][kBlockSide * kBlockSide / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
-static_assert(sizeof(MultiplyShared) <= 227 * 1024, "the shared memory of a block on sm_90");
-
 template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
@@ -301,54 +266,36 @@ struct Corner {
 };
 struct Tiles {
     int across, down, count;
-    __device__ __forceinline__ Tiles(int m, int n) : across((n + kTile - 1) / kTile), down((m + kTile - 1) / kTile), count(across * down) {}
+    __device__ __forceinline__ Tiles(int m, int n)
+        : across((n + kTile - 1) / kTile), down((m + kTile - 1) / kTile), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
         const int band = tile / (kBand * across), inside = tile - band * kBand * across, height = min(kBand, down - band * kBand);
         return {(band * kBand + inside % height) * kTile, inside / height * kTile};
     }
 };
 
-template <bool TURNED, class K> __device__ __forceinline__ void load_tile(void* to, const CUtensorMap* map, int line, int row, uint64_t* bar) {
-    if constexpr (TURNED) tensor_load(to, map, 0, line * K::kTerms, row / 32 * K::PIECES, bar);
-    else tensor_load(to, map, line * kLine, row, bar);
-}
-#ifdef TWO
 template <class K> __device__ __forceinline__ void producer(
     MultiplyShared& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles& tiles, int lines) {
     Ring<kStages> ring;
-    const bool second = threadIdx.x >= 416;
+    const auto load = [&](bool turned, void* to, const CUtensorMap* map, int line, int row) {
+        uint64_t* bar = &shared.full[ring.place];
+        if (turned) tensor_load(to, map, 0, line * K::kTerms, row / 32 * K::PIECES, bar);
+        else tensor_load(to, map, line * kLine, row, 0, bar);
+    };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
         for (int line = 0; line < lines; ++line, ring.advance()) {
             Stage& stage = shared.stages[ring.place];
-            uint64_t* bar = &shared.full[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
-            mbarrier_expect(bar, sizeof(Stage) / 2);
-            if (!second) load_tile<K::TURNED_A, K>(stage.a, map_a, line, corner.row, bar);
-            else load_tile<K::TURNED_B, K>(stage.b, map_b, line, corner.column, bar);
+            mbarrier_expect(&shared.full[ring.place], sizeof(Stage));
+            load(K::TURNED_A, stage.a, map_a, line, corner.row);
+            load(K::TURNED_B, stage.b, map_b, line, corner.column);
         }
     }
 }
-#else
-template <class K> __device__ __forceinline__ void producer(
-    MultiplyShared& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles& tiles, int lines) {
-    Ring<kStages> ring;
-    for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        const Corner corner = tiles.find(tile);
-        for (int line = 0; line < lines; ++line, ring.advance()) {
-            Stage& stage = shared.stages[ring.place];
-            uint64_t* bar = &shared.full[ring.place];
-            mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
-            mbarrier_expect(bar, sizeof(Stage));
-            load_tile<K::TURNED_A, K>(stage.a, map_a, line, corner.row, bar);
-            load_tile<K::TURNED_B, K>(stage.b, map_b, line, corner.column, bar);
-        }
-    }
-}
-#endif
 
-// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips of 32 rows, 4096
-// bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips of 32
+// rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
 template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
@@ -371,16 +318,18 @@ template <class K> __device__ __forceinline__ void multiply_line(float (&d)[64],
         for (int i = 1; i < 4; ++i) wgmma<A, B>(d, a + i * kStepA, b + i * kStepB, 1);
     }
 }
-// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j and the next.
-// They pass through 4 KiB of a slot in units of four values, at places where eight lanes beside each other meet different banks.
+
+// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j
+// and the next. They pass through 4 KiB of a slot in units of four values, where eight neighbouring lanes meet different banks.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
 __device__ __forceinline__ void leave_sums(float4* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        to[j * 32 + (threadIdx.x % 32 ^ place_of(j))] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        const int unit = threadIdx.x % 32 ^ place_of(j);
+        to[j * 32 + unit] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     }
 }
-// Read back as v[r][i]: row lane / 8 + 4r, column lane % 8 * 4 + i (i < 4), or 32 + lane % 8 * 4 + i - 4.
+// Read back as v[r][i]: row lane / 8 + 4r, column lane % 8 * 4 + i, and 32 + lane % 8 * 4 + i - 4 from i = 4 on.
 __device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) {
     const int eighth = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
 #pragma unroll
@@ -391,20 +340,19 @@ __device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) 
     }
 }
 
-template <class K> __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const uint64_t a = tile_descriptor<K::TURNED_A>(shared.stages[0].a + warpgroup * 8192);
+template <class K>
+__device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
+    const int warp = threadIdx.x / 32 % 4;
+    const uint64_t a = tile_descriptor<K::TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
     const uint64_t b = tile_descriptor<K::TURNED_B>(shared.stages[0].b);
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
-        if (lane == 0) mbarrier_arrive(&shared.empty[s]);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
-    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: the warpgroups promote in turns, and the tensor cores always have work
-    float sum[64], part[64];
-#pragma unroll
-    for (int i = 0; i < 64; ++i) part[i] = 0;
+    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: in turns, so that the tensor cores always have work
+    float sum[64], part[64] = {};
+    int phase = 0;
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
-    int phase = 0;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if (warpgroup > 0) barrier_sync(1, 256);  // the upper half begins each tile, and finds its lines in the ring first
         else barrier_arrive(1, 256);
@@ -425,11 +373,11 @@ template <class K> __device__ __forceinline__ void consumer(MultiplyShared& shar
                 if (s % 2 == 1 && (s == promoted || (s == 3 && line + kStages >= lines))) {
                     wgmma_wait<0>();
                     free_stage(s);
-#pragma unroll
-                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // no addition moves above the wait
-#pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[i] += part[i];
                     keep = 0;
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // no sum moves above the wait
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], kRestored, sum[i]);
                 }
             }
         }
@@ -442,17 +390,18 @@ template <class K> __device__ __forceinline__ void consumer(MultiplyShared& shar
         slot.advance(2);
     }
 }
-template <class Epilogue> __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& tiles, const Epilogue& epilogue) {
+template <class Epilogue>
+__device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& tiles, const Epilogue& epilogue) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     Ring<kSlots> slot;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
         for (int s = 0; s < 4; ++s, slot.advance()) {
-            float sum[4][8];
             const int row = corner.row + s / 2 * 64 + warp * 16, column = corner.column + s % 2 * 64;
             const Corner part = {row + lane / 8, column + lane % 8 * 4};
-            const auto scales = epilogue.load(part);
+            const auto scales = epilogue.load(part);  // before the wait, which hides it
+            float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             take_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
@@ -469,16 +418,14 @@ template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyTh
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     const Tiles tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) mbarrier_init(&shared.full[s], FULL), mbarrier_init(&shared.empty[s], 8);
+        for (int s = 0; s < kStages; ++s) mbarrier_init(&shared.full[s], 1), mbarrier_init(&shared.empty[s], 8);
         for (int s = 0; s < kSlots; ++s) mbarrier_init(&shared.ready[s], 128), mbarrier_init(&shared.taken[s], 128);
         fence_mbarrier_init();
     }
     __syncthreads();
-    launch_dependents();
-    wait_for_previous_kernel();
     if (warpgroup == 3) {
         fewer_registers<kProducerRegisters>();
-        if (PRODUCES) producer<K>(shared, &map_a, &map_b, tiles, lines);
+        if (threadIdx.x % 128 == 0) producer<K>(shared, &map_a, &map_b, tiles, lines);
     } else if (warpgroup == 2) {
         more_registers<kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
@@ -489,351 +436,225 @@ template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyTh
 #endif
 }
 
-// ---- What an epilogue does with a thread's part of 16 rows x 64 columns: v[r][i] belongs to row corner.row + 4r, and to column ----
-// ---- corner.column + i, or + 28 + i for i >= 4. n is a multiple of 4.                                                           ----
-
-// Stores them. STREAMING: first to leave L2, so that the operands stay there; else for a kernel that follows.
-template <bool STREAMING> __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
+// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, so that the operands stay there.
+template <bool STREAMING>
+__device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int r = i / 2, column = corner.column + i % 2 * 32;
-        if (corner.row + 4 * r >= m || column >= n) continue;
-        float4* to = reinterpret_cast<float4*>(out + int64_t(corner.row + 4 * r) * n + column);
-        const float* own = v[r] + i % 2 * 4;
-        const float4 four = make_float4(own[0], own[1], own[2], own[3]);
-        if (STREAMING) __stcs(to, four);
-        else *to = four;
+        const int row = corner.row + i / 2 * 4, column = corner.column + i % 2 * 32;
+        if (row >= m || column >= n) continue;
+        const float* own = v[i / 2] + i % 2 * 4;
+        float4* to = reinterpret_cast<float4*>(out + int64_t(row) * n + column);
+        if (STREAMING) __stcs(to, make_float4(own[0], own[1], own[2], own[3]));
+        else *to = make_float4(own[0], own[1], own[2], own[3]);
     }
 }
-// Puts kUncertain in the place of v[r][i] where bit r * 8 + i is set, and flags the warp's strip.
-__device__ __forceinline__ void mark_uncertain(float (&v)[4][8], unsigned bits, const Corner& corner, int n, int* flags) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = bits >> i & 1 ? __uint_as_float(kUncertain) : v[i / 8][i % 8];
-    const int across = (n + kBlockSide - 1) / kBlockSide;
-    auto* strips = reinterpret_cast<unsigned char*>(flags + corner.row / kBlockSide * across + corner.column / kBlockSide);
-    strips[corner.row % kBlockSide / kStripRows] = 1;
-}
 
-// h = x W^T + bias, of split rows.
+// What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
     const RowScale *rows, *columns;
-    int* flags;
+    unsigned char* flags;  // of each strip, across the columns first
     float* out;
     int m, n, k;
-    __device__ __forceinline__ float left(int row, int at) const { return x[int64_t(row) * k + at]; }
-    __device__ __forceinline__ float right(int column, int at) const { return weight[int64_t(column) * k + at]; }
-    __device__ __forceinline__ float plus(int column) const { return bias[column]; }
-    // The scales, doubts and biases of a thread's part. The finishers load them before they wait for its sums.
     struct Scales {
-        RowScale rows[4], columns[8];
-        float bias[8];
+        alignas(16) RowScale rows[4], columns[8];
+        alignas(16) float bias[8];
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int column = min(corner.column + half * 32, n - 4);
-            const float4 b = *reinterpret_cast<const float4*>(bias + column);
-            const float4 c = reinterpret_cast<const float4*>(columns + column)[0], d = reinterpret_cast<const float4*>(columns + column)[1];
-            scales.columns[half * 4] = {c.x, c.y}, scales.columns[half * 4 + 1] = {c.z, c.w};
-            scales.columns[half * 4 + 2] = {d.x, d.y}, scales.columns[half * 4 + 3] = {d.z, d.w};
-            scales.bias[half * 4] = b.x, scales.bias[half * 4 + 1] = b.y, scales.bias[half * 4 + 2] = b.z, scales.bias[half * 4 + 3] = b.w;
+        for (int i = 0; i < 8; i += 4) {
+            const int column = min(corner.column + i * 8, n - 4);
+            *reinterpret_cast<float4*>(&scales.columns[i]) = reinterpret_cast<const float4*>(columns + column)[0];
+            *reinterpret_cast<float4*>(&scales.columns[i + 2]) = reinterpret_cast<const float4*>(columns + column)[1];
+            *reinterpret_cast<float4*>(&scales.bias[i]) = *reinterpret_cast<const float4*>(bias + column);
         }
         return scales;
     }
-    // From accumulators to h; whether one in the warp is uncertain, which is then marked. (What lies beyond m or n is never stored, and may
-    // only make `recompute` look at a strip in vain.)
+    // From accumulators to h. Returns whether any of the warp is uncertain; it is marked then, and its strip flagged.
     __device__ __forceinline__ bool unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unsigned uncertain = 0;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& own = v[i / 8][i % 8];
             const RowScale &row = scales.rows[i / 8], &column = scales.columns[i % 8];
-            if (!(fabsf(own) >= row.doubt + column.doubt)) uncertain |= 1u << i;  // NaN is uncertain too
+            if (fabsf(own) < row.doubt + column.doubt) uncertain |= 1u << i;
             own = fmaf(own * row.unscale, column.unscale, scales.bias[i % 8]);
         }
         if (!__any_sync(~0u, uncertain != 0)) return false;
-        mark_uncertain(v, uncertain, corner, n, flags);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = uncertain >> i & 1 ? __uint_as_float(kUncertain) : v[i / 8][i % 8];
+        flags[corner.row / kStripRows * ((n + kBlockSide - 1) / kBlockSide) + corner.column / kBlockSide] = 1;
         return true;
     }
 };
-// ---- recompute: the uncertain outputs, in float32 ----
-//
-// A block of threads takes every so-many-th block of 64 x 64 outputs, of which a thread has 4 x 4. A few uncertain ones are dot products of
-// all threads, one after the other; where many are uncertain the whole block is computed.
-constexpr int kRecomputeThreads = 256, kFew = 32, kSlice = 16;  // kFew: threads with uncertain outputs; kSlice: of K, in shared memory
-struct RecomputeShared {
-    float h[kBlockSide][kBlockSide + 2];
-    float slice_a[kSlice][kBlockSide + 4], slice_b[kSlice][kBlockSide + 4];
-    float warp_values[kRecomputeThreads / 32];
-    int flagged[kRecomputeThreads], flagged_count, few[kFew * 16], few_count;
-};
-
-template <class Epilogue> __device__ __forceinline__ void recompute_few(RecomputeShared& shared, const Epilogue& epilogue, int row0, int column0) {
-    for (int f = 0; f < shared.few_count; ++f) {
-        const int thread = shared.few[f] / 16, place = shared.few[f] % 16, r = thread / 16 * 4 + place / 4, c = thread % 16 * 4 + place % 4;
-        float sum[8] = {};
-        for (int first = threadIdx.x; first < epilogue.k; first += 8 * kRecomputeThreads) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {  // the loads of eight terms are in flight at once
-                const int at = first + i * kRecomputeThreads;
-                if (at < epilogue.k) sum[i] = fmaf(epilogue.left(row0 + r, at), epilogue.right(column0 + c, at), sum[i]);
+// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns; a warp has
+// a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
+constexpr int kRecomputeThreads = 256;
+template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) recompute(const Epilogue epilogue) {
+    __shared__ int flagged[kRecomputeThreads], count;
+    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, lane = threadIdx.x % 32;
+    const int across = (n + kBlockSide - 1) / kBlockSide, strips = (m + kStripRows - 1) / kStripRows * across;
+    const auto recomputed = [&](int row, int column) {
+        const auto* x = reinterpret_cast<const float4*>(epilogue.x + int64_t(row) * k);
+        const auto* w = reinterpret_cast<const float4*>(epilogue.weight + int64_t(column) * k);
+        float sum[4] = {};
+#pragma unroll 8
+        for (int at = lane; at < k / 4; at += 32) {
+            const float4 a = x[at], b = w[at];
+            sum[0] = fmaf(a.x, b.x, sum[0]), sum[1] = fmaf(a.y, b.y, sum[1]);
+            sum[2] = fmaf(a.z, b.z, sum[2]), sum[3] = fmaf(a.w, b.w, sum[3]);
+        }
+        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum()) + epilogue.bias[column];
+    };
+    for (int first = blockIdx.x; first < strips; first += gridDim.x * kRecomputeThreads) {
+        const int own = first + threadIdx.x * gridDim.x;  // a thread looks at one flag
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        if (own < strips && epilogue.flags[own] != 0) flagged[atomicAdd(&count, 1)] = own;
+        __syncthreads();
+        for (int i = 0; i < count * kStripRows; ++i) {
+            const int strip = flagged[i / kStripRows], row = strip / across * kStripRows + i % kStripRows;
+            const int column = strip % across * kBlockSide + lane * 2;
+            if (i % (kRecomputeThreads / 32) != threadIdx.x / 32 || row >= m) continue;
+            float2 h = column < n ? *reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column) : make_float2(0, 0);
+            for (int which = 0; which < 2; ++which) {
+                float& mine = which == 0 ? h.x : h.y;
+                unsigned uncertain = __ballot_sync(~0u, __float_as_uint(mine) == kUncertain);
+                for (; uncertain != 0; uncertain &= uncertain - 1) {
+                    const int owner = __ffs(uncertain) - 1;
+                    const float sum = recomputed(row, column + (owner - lane) * 2 + which);
+                    if (lane == owner) mine = sum;
+                }
             }
+            if (column < n) epilogue.finish_row(row, column, h);
         }
-        const float total = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-        const float h = reduce_group(total, kRecomputeThreads, shared.warp_values, Sum());
-        if (threadIdx.x == 0) shared.h[r][c] = h + epilogue.plus(column0 + c);
+        __syncthreads();
     }
 }
-// A thread's 4 x 4 of the block, in slices of K; `mine` are the ones wanted.
-template <class Epilogue> __device__ __forceinline__ void recompute_all(
-    RecomputeShared& shared, const Epilogue& epilogue, int row0, int column0, unsigned mine) {
-    const int top = threadIdx.x / 16 * 4, left = threadIdx.x % 16 * 4, own = threadIdx.x / 4, q = threadIdx.x % 4 * 4;
-    float sum[4][4] = {};
-    for (int k = 0; k < epilogue.k; k += kSlice) {
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const bool within = k + q + i < epilogue.k;
-            shared.slice_a[q + i][own] = within && row0 + own < epilogue.m ? epilogue.left(row0 + own, k + q + i) : 0.0f;
-            shared.slice_b[q + i][own] = within && column0 + own < epilogue.n ? epilogue.right(column0 + own, k + q + i) : 0.0f;
-        }
-        __syncthreads();
-        float part[4][4] = {};  // a slice's own sum, or each of many terms after a large one would be rounded to its last place
-#pragma unroll
-        for (int j = 0; j < kSlice; ++j) {
-            const float4 a = *reinterpret_cast<const float4*>(&shared.slice_a[j][top]), b = *reinterpret_cast<const float4*>(&shared.slice_b[j][left]);
-            const float as[4] = {a.x, a.y, a.z, a.w}, bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = fmaf(as[i / 4], bs[i % 4], part[i / 4][i % 4]);
-        }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4];
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        if (mine >> i & 1) shared.h[top + i / 4][left + i % 4] = sum[i / 4][i % 4] + epilogue.plus(column0 + left + i % 4);
-    }
-}
-template <class Epilogue> __device__ __forceinline__ void recompute_block(
-    RecomputeShared& shared, const Epilogue& epilogue, int row0, int column0, unsigned strips) {
-    const int rows = min(kBlockSide, epilogue.m - row0), columns = min(kBlockSide, epilogue.n - column0);
-    const int top = threadIdx.x / 16 * 4, left = threadIdx.x % 16 * 4, lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) shared.few_count = 0;
-    __syncthreads();
-    unsigned mine = 0;  // a bit for each of this thread's 4 x 4
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const int r = top + i / 4, c = left + i % 4;
-        if (r >= rows || c >= columns || (strips >> r / kStripRows * 8 & 1) == 0) continue;
-        const float own = epilogue.out[int64_t(row0 + r) * epilogue.n + column0 + c];
-        shared.h[r][c] = own;
-        if (__float_as_uint(own) == kUncertain) mine |= 1u << i;
-    }
-    if (__syncthreads_count(mine != 0) <= kFew) {
-        for (unsigned bits = mine; bits != 0; bits &= bits - 1) {
-            shared.few[atomicAdd(&shared.few_count, 1)] = threadIdx.x * 16 + __ffs(bits) - 1;
-        }
-        __syncthreads();
-        recompute_few(shared, epilogue, row0, column0);
-    } else {
-        recompute_all(shared, epilogue, row0, column0, mine);
-    }
-    __syncthreads();
-    for (int r = threadIdx.x / 32; r < rows; r += kRecomputeThreads / 32) {  // a warp has a row, a lane two of its columns
-        if ((strips >> r / kStripRows * 8 & 1) == 0 || lane * 2 >= columns) continue;
-        epilogue.finish_row(row0 + r, column0 + lane * 2, make_float2(shared.h[r][lane * 2], shared.h[r][lane * 2 + 1]));
-    }
-    __syncthreads();
-}
-template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads, 2) recompute(const Epilogue epilogue) {
-    __shared__ __align__(16) unsigned char memory[sizeof(RecomputeShared)];
-    RecomputeShared& shared = *reinterpret_cast<RecomputeShared*>(memory);
-    const int across = (epilogue.n + kBlockSide - 1) / kBlockSide, blocks = (epilogue.m + kBlockSide - 1) / kBlockSide * across;
-    launch_dependents();
-    wait_for_previous_kernel();
-    for (int first = blockIdx.x; first < blocks; first += gridDim.x * kRecomputeThreads) {  // a thread looks at one block's flags
-        const int own = first + threadIdx.x * gridDim.x;
-        __syncthreads();
-        if (threadIdx.x == 0) shared.flagged_count = 0;
-        __syncthreads();
-        if (own < blocks && epilogue.flags[own] != 0) shared.flagged[atomicAdd(&shared.flagged_count, 1)] = own;
-        __syncthreads();
-        for (int i = 0; i < shared.flagged_count; ++i) {
-            const int block = shared.flagged[i];
-            recompute_block(shared, epilogue, block / across * kBlockSide, block % across * kBlockSide, unsigned(epilogue.flags[block]));
-        }
-    }
-}
-// ---- Launching the product. Every launcher returns a cudaError_t. ----
+// ---- Launching the product. Every function returns a cudaError_t, if nothing else is said. ----
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t whole_lines(int64_t bytes) { return divide_up(bytes, 128) * 128; }
 static int sm_count() {
     int device = 0, sms = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     return sms;
 }
-
-// A kernel that begins with wait_for_previous_kernel(): its launch overlaps the end of the kernel before it.
-template <class... Parameters, class... Arguments> static cudaError_t launch_early(
-    void (*kernel)(Parameters...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
-    if (shared_bytes > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        if (error != cudaSuccess) return error;
-    }
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(blocks)), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream, config.attrs = &attribute, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
+// Whether h = x W^T is for the tensor cores. Against cuBLAS's float32 the product alone decides; what one product gains on
+// cuBLAS's TF32 must make up for the split, if no gradients follow.
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded) {
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
+    const double products = double(m) * n * k;
+    const bool pays = !tf32 || recorded || (k >= 512 && products * 2.0e-15 >= double(m + n) * k * 1.6e-12 + 8e-6);
+    return major == 9 && shape && products >= 0x1p30 && pays;
 }
 
-template <int PIECES> static cudaError_t launch_split(
-    const Operand& x, const Operand& w, int64_t k, int* flags, int64_t flag_count, cudaStream_t stream) {
+template <int PIECES> static cudaError_t launch_split(const Operand& operand, cudaStream_t stream) {
     int group = 32;
-    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(k)) group *= 2;
-    const int64_t blocks_x = divide_up(x.rows, kSplitThreads / group), blocks_w = divide_up(w.rows, kSplitThreads / group);
-    split_rows<PIECES><<<unsigned(blocks_x + blocks_w), kSplitThreads, 0, stream>>>(
-        x, w, unsigned(blocks_x), int(k), group, flags, flag_count);
+    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(operand.k)) group *= 2;
+    split_rows<PIECES><<<unsigned(divide_up(operand.rows, kSplitThreads / group)), kSplitThreads, 0, stream>>>(operand, group);
     return cudaGetLastError();
 }
 
-// The copy engine's map of pieces (rows, k). TURNED: boxes of a line's k of four strips of 32 columns; else of 128 rows of a line.
-// What is beyond an end reads as zeros.
-template <bool TURNED, int PIECES> static bool make_map(CUtensorMap* map, const __half* pieces, int64_t rows, int64_t k) {
-    using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
-                                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    static const Encode encode = [] {  // the driver's own function, without linking against the driver
-        void* entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-#else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
-#endif
-        return reinterpret_cast<Encode>(entry);
-    }();
-    const cuuint64_t halves = padded_k(k) * PIECES, count = rows;
-    const cuuint64_t sizes[3] = {TURNED ? 32 : halves, count, halves / 32}, strides[2] = {halves * 2, 64};
-    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kLine / PIECES : kTile, 4 * PIECES}, steps[3] = {1, 1, 1};
-    return encode != nullptr && encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, TURNED ? 3 : 2, const_cast<__half*>(pieces), sizes, strides, box,
-        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, TURNED ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-        TURNED ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-// A B^T of `terms` terms, with the epilogue; then what it has left uncertain. Pieces (rows, columns) as they lie in memory.
+// Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four strips
+// of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
 struct Pieces {
-    const __half* values;
+    __half* values;
     int64_t rows, columns;
 };
+template <bool TURNED, int PIECES> static cudaError_t make_map(CUtensorMap* map, const Pieces& pieces) {
+    static const auto encode = [] {  // the driver's own function, without linking against the driver
+        void* entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    const cuuint64_t halves = padded_k(pieces.columns) * PIECES, rows = pieces.rows;
+    const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1}, strides[2] = {halves * 2, 64};
+    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kLine / PIECES : kTile, TURNED ? 4 * PIECES : 1}, steps[3] = {1, 1, 1};
+    const CUresult result = encode == nullptr ? CUDA_ERROR_NOT_FOUND : encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values,
+        sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, TURNED ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+}
 template <class K, class Epilogue> static cudaError_t launch_multiply(
     const Pieces& a, const Pieces& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
-    if (!make_map<K::TURNED_A, K::PIECES>(&map_a, a.values, a.rows, a.columns) ||
-        !make_map<K::TURNED_B, K::PIECES>(&map_b, b.values, b.rows, b.columns)) return cudaErrorNotSupported;
+    cudaError_t error = make_map<K::TURNED_A, K::PIECES>(&map_a, a);
+    if (error == cudaSuccess) error = make_map<K::TURNED_B, K::PIECES>(&map_b, b);
+    if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
     const int lines = int(divide_up(terms, K::kTerms * kStages) * kStages);
-    const int64_t blocks = divide_up(epilogue.m, kBlockSide) * divide_up(epilogue.n, kBlockSide);
-    const cudaError_t error = launch_early(multiply<K, Epilogue>, tiles < sms ? tiles : sms, kMultiplyThreads, sizeof(MultiplyShared), stream,
-        map_a, map_b, lines, epilogue);
-    return error != cudaSuccess ? error
-        : launch_early(recompute<Epilogue>, blocks < 2 * sms ? blocks : 2 * sms, kRecomputeThreads, 0, stream, epilogue);
-}
-
-// The workspace of h = x W^T + b, in bytes: pieces and scales of x and W, and the flags.
-struct ProductWorkspace {
-    int64_t pieces_x, pieces_w, scales_x, scales_w, flags;
-    ProductWorkspace(int64_t m, int64_t n, int64_t k, int pieces)
-        : pieces_x(m * padded_k(k) * pieces * 2), pieces_w(n * padded_k(k) * pieces * 2), scales_x(whole_lines(m * sizeof(RowScale))),
-          scales_w(whole_lines(n * sizeof(RowScale))), flags(whole_lines(divide_up(m, kBlockSide) * divide_up(n, kBlockSide) * sizeof(int))) {}
-    int64_t bytes() const { return pieces_x + pieces_w + scales_x + scales_w + flags; }
-};
-template <int PIECES, class Epilogue> static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_t stream) {
-    const int64_t m = epilogue.m, n = epilogue.n, k = epilogue.k;
-    const ProductWorkspace sizes(m, n, k, PIECES);
-    char* at = static_cast<char*>(workspace);
-    const auto take = [&](int64_t bytes) { return std::exchange(at, at + bytes); };
-    Operand x = {epilogue.x, reinterpret_cast<__half*>(take(sizes.pieces_x)), nullptr, m};
-    Operand w = {epilogue.weight, reinterpret_cast<__half*>(take(sizes.pieces_w)), nullptr, n};
-    epilogue.rows = x.scales = reinterpret_cast<RowScale*>(take(sizes.scales_x));
-    epilogue.columns = w.scales = reinterpret_cast<RowScale*>(take(sizes.scales_w));
-    epilogue.flags = reinterpret_cast<int*>(take(sizes.flags));
-    const cudaError_t error = launch_split<PIECES>(x, w, k, epilogue.flags, sizes.flags / int64_t(sizeof(int)), stream);
+    const auto kernel = multiply<K, Epilogue>;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(MultiplyShared));
     if (error != cudaSuccess) return error;
-    return launch_multiply<Kind<PIECES, false, false>>({x.pieces, m, k}, {w.pieces, n, k}, k, epilogue, stream);
+    kernel<<<unsigned(tiles < sms ? tiles : sms), kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
+    return cudaGetLastError();
 }
-// Whether h = x W^T is for the tensor cores: against cuBLAS's float32 the product alone decides; what one product gains on cuBLAS's TF32
-// must make up for the split.
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32) {
-    int device = 0, major = 0;
-    constexpr int64_t kMost = 1 << 24;
-    if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
-    if (major != 9 || n % 4 != 0 || k % 4 != 0 || m < 128 || n < 128 || k < (tf32 ? 512 : 128) || m > kMost || n > kMost || k > kMost) return false;
-    const double products = double(m) * n * k;
-    return tf32 ? products * 2.0e-15 >= double(m + n) * k * 1.6e-12 + 8e-6 : products >= 0x1p30;
+
+// Workspaces, in bytes: of h = x W^T + b, pieces of x and W and flags; of gradients, G's pieces, W's, and x's.
+struct ProductBytes {
+    int64_t x, w, flags, grad;
+    ProductBytes(int64_t m, int64_t n, int64_t k, bool tf32)
+        : x(m * padded_k(k) * (tf32 ? 2 : 4)), w(n * padded_k(k) * (tf32 ? 2 : 4)),
+          flags(divide_up(m, kStripRows) * divide_up(n, kBlockSide)), grad(m * padded_k(n) * (tf32 ? 2 : 4)) {}
+};
+extern "C" int64_t product_bytes(int what, int64_t m, int64_t n, int64_t k, bool tf32) {
+    const ProductBytes bytes(m, n, k, tf32);
+    return what == 0 ? bytes.x + bytes.w + bytes.flags : what == 1 ? bytes.grad : what == 2 ? bytes.w : bytes.x;
 }
-// ---- The gradients of a product: dX = G W (m, k) and dW = G^T x (n, k), from G (m, n), the gradient of h. The same text in both. ----
+// scales: m of x's rows, then n of W's. A backward takes what it knows of x's and W's range from them.
+template <int PIECES, class Epilogue>
+static cudaError_t launch_linear(Epilogue epilogue, RowScale* scales, void* workspace, cudaStream_t stream) {
+    const int64_t m = epilogue.m, n = epilogue.n, k = epilogue.k;
+    const ProductBytes bytes(m, n, k, PIECES == 1);
+    char* at = static_cast<char*>(workspace);
+    const Pieces x = {reinterpret_cast<__half*>(at), m, k}, w = {reinterpret_cast<__half*>(at + bytes.x), n, k};
+    epilogue.rows = scales, epilogue.columns = scales + m, epilogue.flags = reinterpret_cast<unsigned char*>(at + bytes.x + bytes.w);
+    cudaError_t error = cudaMemsetAsync(epilogue.flags, 0, bytes.flags, stream);
+    if (error == cudaSuccess) error = launch_split<PIECES>({epilogue.x, x.values, scales, m, int(k)}, stream);
+    if (error == cudaSuccess) error = launch_split<PIECES>({epilogue.weight, w.values, scales + m, n, int(k)}, stream);
+    if (error == cudaSuccess) error = launch_multiply<Kind<PIECES, false, false>>(x, w, k, epilogue, stream);
+    if (error != cudaSuccess) return error;
+    recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
+    return cudaGetLastError();
+}
+// ---- The gradients of h = x W^T + b: dX = G W (m, k) and dW = G^T x (n, k), from h's, G (m, n). The same text in both. ----
 //
-// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are turned operands too, so
-// nothing is transposed in memory. A turned operand cannot have a scale a row of K, since the sum runs over K; so scales move to G:
+// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are turned
+// operands too, so nothing is transposed in memory. A sum over K, here n or m, cannot have a scale for each of its terms on one
+// side only, so what W's and x's rows need in scale moves to G's side or comes from it:
 //
-//     W's row j is scaled to its own maximum, or at least to 2^-14 of W's largest value; G's column j takes the rest, u_j in [2^-14, 1];
+//     W's row j is scaled to its own maximum, or as if it were 2^-14 of W's largest; G's column j takes the rest, u_j <= 1;
 //     then G's row i is scaled to the maximum of G_ij u_j, by 2^a_i;
-//     x's row i is scaled by 2^-a_i, and all of x by one power of two, so that its largest value fits.
+//     x's row i is scaled by 2^-a_i, and all of x by the one power of two that makes its largest value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum's row or better: the gradients are right to the norm of the result, not to each
-// element. What comes out not finite is recomputed in float32 from G's pieces.
+// So every term is kept to 2^-39 of the largest of its sum, or better. The gradients are right to the norm of the result.
 
-// The largest finite magnitude of values (rows, k), each row multiplied by its scale if there are any. `largest` begins as 0.
-__global__ void __launch_bounds__(256) find_largest(
-    const float* __restrict__ values, int64_t rows, int k, const RowScale* __restrict__ scales, unsigned* __restrict__ largest) {
-    __shared__ float warp_values[8];
-    float most = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const float scale = scales != nullptr ? scales[row].unscale : 1.0f;
-        const float4* own = reinterpret_cast<const float4*>(values + row * k);
-        float row_most = 0;
-#pragma unroll 4
-        for (int at = threadIdx.x; at < k / 4; at += 256) {
-            const float4 v = own[at];
-            for (const float e : {v.x, v.y, v.z, v.w}) row_most = fmaxf(row_most, is_finite(e) ? fabsf(e) : 0.0f);
-        }
-        most = fmaxf(most, row_most * scale);
-    }
-    most = reduce_group(most, 256, warp_values, Max());
-    if (threadIdx.x == 0) atomicMax(largest, __float_as_uint(most));
-}
-
-// G as it waits for its products: pieces, a scale a row, u a column (null: all 1), and the largest magnitudes of W and of x.
+// G as it waits for its products. widest: log2 of what all of W, and all of x, is unscaled by.
 struct SplitGradient {
     __half* pieces;
-    RowScale *rows, *columns;
-    unsigned* widest;
-    SplitGradient(void* workspace, int64_t m, int64_t n, int pieces_each)
-        : pieces(static_cast<__half*>(workspace)), rows(reinterpret_cast<RowScale*>(pieces + m * padded_k(n) * pieces_each)),
-          columns(rows + whole_lines(m)), widest(reinterpret_cast<unsigned*>(columns + whole_lines(n))) {}
-    static int64_t bytes(int64_t m, int64_t n, int pieces_each) {
-        return m * padded_k(n) * pieces_each * 2 + (whole_lines(m) + whole_lines(n)) * int64_t(sizeof(RowScale)) + 128;
-    }
+    RowScale *rows, *columns;  // columns: u; null: all 1
+    const float* widest[2];
 };
+constexpr int kGradientThreads = 512;
+__device__ __forceinline__ int gradient_column(int i) { return (i * blockDim.x + threadIdx.x) * 4; }
 
-// A block has row `row` of G in registers, ITEMS times four neighbouring columns a thread (0 beyond n): scales, splits and stores it.
-constexpr int kGradientThreads = 512, kMostGradientColumns = 4 * 4 * kGradientThreads;
-template <int ITEMS> __device__ __forceinline__ int gradient_column(int i) { return (i * blockDim.x + threadIdx.x) * 4; }
+// A block has a row of G in registers, ITEMS times four neighbouring columns a thread (0 beyond n): it scales and splits them.
 template <int PIECES, int ITEMS> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[ITEMS][4], int64_t row, int n, const SplitGradient& to, bool has_factors, float* warp_values) {
+    float (&v)[ITEMS][4], int64_t row, int n, const SplitGradient& to, float* warp_values) {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = gradient_column<ITEMS>(i);
-        if (has_factors && column < n) {
+        const int column = gradient_column(i);
+        if (to.columns != nullptr && column < n) {
             const float4* factors = reinterpret_cast<const float4*>(to.columns + column);
             const float4 a = factors[0], b = factors[1];
             v[i][0] *= a.x, v[i][1] *= a.z, v[i][2] *= b.x, v[i][3] *= b.z;
@@ -843,117 +664,74 @@ template <int PIECES, int ITEMS> __device__ __forceinline__ void split_gradient_
     }
     largest = reduce_group(largest, blockDim.x, warp_values, Max());
     const int exponent = scale_exponent(largest), padded = int(padded_k(n));
-    const float scale = power_of_two(exponent);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v[i][j] *= scale;
-        const int column = gradient_column<ITEMS>(i);
+        for (int j = 0; j < 4; ++j) v[i][j] *= power_of_two(exponent);
+        const int column = gradient_column(i);
         if (column < padded) store_pieces<PIECES>(to.pieces + row * padded * PIECES, column, v[i]);
     }
     if (threadIdx.x == 0) to.rows[row] = {power_of_two(-exponent), 0};
 }
 
-// An output of dX (of_weight: of dW). m, n and k are those of this product.
-template <int PIECES> struct GradientProduct {
-    const __half* pieces;
-    const RowScale *rows, *columns;
-    const unsigned* widest;  // of the other operand
-    const float* other;      // W or x
-    int* flags;
+// The epilogue of dX, or of dW.
+struct StoreGradient {
+    SplitGradient grad;
     float* out;
-    int m, n, k;
+    int m, n;
     bool of_weight;
-    __device__ __forceinline__ float gradient(int row, int column) const {
-        const __half* own = pieces + row * padded_k(of_weight ? m : k) * PIECES + (PIECES == 1 ? column : column / 32 * kLine + column % 32);
-        const float hi = __half2float(own[0]), low = PIECES == 2 && is_finite(hi) ? __half2float(own[32]) : 0.0f;
-        return (hi + low) * rows[row].unscale / (columns != nullptr ? columns[column].unscale : 1.0f);
-    }
-    __device__ __forceinline__ float left(int row, int at) const { return of_weight ? gradient(at, row) : gradient(row, at); }
-    __device__ __forceinline__ float right(int column, int at) const { return other[int64_t(at) * n + column]; }
-    __device__ __forceinline__ float plus(int) const { return 0; }
     struct Scales {
-        float rows[4], all;
+        float rows[4], all[2];
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        Scales scales;
-        scales.all = power_of_two(-scale_exponent(__uint_as_float(*widest)));
+        const int exponent = __float2int_rn(*grad.widest[of_weight]);
+        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};  // one might overflow
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int row = min(corner.row + 4 * r, m - 1);
-            scales.rows[r] = !of_weight ? rows[row].unscale : columns != nullptr ? 1 / columns[row].unscale : 1.0f;
+            scales.rows[r] = !of_weight ? grad.rows[row].unscale : grad.columns != nullptr ? 1 / grad.columns[row].unscale : 1;
         }
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unsigned uncertain = 0;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            float& own = v[i / 8][i % 8];
-            own *= scales.rows[i / 8], own *= scales.all;
-            if (!is_finite(own)) uncertain |= 1u << i;
-        }
-        if (__any_sync(~0u, uncertain != 0)) mark_uncertain(v, uncertain, corner, n, flags);
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.all[0], v[i / 8][i % 8] *= scales.all[1];
+#pragma unroll
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.rows[i / 8];
         store_part<true>(out, v, corner, m, n);
-    }
-    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
-        *reinterpret_cast<float2*>(out + int64_t(row) * n + column) = h;
     }
 };
 
-// The workspace of W's or x's pieces (rows, k), and of the flags of the product (outputs, k).
-static int64_t other_bytes(int64_t rows, int64_t outputs, int64_t k, int pieces) {
-    return rows * padded_k(k) * pieces * 2 + divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * int64_t(sizeof(int));
-}
-// Before G: W's pieces, and what G's columns are multiplied by.
-template <int PIECES> static cudaError_t launch_split_weight(
-    const float* weight, int64_t n, int64_t k, const SplitGradient& grad, void* workspace, cudaStream_t stream) {
-    const cudaError_t error = cudaMemsetAsync(grad.widest, 0, sizeof(unsigned), stream);
-    if (error != cudaSuccess) return error;
-    find_largest<<<8 * sm_count(), 256, 0, stream>>>(weight, n, int(k), nullptr, grad.widest);
-    const Operand w = {weight, static_cast<__half*>(workspace), grad.columns, n, grad.widest};
-    return launch_split<PIECES>(w, {}, k, nullptr, 0, stream);
-}
-// After it: dX from W's pieces in `workspace`, or dW, for which x is split there first.
-template <int PIECES, bool OF_WEIGHT> static cudaError_t launch_gradient(const SplitGradient& grad, bool has_factors, const float* other,
-    float* out, int64_t m, int64_t n, int64_t k, void* workspace, cudaStream_t stream) {
-    const int64_t rows = OF_WEIGHT ? m : n, outputs = OF_WEIGHT ? n : m;
-    auto* pieces = static_cast<__half*>(workspace);
-    int* flags = reinterpret_cast<int*>(pieces + rows * padded_k(k) * PIECES);
-    const int64_t flag_bytes = divide_up(outputs, kBlockSide) * divide_up(k, kBlockSide) * int64_t(sizeof(int));
-    unsigned* widest = grad.widest + (OF_WEIGHT ? 1 : 0);
-    cudaError_t error = cudaMemsetAsync(flags, 0, flag_bytes, stream);
-    if (OF_WEIGHT && error == cudaSuccess) {
-        error = cudaMemsetAsync(widest, 0, sizeof(unsigned), stream);
-        find_largest<<<8 * sm_count(), 256, 0, stream>>>(other, m, int(k), grad.rows, widest);
-        if (error == cudaSuccess) error = launch_split<PIECES>({other, pieces, nullptr, m, widest, grad.rows}, {}, k, nullptr, 0, stream);
+template <int PIECES, bool OF_WEIGHT> static cudaError_t launch_gradient(
+    const SplitGradient& grad, const float* x, __half* pieces, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    if (OF_WEIGHT) {
+        const cudaError_t error = launch_split<PIECES>({x, pieces, nullptr, m, int(k), grad.widest[1], grad.rows}, stream);
+        if (error != cudaSuccess) return error;
     }
-    if (error != cudaSuccess) return error;
-    const GradientProduct<PIECES> epilogue = {grad.pieces, grad.rows, has_factors ? grad.columns : nullptr, widest, other, flags, out,
-        int(outputs), int(k), int(rows), OF_WEIGHT};
+    const StoreGradient epilogue = {grad, out, int(OF_WEIGHT ? n : m), int(k), OF_WEIGHT};
+    const int64_t rows = OF_WEIGHT ? m : n;
     return launch_multiply<Kind<PIECES, OF_WEIGHT, true>>({grad.pieces, m, n}, {pieces, rows, k}, rows, epilogue, stream);
 }
-static int gradient_threads(int64_t n) { return int(divide_up(padded_k(n) / 4 < kGradientThreads ? padded_k(n) / 4 : kGradientThreads, 32) * 32); }
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // rows of partial sums
-    const int64_t most = sm_count() * int64_t(kGradientThreads / gradient_threads(n));
-    return m < most ? m : most;
-}
-extern "C" int64_t linear_workspace(int64_t m, int64_t n, int64_t k, bool tf32) { return ProductWorkspace(m, n, k, tf32 ? 1 : 2).bytes(); }
-extern "C" int64_t gradient_workspace(int64_t m, int64_t n, bool tf32) { return SplitGradient::bytes(m, n, tf32 ? 1 : 2); }
-extern "C" int64_t operand_workspace(bool of_weight, int64_t m, int64_t n, int64_t k, bool tf32) {
-    return of_weight ? other_bytes(m, n, k, tf32 ? 1 : 2) : other_bytes(n, m, k, tf32 ? 1 : 2);
-}
+// First W's pieces, and u; then G's, by a kernel of the file's own; then dX, whose operand W's pieces are, and dW.
 extern "C" int split_weight(
-    const float* weight, int64_t m, int64_t n, int64_t k, bool tf32, void* grad_workspace, void* other_workspace, cudaStream_t stream) {
-    const SplitGradient grad(grad_workspace, m, n, tf32 ? 1 : 2);
-    return (tf32 ? launch_split_weight<1> : launch_split_weight<2>)(weight, n, k, grad, other_workspace, stream);
+    const float* weight, void* pieces, void* u, const float* widest, int64_t n, int64_t k, bool tf32, cudaStream_t stream) {
+    const Operand w = {weight, static_cast<__half*>(pieces), static_cast<RowScale*>(u), n, int(k), widest};
+    return tf32 ? launch_split<1>(w, stream) : launch_split<2>(w, stream);
 }
-extern "C" int linear_gradient(bool of_weight, bool has_factors, const float* other, float* out, int64_t m, int64_t n, int64_t k, bool tf32,
-    void* grad_workspace, void* other_workspace, cudaStream_t stream) {
-    const SplitGradient grad(grad_workspace, m, n, tf32 ? 1 : 2);
+extern "C" int linear_gradient(bool of_weight, const SplitGradient* grad, const float* x, void* pieces, float* out, int64_t m,
+    int64_t n, int64_t k, bool tf32, cudaStream_t stream) {
     const auto launch = tf32 ? of_weight ? launch_gradient<1, true> : launch_gradient<1, false>
                              : of_weight ? launch_gradient<2, true> : launch_gradient<2, false>;
-    return launch(grad, has_factors, other, out, m, n, k, other_workspace, stream);
+    return launch(*grad, x, static_cast<__half*>(pieces), out, m, n, k, stream);
+}
+static int gradient_threads(int64_t n) {
+    int threads = 32;
+    while (threads < kGradientThreads && threads * 4 < n) threads *= 2;
+    return threads;
+}
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // each makes a row of partial sums
+    const int64_t most = sm_count() * int64_t(kGradientThreads / gradient_threads(n));
+    return m < most ? m : most;
 }
 // ---- The rows of linear_instance_norm_residual ----
 
@@ -971,14 +749,13 @@ struct StoreLinear : LinearProduct {
 // out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's. Its first ITEMS * V * group values (8192 in a
 // whole block) wait in registers; the rest of a longer row is read three times, the later times from L2.
 constexpr int kRowThreads = 256;
-template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(
+template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kRowThreads, ITEMS == 1 ? 6 : 2) finish_rows(
     const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
     __shared__ float warp_values[kRowThreads / 32];
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
     const auto* from = reinterpret_cast<const Pack<T, V>*>(h + row * n);
     const auto* other = reinterpret_cast<const Pack<T, V>*>(y + row * n);
-    wait_for_previous_kernel();
     Pack<T, V> held[ITEMS], held_y[ITEMS];  // all on their way at once
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -1029,7 +806,7 @@ template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kRowTh
 // A block owns every gridDim.x-th row, a thread the same columns of each.
 template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y,
-    float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to, bool has_factors) {
+    float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
     __shared__ float warp_values[kGradientThreads / 32];
     const float share = 1.0f / n;
     const auto mean_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Sum()) * share; };
@@ -1042,12 +819,12 @@ template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThre
         };
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            load(h, z[i], gradient_column<ITEMS>(i)), load(y, own_y[i], gradient_column<ITEMS>(i)), load(grad, d[i], gradient_column<ITEMS>(i));
+            load(h, z[i], gradient_column(i)), load(y, own_y[i], gradient_column(i)), load(grad, d[i], gradient_column(i));
         }
         const auto each = [&](const auto& use) {
 #pragma unroll
             for (int i = 0; i < ITEMS * 4; ++i) {
-                if (gradient_column<ITEMS>(i / 4) < n) use(z[i / 4][i % 4], own_y[i / 4][i % 4], d[i / 4][i % 4], i);
+                if (gradient_column(i / 4) < n) use(z[i / 4][i % 4], own_y[i / 4][i % 4], d[i / 4][i % 4], i);
             }
         };
         each([&](float h, float, float, int) { mean = fmaf(h, share, mean); });
@@ -1065,7 +842,7 @@ template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThre
         if (grad_y != nullptr) {  // grad is read again, from L1 or L2, rather than kept
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                const int column = gradient_column<ITEMS>(i);
+                const int column = gradient_column(i);
                 if (column >= n) break;
                 const float4 g = *reinterpret_cast<const float4*>(grad + row * n + column);
                 *reinterpret_cast<float4*>(grad_y + row * n + column) = make_float4(g.x * (z[i][0] + 2 * own_y[i][0]),
@@ -1077,11 +854,11 @@ template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThre
             d = rstd * (d - of_d - z * of_dz);
             column_sums[i / 4][i % 4] += d;
         });
-        split_gradient_row<PIECES>(d, row, n, to, has_factors, warp_values);
+        split_gradient_row<PIECES>(d, row, n, to, warp_values);
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        const int column = gradient_column<ITEMS>(i);
+        const int column = gradient_column(i);
         if (column >= n) break;
         *reinterpret_cast<float4*>(partials + int64_t(blockIdx.x) * n + column) =
             make_float4(column_sums[i][0], column_sums[i][1], column_sums[i][2], column_sums[i][3]);
@@ -1090,19 +867,22 @@ template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThre
 // ---- What the C++ below calls. Pointers are device memory of the current device; float32 is 16-byte aligned. ----
 
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32,
-    void* workspace, cudaStream_t stream) {
+    void* scales, void* workspace, cudaStream_t stream) {
     const StoreLinear epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, h, int(m), int(n), int(k)}};
-    return tf32 ? launch_linear<1>(epilogue, workspace, stream) : launch_linear<2>(epilogue, workspace, stream);
+    return tf32 ? launch_linear<1>(epilogue, static_cast<RowScale*>(scales), workspace, stream) : launch_linear<2>(epilogue, static_cast<RowScale*>(scales), workspace, stream);
 }
 
 template <typename T> static cudaError_t launch_rows(
     const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
     const bool wide = n % V == 0 && ((uintptr_t(h) | uintptr_t(y) | uintptr_t(out)) & 15) == 0;
+    const int64_t packs = wide ? n / V : n, items = packs <= 32 ? 1 : ITEMS;  // short ones: a load a thread, more threads
     int group = 1;
-    while (group < kRowThreads && group * ITEMS * (wide ? V : 1) < n) group *= 2;
-    return launch_early(wide ? finish_rows<T, V, ITEMS> : finish_rows<T, 1, ITEMS>, divide_up(rows, kRowThreads / group), kRowThreads, 0, stream,
+    while (group < kRowThreads && group * items < packs) group *= 2;
+    const auto kernel = !wide ? finish_rows<T, 1, ITEMS> : items == 1 ? finish_rows<T, V, 1> : finish_rows<T, V, ITEMS>;
+    kernel<<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
         static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
+    return cudaGetLastError();
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16.
 extern "C" int row_norm_residual(
@@ -1113,12 +893,11 @@ extern "C" int row_norm_residual(
 
 // G, split, with grad_y (may be null) and the partial sums of G's columns. After split_weight, if that is wanted.
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials, int64_t m, int64_t n,
-    float eps, bool has_factors, bool tf32, void* grad_workspace, cudaStream_t stream) {
-    const SplitGradient to(grad_workspace, m, n, tf32 ? 1 : 2);
+    float eps, bool tf32, const SplitGradient* to, cudaStream_t stream) {
     const int threads = gradient_threads(n), items = int(divide_up(padded_k(n), 4 * threads));
     const auto kernel = tf32 ? items == 1 ? split_row_gradients<1, 1> : items == 2 ? split_row_gradients<1, 2> : split_row_gradients<1, 4>
                              : items == 1 ? split_row_gradients<2, 1> : items == 2 ? split_row_gradients<2, 2> : split_row_gradients<2, 4>;
-    kernel<<<unsigned(gradient_blocks(m, n)), threads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, to, has_factors);
+    kernel<<<unsigned(gradient_blocks(m, n)), threads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
     return cudaGetLastError();
 }
 """
@@ -1129,8 +908,12 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/log2.h>
 #include <ATen/ops/sum.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -1141,71 +924,56 @@ CPP_SOURCE = r"""
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include <array>
-#include <cmath>
-#include <tuple>
-#include <vector>
-
 namespace {
 
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out, and h = x weight^T + bias for a backward.
-std::tuple<at::Tensor, at::Tensor> forward_meta(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double) {
+using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward: h = x weight^T
+// + bias, and the scales of x's and weight's rows.
+Outputs forward_meta(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double, bool recorded) {
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k) and weight (n, k) are wanted");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), "for weight (n, k) bias (n) is wanted");
     TORCH_CHECK(y.dim() == 2 && y.sym_size(0) == x.sym_size(0) && y.sym_size(1) == weight.sym_size(0), "y (m, n) is wanted");
     const at::ScalarType type = x.scalar_type();
     TORCH_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "float32, float16 and bfloat16, not ", type);
     for (const at::Tensor& t : {weight, bias, y}) TORCH_CHECK(t.scalar_type() == type && t.device() == x.device(), "one dtype and device");
-    return {at::empty_symint(y.sym_sizes(), x.options()), at::empty_symint(y.sym_sizes(), x.options())};
+    const at::Tensor out = at::empty_symint(y.sym_sizes(), x.options()), none = at::empty({0}, x.options());
+    if (!recorded) return {out, none, none.clone()};
+    return {out, at::empty_like(out), at::empty_symint({x.sym_size(0) + weight.sym_size(0), 2}, x.options())};
 }
 
-// One row, by one thread. `buffers`: 3n floats, where the values are 16 bits.
-template <typename T> void finish_row(const T* h, const T* y, T* out, int64_t n, double eps, float* buffers) {
-    const float *values, *others;
-    float* to;
-    if constexpr (std::is_same_v<T, float>) {
-        values = h, others = y, to = out;
-    } else {
-        at::vec::convert(h, buffers, n), at::vec::convert(y, buffers + n, n);
-        values = buffers, others = buffers + n, to = buffers + 2 * n;
-    }
-    const float share = 1.0f / n;
-    float mean = 0, rest = 0, squares = 0;
-#pragma omp simd reduction(+ : mean)
-    for (int64_t i = 0; i < n; ++i) mean += values[i] * share;
-#pragma omp simd reduction(+ : rest, squares)
-    for (int64_t i = 0; i < n; ++i) {
-        const float deviation = values[i] - mean;
-        rest += deviation, squares += deviation * deviation;
-    }
-    rest = std::isinf(squares) ? 0 : rest * share;  // what the rounding of the mean left over
-    const float rstd = 1 / std::sqrt(squares * share - rest * rest + float(eps));
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) to[i] = (((values[i] - mean) - rest) * rstd + others[i]) * others[i];
-    if constexpr (!std::is_same_v<T, float>) at::vec::convert(to, out, n);
-}
-template <typename T> void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
+// h, y and out (m, n) in float32. Statistics are added up in double.
+void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
     const int64_t n = h.size(1);
-    const T *from = h.const_data_ptr<T>(), *other = y.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
     at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-        std::vector<float> buffers(std::is_same_v<T, float> ? 0 : 3 * n);
-        for (int64_t at = begin * n; at < end * n; at += n) finish_row(from + at, other + at, to + at, n, eps, buffers.data());
+        for (int64_t row = begin; row < end; ++row) {
+            const float *from = h.const_data_ptr<float>() + row * n, *other = y.const_data_ptr<float>() + row * n;
+            float* to = out.mutable_data_ptr<float>() + row * n;
+            double sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < n; ++i) sum += from[i];
+            const double mean = sum / n;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < n; ++i) squares += (from[i] - mean) * (from[i] - mean);
+            const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
+        }
     });
 }
-std::tuple<at::Tensor, at::Tensor> forward_cpu(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps) {
-    const at::Tensor out = std::get<0>(forward_meta(x, weight, bias, y, eps)), h = at::linear(x, weight, bias).contiguous();
-    const auto finish = x.scalar_type() == at::kFloat ? finish_rows<float> : x.scalar_type() == at::kHalf ? finish_rows<at::Half>
-                                                                                                      : finish_rows<at::BFloat16>;
-    if (out.numel() > 0) finish(h, y.contiguous(), out, eps);
-    return {out, h};
+Outputs forward_cpu(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool) {
+    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
+    auto [out, none, no_scales] = forward_meta(x, weight, bias, y, eps, false);
+    const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
+    if (h.numel() > 0) finish_rows(h, single(y), result, eps);
+    return {result.to(x.scalar_type()), none, no_scales};
 }
 
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
-    const at::Tensor& y, double, std::array<bool, 4> needs) {
+    const at::Tensor&, const at::Tensor& y, double, std::array<bool, 4> needs) {
     for (const at::Tensor& t : {grad, x, weight, h, y}) TORCH_CHECK(t.scalar_type() == at::kFloat, "float32 is wanted");
     const auto result = [&](bool need, c10::SymIntArrayRef size) {
         return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
@@ -1215,15 +983,19 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 }
 
 #ifdef WITH_CUDA
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32);
-extern "C" int64_t linear_workspace(int64_t m, int64_t n, int64_t k, bool tf32);
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
-extern "C" int64_t gradient_workspace(int64_t m, int64_t n, bool tf32);
-extern "C" int64_t operand_workspace(bool of_weight, int64_t m, int64_t n, int64_t k, bool tf32);
+// ---- The product in C++: the same text in both linear files. ----
+
+struct GradientPointers {  // the kernels' SplitGradient
+    void *pieces, *rows, *columns;
+    const float* widest[2];
+};
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded);
+extern "C" int64_t product_bytes(int what, int64_t m, int64_t n, int64_t k, bool tf32);
 extern "C" int split_weight(
-    const float* weight, int64_t m, int64_t n, int64_t k, bool tf32, void* grad_workspace, void* other_workspace, cudaStream_t stream);
-extern "C" int linear_gradient(bool of_weight, bool has_factors, const float* other, float* out, int64_t m, int64_t n, int64_t k, bool tf32,
-    void* grad_workspace, void* other_workspace, cudaStream_t stream);
+    const float* weight, void* pieces, void* u, const float* widest, int64_t n, int64_t k, bool tf32, cudaStream_t stream);
+extern "C" int linear_gradient(bool of_weight, const GradientPointers* grad, const float* x, void* pieces, float* out, int64_t m,
+    int64_t n, int64_t k, bool tf32, cudaStream_t stream);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 
 // Whether the user allows TF32 in matrix products: cuBLAS's own question.
 bool tf32_is_allowed() {
@@ -1242,74 +1014,86 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
-// dX and dW, where they are wanted, from the gradient of h that `split_gradient(workspace)` makes.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, bool of_x, bool of_weight, std::vector<at::Tensor>& results,
-    c10::function_ref<int(void* workspace)> split_gradient) {
+// dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient writes G's pieces and scales.
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x, bool of_weight,
+    std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers&)> split_gradient) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const bool tf32 = tf32_is_allowed();
-    const at::Tensor grad = workspace_of(gradient_workspace(m, n, tf32), x);
-    at::Tensor operand;
+    const auto log2_unscale = [](const at::Tensor& scales) { return at::log2(scales.select(1, 0)); };
+    const at::Tensor pieces = workspace_of(product_bytes(1, m, n, k, tf32), x), rows = at::empty({m, 2}, x.options());
+    const at::Tensor columns = at::empty({n, 2}, x.options()), widest_weight = at::amax(log2_unscale(scales.narrow(0, m, n)));
+    at::Tensor operand, widest_x;
+    GradientPointers grad = {pieces.mutable_data_ptr(), rows.mutable_data_ptr(), of_x ? columns.mutable_data_ptr() : nullptr, {}};
     if (of_x) {
         const at::Tensor other = aligned(weight);
-        operand = workspace_of(operand_workspace(false, m, n, k, tf32), x);
-        check_launch(split_weight(other.const_data_ptr<float>(), m, n, k, tf32, grad.mutable_data_ptr(), operand.mutable_data_ptr(), stream));
+        operand = workspace_of(product_bytes(2, m, n, k, tf32), x);
+        grad.widest[0] = widest_weight.const_data_ptr<float>();
+        check_launch(split_weight(other.const_data_ptr<float>(), operand.mutable_data_ptr(), grad.columns, grad.widest[0], n, k, tf32,
+            stream));
     }
-    check_launch(split_gradient(grad.mutable_data_ptr()));
-    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
+    check_launch(split_gradient(grad));
+    const auto multiply = [&](bool of_weight, const at::Tensor& x) {
         at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
-        check_launch(linear_gradient(of_weight, of_x, other.const_data_ptr<float>(), out.mutable_data_ptr<float>(), m, n, k, tf32,
-            grad.mutable_data_ptr(), operand.mutable_data_ptr(), stream));
+        check_launch(linear_gradient(of_weight, &grad, x.const_data_ptr<float>(), operand.mutable_data_ptr(),
+            out.mutable_data_ptr<float>(), m, n, k, tf32, stream));
     };
-    if (of_x) multiply(false, aligned(weight));
+    if (of_x) multiply(false, x);
     if (!of_weight) return;
-    operand.reset();  // W's pieces have been used: their memory serves the gradient of W
-    operand = workspace_of(operand_workspace(true, m, n, k, tf32), x);
+    operand.reset();  // W's pieces have been used: their memory serves dW
+    operand = workspace_of(product_bytes(3, m, n, k, tf32), x);
+    widest_x = at::amax(at::add(log2_unscale(scales.narrow(0, 0, m)), log2_unscale(rows)));
+    grad.widest[1] = widest_x.const_data_ptr<float>();
     multiply(true, aligned(x));
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32,
-    void* workspace, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k,
+    bool tf32, void* scales, void* workspace, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
-extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials, int64_t m, int64_t n,
-    float eps, bool has_factors, bool tf32, void* grad_workspace, cudaStream_t stream);
+extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials, int64_t m,
+    int64_t n, float eps, bool tf32, const GradientPointers* to, cudaStream_t stream);
 
-std::tuple<at::Tensor, at::Tensor> forward_cuda(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps) {
-    auto [out, h] = forward_meta(x, weight, bias, y, eps);
-    if (out.numel() == 0) return {out, h};
+Outputs forward_cuda(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool recorded) {
+    if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed(), fits = x.scalar_type() == at::kFloat && weight.is_contiguous() && product_fits(m, n, k, tf32);
-    if (fits) {
+    const bool tf32 = tf32_is_allowed();
+    at::Tensor h, scales;
+    if (x.scalar_type() == at::kFloat && weight.is_contiguous() && product_fits(m, n, k, tf32, recorded)) {
+        h = at::empty({m, n}, x.options()), scales = at::empty({m + n, 2}, x.options());
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(bias);
-        const at::Tensor workspace = workspace_of(linear_workspace(m, n, k, tf32), x);
+        const at::Tensor workspace = workspace_of(product_bytes(0, m, n, k, tf32), x);
         check_launch(linear_forward(rows.const_data_ptr<float>(), columns.const_data_ptr<float>(), offset.const_data_ptr<float>(),
-            h.mutable_data_ptr<float>(), m, n, k, tf32, workspace.mutable_data_ptr(), stream));
+            h.mutable_data_ptr<float>(), m, n, k, tf32, scales.mutable_data_ptr(), workspace.mutable_data_ptr(), stream));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
+    Outputs outputs = forward_meta(x, weight, bias, y, eps, false);
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     const at::Tensor other = y.contiguous();
-    check_launch(row_norm_residual(dtype, h.const_data_ptr(), other.const_data_ptr(), out.mutable_data_ptr(), m, n, float(eps), stream));
-    return {out, h};
+    check_launch(row_norm_residual(dtype, h.const_data_ptr(), other.const_data_ptr(), std::get<0>(outputs).mutable_data_ptr(), m, n,
+        float(eps), stream));
+    if (recorded) std::get<1>(outputs) = h, std::get<2>(outputs) = scales;
+    return outputs;
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
-    const at::Tensor& y, double eps, std::array<bool, 4> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, y, eps, {false, false, false, needs[3]});
+    const at::Tensor& scales, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
+    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, scales, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0);
-    const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
-    product_gradients(x, weight, needs[0], needs[1], results, [&](void* workspace) {
+    product_gradients(x, weight, scales, needs[0], needs[1], results, [&](const GradientPointers& to) {
         const at::Tensor given = aligned(grad), of_h = aligned(h), of_y = aligned(y);
-        return split_row_gradient(given.const_data_ptr<float>(), of_h.const_data_ptr<float>(), of_y.const_data_ptr<float>(),
-            needs[3] ? results[3].mutable_data_ptr<float>() : nullptr, partials.mutable_data_ptr<float>(), m, n, float(eps), needs[0],
-            tf32_is_allowed(), workspace, c10::cuda::getCurrentCUDAStream());
+        const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
+        const int error = split_row_gradient(given.const_data_ptr<float>(), of_h.const_data_ptr<float>(),
+            of_y.const_data_ptr<float>(), needs[3] ? results[3].mutable_data_ptr<float>() : nullptr,
+            partials.mutable_data_ptr<float>(), m, n, float(eps), tf32_is_allowed(), &to, c10::cuda::getCurrentCUDAStream());
+        if (needs[2]) results[2] = at::sum(partials, {0});
+        return error;
     });
-    if (needs[2]) results[2] = at::sum(partials, {0});
     return results;
 }
 #endif
@@ -1317,8 +1101,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor y, float eps, bool[4] needs) -> Tensor[]");
+    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool recorded) -> (Tensor, Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, bool[4] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1396,7 +1180,10 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
         return False
     return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and all(
-        type(t) in (torch.Tensor, nn.Parameter) and t.dtype is x.dtype and t.device == x.device for t in (x, *others)
+        type(t) in (torch.Tensor, nn.Parameter)
+        and t.layout is torch.strided
+        and (t.dtype, t.device) == (x.dtype, x.device)
+        for t in (x, *others)
     )
 
 
@@ -1418,6 +1205,8 @@ def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -
     """The Model's lines; an ordinary norm without its module's warning about the channels, which would break a compiled graph."""
     h = h.unsqueeze(1).unsqueeze(1)
     ordinary = _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
+    if ordinary:
+        norm._check_input_dim(h)
     h = nn.functional.instance_norm(h, momentum=norm.momentum, eps=norm.eps) if ordinary else norm(h)
     h = h.squeeze(1).squeeze(1) + y
     return h * y
@@ -1436,24 +1225,24 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Saves x, W, y and h; h is nobody's to use. Gradients by one operator, second ones by ATen."""
+    """The whole network. Also returns, and saves, h and the scales of rows. Gradients by one operator, second ones by ATen."""
 
     @staticmethod
     def forward(x, weight, bias, y, eps):
-        return _forward(x, weight, bias, y, eps)
+        return _forward(x, weight, bias, y, eps, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, bias, y, ctx.eps = inputs
-        ctx.save_for_backward(x, weight, bias, y, output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # or h gets a gradient of zeros
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # or these get gradients of zeros
 
     @staticmethod
-    def backward(ctx, grad, _):
-        (x, weight, bias, y, h), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+    def backward(ctx, grad, *_):
+        (x, weight, bias, y, h, scales), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, y, ctx.eps, needs)
+            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, scales, y, ctx.eps, needs)
         else:  # they are to be differentiated in turn
             wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
             norm = nn.InstanceNorm2d(1, eps=ctx.eps)
@@ -1481,4 +1270,4 @@ class ModelNew(nn.Module):
         arguments = (x, linear.weight, linear.bias, y, norm.eps)
         if torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4]):
             return LinearRowNormResidual.apply(*arguments)[0]
-        return _forward(*arguments)[0]
+        return _forward(*arguments, False)[0]
