@@ -3,17 +3,17 @@
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
-The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd` are a row's own, over
-its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
+The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd` are
+a row's own, over its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
-Two ways, chosen by `_fits`. The operator: plain 2-D tensors of one dtype (float32, float16, bfloat16), without hooks, autocast or
-transforms. In float32 on sm_90 from 2^30 multiplications on, its product runs on the fp16 tensor cores with the accuracy of float32, and
-so do its gradients; in other shapes and dtypes cuBLAS's product is followed by one kernel, without gradients. Everything else is the plain
-way: the Model's own lines.
+Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8, without
+hooks, autocast or transforms. In float32 on sm_90, from 2^30 multiplications on, its product and its gradients run on the
+fp16 tensor cores with the accuracy of float32; elsewhere cuBLAS's product is followed by one kernel, without gradients.
+Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, which is three fp16 products, 0.59 ms at the 700 TFLOP/s of cuBLAS's; 0.37 GB, but W
-is split in memory first, which reads and writes 0.27 GB each. Measured on an H200 with `python harness.py linear_instance_norm_residual`:
-MEASURE ms, of which the split of x and W MEASURE, the product MEASURE and the rows' norm MEASURE.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, which is three fp16 products, 0.59 ms at the 700 TFLOP/s of
+cuBLAS's; 0.37 GB, and W is split in memory first, which reads and writes 0.27 GB each. Measured on an H200 with
+`python harness.py linear_instance_norm_residual`: MEASURE ms; of that the splits are MEASURE, the rows' norm MEASURE.
 """
 
 import contextlib
@@ -75,52 +75,50 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
 //
-// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude lies in [2^14, 2^15), and each
-// value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. Where TF32 is
-// allowed, hi hi alone has TF32's 11 bits. The tensor cores truncate when they accumulate, so the sum over each four lines of K
-// starts at zero and is then added to float32 registers, rounded to nearest ("promoted"). In it the small products come first.
+// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude lies in [2^14, 2^15), and
+// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. Where
+// TF32 is allowed, hi hi alone has TF32's 11 bits. The tensor cores truncate when they accumulate, so the sum over each
+// four lines of K starts at zero, small products first, and is then added to float32 registers ("promoted").
 //
-// split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th tile of 128 x 128.
+// split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 //
-//     warpgroup 3, one thread   producer    wait empty[s]  TMA brings a line of both operands to stage s     -> full[s]
-//     warpgroups 0 and 1        consumers   wait full[s]   multiply it, 64 rows of the tile each             -> empty[s]
-//                                           wait taken[t]  write their sums, 64 x 64 at a time, to slot t    -> ready[t]
-//     warpgroup 2               finishers   wait ready[t]  read the sums of slot t                           -> taken[t]
-//                                                          unscale them, apply the epilogue, store
+//     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
+//     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
+//                                         wait taken[t]  write their sums, 64 x 64 at a time, to slot t   -> ready[t]
+//     warpgroup 2              finishers  wait ready[t]  read the sums of slot t                          -> taken[t]
+//                                                        unscale them, apply the epilogue, store
 //
 // So the epilogue of a tile runs while the next tile is multiplied.
 //
-// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling. With c
-// such values in the two rows of an output, the output is off by less than 2^-25 * 2^15 * c, which is within float32's own
-// error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the epilogue
-// stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns; `recompute` then computes it in float32.
-// So are outputs of rows that have few values of any size, where the dropped lo lo does not average out.
+// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling. With
+// c such values in the two rows of an output, the output is off by less than 2^-25 * 2^15 * c, which is within float32's
+// own error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain":
+// the epilogue stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns, and `recompute` puts
+// float32's sum there. So are outputs of rows of few values, where the dropped lo lo does not average out.
 
 constexpr int kTile = 128, kBlockSide = 64, kStripRows = 16;
-constexpr int kLine = 64;   // fp16 values of a row in a line: 32 of hi, then the same 32 of lo; in one piece, 64 of hi
+constexpr int kLine = 64;   // fp16 values of a row in a line: 32 of hi and the same 32 of lo; in one piece, 64 of hi
 constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
 constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
-constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that both operands' lines are met in L2
+constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
-static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "a block has 65536 registers");
-// By so much a promoted sum is too small on average, since the tensor cores truncate (measured: uniform x, K of 132 to 8192). A
-// norm would not see it, but its gradient does, through rstd.
+static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
+// A promoted sum is too small by so much on average, since the tensor cores truncate (measured: uniform x, K of 132 to
+// 8192). A norm does not see it, but its gradient does, through rstd.
 constexpr float kRestored = 1 + 3 * 0x1p-23f;
 constexpr unsigned kUncertain = 0x7fc0beef;         // a NaN that no arithmetic makes
-constexpr float kFewProducts = 16;                  // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
-constexpr float kLargestUnscale = 0x1p60f;          // beyond it an output might overflow on its way to a finite value
-template <int PIECES> constexpr float kIntact = PIECES == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses no bits
-template <int PIECES> constexpr float kDoubt = PIECES == 2 ? 0x1p14f : 2.0f;       // for each value that does
+constexpr float kFewProducts = 16;          // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
+constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and the scale and 1 / scale are normal numbers.
+// Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and scale and 1 / scale are normal numbers.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kLine - 1) / kLine * kLine; }
 
-// v reduced over `group` threads, a power of two: part of a warp, or whole warps of the block, for which warp_values has room.
+// v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -135,19 +133,21 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     return v;
 }
 
-// Four neighbouring values from k on, already scaled, into the pieces of their row.
-template <int PIECES> __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[4]) {
+// Four neighbouring values from k on, already scaled, into the pieces (one or two) of their row.
+__device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[4], int pieces) {
     const auto store = [](__half* to, const __half2& a, const __half2& b) {  // in one instruction
-        *reinterpret_cast<uint2*>(to) = make_uint2(reinterpret_cast<const uint32_t&>(a), reinterpret_cast<const uint32_t&>(b));
+        const auto bits = [](const __half2& v) { return reinterpret_cast<const uint32_t&>(v); };
+        *reinterpret_cast<uint2*>(to) = make_uint2(bits(a), bits(b));
     };
-    __half* to = PIECES == 1 ? row + k : row + k / 32 * kLine + k % 32;
+    __half* to = pieces == 1 ? row + k : row + k / 32 * kLine + k % 32;
     const __half2 a = __floats2half2_rn(v[0], v[1]), b = __floats2half2_rn(v[2], v[3]);
     const float2 c = __half22float2(a), d = __half22float2(b);
     store(to, a, b);
-    if (PIECES == 2) store(to + 32, __floats2half2_rn(v[0] - c.x, v[1] - c.y), __floats2half2_rn(v[2] - d.x, v[3] - d.y));
+    if (pieces == 1) return;
+    store(to + 32, __floats2half2_rn(v[0] - c.x, v[1] - c.y), __floats2half2_rn(v[2] - d.x, v[3] - d.y));
 }
 
-// An output is its accumulator times its row's and its column's `unscale`, and uncertain if below the sum of their `doubt`.
+// An output is its accumulator times the `unscale` of its row and column, and uncertain below the sum of their `doubt`.
 struct RowScale {
     float unscale, doubt;
 };
@@ -157,7 +157,7 @@ struct Operand {
     __half* pieces;
     RowScale* scales;
     int64_t rows;
-    int k;
+    int k, pieces_each;
     const float* widest;
     const RowScale* given;
     __device__ __forceinline__ int of_all() const { return -__float2int_rn(*widest); }
@@ -168,9 +168,9 @@ struct Operand {
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
 
-// `group` threads, whole warps, own a row. Rows of up to 8192 values wait in registers between the search for the largest
-// and the split; longer ones are read twice.
-template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own, int group) {
+// `group` threads, whole warps, own a row. Rows of up to 8192 values wait in registers between the search for the
+// largest and the split; longer ones are read twice.
+__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own, int group) {
     __shared__ float warp_values[kSplitThreads / 32];
     const int lane = threadIdx.x % group, step = group * kSplitItems;
     const int64_t row = int64_t(blockIdx.x) * (kSplitThreads / group) + threadIdx.x / group;
@@ -190,12 +190,15 @@ template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_
         load(first);
 #pragma unroll
         for (int i = 0; i < kSplitItems; ++i) {
-            for (float v : {held[i].x, held[i].y, held[i].z, held[i].w}) largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
+            for (float v : {held[i].x, held[i].y, held[i].z, held[i].w}) {
+                largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
+            }
         }
     }
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);  // one might overflow
+    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);  // 2^exponent may not fit
+    const float intact = own.pieces_each == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses no bits to subnormals
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
@@ -206,16 +209,18 @@ template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_
             for (int j = 0; j < 4; ++j) {
                 v[j] = v[j] * scale * again;
                 sum += fabsf(v[j]), squares = fmaf(v[j], v[j], squares);
-                lost += fabsf(v[j]) < kIntact<PIECES> && v[j] != 0 ? 1.0f : 0.0f;
+                lost += fabsf(v[j]) < intact && v[j] != 0 ? 1.0f : 0.0f;
             }
-            if (exists && at < quads) store_pieces<PIECES>(own.pieces + row * padded * PIECES, at * 4, v);
+            __half* const pieces = own.pieces + row * padded * own.pieces_each;
+            if (exists && at < quads) store_pieces(pieces, at * 4, v, own.pieces_each);
         }
     }
     if (own.scales == nullptr) return;
     sum = reduce_group(sum, group, warp_values, Sum()), squares = reduce_group(squares, group, warp_values, Sum());
     lost = reduce_group(lost, group, warp_values, Sum());
-    RowScale result = {power_of_two(-exponent), kDoubt<PIECES> * lost};
-    if (result.unscale > kLargestUnscale || (PIECES == 2 && sum * sum < kFewProducts * squares)) result.doubt = INFINITY;
+    RowScale result = {power_of_two(-exponent), lost * (own.pieces_each == 2 ? 0x1p14f : 2.0f)};
+    const bool few = own.pieces_each == 2 && sum * sum < kFewProducts * squares;
+    if (few || result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     if (own.widest != nullptr) result.unscale = power_of_two(own.of_all() - exponent);
     if (lane == 0 && exists) own.scales[row] = result;
@@ -224,8 +229,8 @@ template <int PIECES> __global__ void __launch_bounds__(kSplitThreads, 3) split_
 // ---- multiply ----
 
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+                 "[%5];" ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
 // d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -234,9 +239,9 @@ template <bool TURNED_A, bool TURNED_B>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     asm volatile(
         "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"
-        "%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"
+        "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"
+        "%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
         : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
         : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
 }
@@ -269,7 +274,7 @@ struct Tiles {
     __device__ __forceinline__ Tiles(int m, int n)
         : across((n + kTile - 1) / kTile), down((m + kTile - 1) / kTile), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
-        const int band = tile / (kBand * across), inside = tile - band * kBand * across, height = min(kBand, down - band * kBand);
+        const int band = tile / (kBand * across), inside = tile % (kBand * across), height = min(kBand, down - band * kBand);
         return {(band * kBand + inside % height) * kTile, inside / height * kTile};
     }
 };
@@ -294,8 +299,8 @@ template <class K> __device__ __forceinline__ void producer(
     }
 }
 
-// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips of 32
-// rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips
+// of 32 rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
 template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
@@ -319,8 +324,8 @@ template <class K> __device__ __forceinline__ void multiply_line(float (&d)[64],
     }
 }
 
-// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, columns lane % 4 * 2 + 8j
-// and the next. They pass through 4 KiB of a slot in units of four values, where eight neighbouring lanes meet different banks.
+// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
+// lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
 __device__ __forceinline__ void leave_sums(float4* to, const float* sum) {
 #pragma unroll
@@ -348,13 +353,13 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
-    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: in turns, so that the tensor cores always have work
+    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: in turns, so the tensor cores always have work
     float sum[64], part[64] = {};
     int phase = 0;
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (warpgroup > 0) barrier_sync(1, 256);  // the upper half begins each tile, and finds its lines in the ring first
+        if (warpgroup > 0) barrier_sync(1, 256);  // the upper half begins each tile, and finds its lines first
         else barrier_arrive(1, 256);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = 0;
@@ -375,7 +380,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
                     free_stage(s);
                     keep = 0;
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // no sum moves above the wait
+                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
                     for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], kRestored, sum[i]);
                 }
@@ -411,7 +416,8 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
 }
 
 template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
+    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines,
+    const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
     MultiplyShared& shared = *reinterpret_cast<MultiplyShared*>(dynamic_shared);
@@ -436,7 +442,7 @@ template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyTh
 #endif
 }
 
-// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, so that the operands stay there.
+// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, where the operands shall stay.
 template <bool STREAMING>
 __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
 #pragma unroll
@@ -453,7 +459,7 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
-    const RowScale *rows, *columns;
+    RowScale *rows, *columns;
     unsigned char* flags;  // of each strip, across the columns first
     float* out;
     int m, n, k;
@@ -486,7 +492,9 @@ struct LinearProduct {
         }
         if (!__any_sync(~0u, uncertain != 0)) return false;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = uncertain >> i & 1 ? __uint_as_float(kUncertain) : v[i / 8][i % 8];
+        for (int i = 0; i < 32; ++i) {
+            if (uncertain >> i & 1) v[i / 8][i % 8] = __uint_as_float(kUncertain);
+        }
         flags[corner.row / kStripRows * ((n + kBlockSide - 1) / kBlockSide) + corner.column / kBlockSide] = 1;
         return true;
     }
@@ -535,36 +543,35 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) r
         __syncthreads();
     }
 }
-// ---- Launching the product. Every function returns a cudaError_t, if nothing else is said. ----
+// ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int sm_count() {
-    int device = 0, sms = 0;
+static int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    return sms;
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
 }
+static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 // Whether h = x W^T is for the tensor cores. Against cuBLAS's float32 the product alone decides; what one product gains on
 // cuBLAS's TF32 must make up for the split, if no gradients follow.
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded) {
-    int device = 0, major = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     const double products = double(m) * n * k;
     const bool pays = !tf32 || recorded || (k >= 512 && products * 2.0e-15 >= double(m + n) * k * 1.6e-12 + 8e-6);
-    return major == 9 && shape && products >= 0x1p30 && pays;
+    return shape && products >= 0x1p30 && pays && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
-template <int PIECES> static cudaError_t launch_split(const Operand& operand, cudaStream_t stream) {
+static cudaError_t launch_split(const Operand& operand, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(operand.k)) group *= 2;
-    split_rows<PIECES><<<unsigned(divide_up(operand.rows, kSplitThreads / group)), kSplitThreads, 0, stream>>>(operand, group);
+    const int64_t blocks = divide_up(operand.rows, kSplitThreads / group);
+    split_rows<<<unsigned(blocks), kSplitThreads, 0, stream>>>(operand, group);
     return cudaGetLastError();
 }
 
-// Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four strips
-// of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
+// Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
+// strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
 struct Pieces {
     __half* values;
     int64_t rows, columns;
@@ -576,102 +583,106 @@ template <bool TURNED, int PIECES> static cudaError_t make_map(CUtensorMap* map,
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
     }();
-    const cuuint64_t halves = padded_k(pieces.columns) * PIECES, rows = pieces.rows;
-    const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1}, strides[2] = {halves * 2, 64};
-    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kLine / PIECES : kTile, TURNED ? 4 * PIECES : 1}, steps[3] = {1, 1, 1};
-    const CUresult result = encode == nullptr ? CUDA_ERROR_NOT_FOUND : encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values,
-        sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, TURNED ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorNotSupported;
+    const cuuint64_t halves = padded_k(pieces.columns) * PIECES, rows = pieces.rows, strides[2] = {halves * 2, 64};
+    const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1};
+    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kLine / PIECES : kTile, TURNED ? 4 * PIECES : 1};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    if (encode == nullptr) return cudaErrorNotSupported;
+    const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values, sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, TURNED ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+        TURNED ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-template <class K, class Epilogue> static cudaError_t launch_multiply(
+template <class K, class Epilogue> static cudaError_t launch_multiply_of(
     const Pieces& a, const Pieces& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
+    const auto kernel = multiply<K, Epilogue>;
     cudaError_t error = make_map<K::TURNED_A, K::PIECES>(&map_a, a);
     if (error == cudaSuccess) error = make_map<K::TURNED_B, K::PIECES>(&map_b, b);
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, most, sizeof(MultiplyShared));
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
+    const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
     const int lines = int(divide_up(terms, K::kTerms * kStages) * kStages);
-    const auto kernel = multiply<K, Epilogue>;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(MultiplyShared));
-    if (error != cudaSuccess) return error;
-    kernel<<<unsigned(tiles < sms ? tiles : sms), kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
+    kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
+}
+template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(const Pieces& a, const Pieces& b,
+    int pieces_each, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
+    return pieces_each == 1 ? launch_multiply_of<Kind<1, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream)
+                            : launch_multiply_of<Kind<2, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream);
+}
+// What all of h = x W^T + b takes: the splits, the product with its epilogue, and float32's sums for uncertain outputs.
+template <class Epilogue> static cudaError_t launch_linear(
+    const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, int pieces_each, cudaStream_t stream) {
+    const int64_t m = epilogue.m, n = epilogue.n;
+    const int k = epilogue.k;
+    cudaError_t error = launch_split({epilogue.x, pieces_x, epilogue.rows, m, k, pieces_each}, stream);
+    if (error == cudaSuccess) error = launch_split({epilogue.weight, pieces_w, epilogue.columns, n, k, pieces_each}, stream);
+    if (error != cudaSuccess) return error;
+    error = launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, pieces_each, k, epilogue, stream);
+    if (error == cudaSuccess) recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
+    return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
-// Workspaces, in bytes: of h = x W^T + b, pieces of x and W and flags; of gradients, G's pieces, W's, and x's.
-struct ProductBytes {
-    int64_t x, w, flags, grad;
-    ProductBytes(int64_t m, int64_t n, int64_t k, bool tf32)
-        : x(m * padded_k(k) * (tf32 ? 2 : 4)), w(n * padded_k(k) * (tf32 ? 2 : 4)),
-          flags(divide_up(m, kStripRows) * divide_up(n, kBlockSide)), grad(m * padded_k(n) * (tf32 ? 2 : 4)) {}
-};
-extern "C" int64_t product_bytes(int what, int64_t m, int64_t n, int64_t k, bool tf32) {
-    const ProductBytes bytes(m, n, k, tf32);
-    return what == 0 ? bytes.x + bytes.w + bytes.flags : what == 1 ? bytes.grad : what == 2 ? bytes.w : bytes.x;
-}
-// scales: m of x's rows, then n of W's. A backward takes what it knows of x's and W's range from them.
-template <int PIECES, class Epilogue>
-static cudaError_t launch_linear(Epilogue epilogue, RowScale* scales, void* workspace, cudaStream_t stream) {
-    const int64_t m = epilogue.m, n = epilogue.n, k = epilogue.k;
-    const ProductBytes bytes(m, n, k, PIECES == 1);
-    char* at = static_cast<char*>(workspace);
-    const Pieces x = {reinterpret_cast<__half*>(at), m, k}, w = {reinterpret_cast<__half*>(at + bytes.x), n, k};
-    epilogue.rows = scales, epilogue.columns = scales + m, epilogue.flags = reinterpret_cast<unsigned char*>(at + bytes.x + bytes.w);
-    cudaError_t error = cudaMemsetAsync(epilogue.flags, 0, bytes.flags, stream);
-    if (error == cudaSuccess) error = launch_split<PIECES>({epilogue.x, x.values, scales, m, int(k)}, stream);
-    if (error == cudaSuccess) error = launch_split<PIECES>({epilogue.weight, w.values, scales + m, n, int(k)}, stream);
-    if (error == cudaSuccess) error = launch_multiply<Kind<PIECES, false, false>>(x, w, k, epilogue, stream);
-    if (error != cudaSuccess) return error;
-    recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
-    return cudaGetLastError();
-}
-// ---- The gradients of h = x W^T + b: dX = G W (m, k) and dW = G^T x (n, k), from h's, G (m, n). The same text in both. ----
+// ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W (m, k) and dW = G^T x (n, k). The same text in both. ----
 //
 // G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are turned
-// operands too, so nothing is transposed in memory. A sum over K, here n or m, cannot have a scale for each of its terms on one
-// side only, so what W's and x's rows need in scale moves to G's side or comes from it:
+// operands too, so nothing is transposed in memory. As the sums run over n and m here, what scales W's and x's rows has to
+// be taken back on G's side:
 //
-//     W's row j is scaled to its own maximum, or as if it were 2^-14 of W's largest; G's column j takes the rest, u_j <= 1;
+//     W's row j is scaled to its own maximum, or as if that were 2^-14 of W's largest; G's column j takes the rest, u_j;
 //     then G's row i is scaled to the maximum of G_ij u_j, by 2^a_i;
 //     x's row i is scaled by 2^-a_i, and all of x by the one power of two that makes its largest value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum, or better. The gradients are right to the norm of the result.
+// So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
 
 // G as it waits for its products. widest: log2 of what all of W, and all of x, is unscaled by.
 struct SplitGradient {
     __half* pieces;
     RowScale *rows, *columns;  // columns: u; null: all 1
     const float* widest[2];
+    int pieces_each;
 };
 constexpr int kGradientThreads = 512;
-__device__ __forceinline__ int gradient_column(int i) { return (i * blockDim.x + threadIdx.x) * 4; }
 
-// A block has a row of G in registers, ITEMS times four neighbouring columns a thread (0 beyond n): it scales and splits them.
-template <int PIECES, int ITEMS> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[ITEMS][4], int64_t row, int n, const SplitGradient& to, float* warp_values) {
+// A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
+template <int COUNT> __device__ __forceinline__ void split_gradient_row(
+    float (&v)[COUNT], int64_t row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * COUNT, padded = int(padded_k(n));
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int column = gradient_column(i);
-        if (to.columns != nullptr && column < n) {
-            const float4* factors = reinterpret_cast<const float4*>(to.columns + column);
-            const float4 a = factors[0], b = factors[1];
-            v[i][0] *= a.x, v[i][1] *= a.z, v[i][2] *= b.x, v[i][3] *= b.z;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) largest = fmaxf(largest, is_finite(v[i][j]) ? fabsf(v[i][j]) : 0.0f);
+    for (int i = 0; i < COUNT; ++i) {
+        if (to.columns != nullptr && first + i < n) v[i] *= to.columns[first + i].unscale;
+        largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
     }
-    largest = reduce_group(largest, blockDim.x, warp_values, Max());
-    const int exponent = scale_exponent(largest), padded = int(padded_k(n));
+    largest = reduce_group(largest, kGradientThreads, warp_values, Max());
+    const int exponent = scale_exponent(largest);
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) v[i][j] *= power_of_two(exponent);
-        const int column = gradient_column(i);
-        if (column < padded) store_pieces<PIECES>(to.pieces + row * padded * PIECES, column, v[i]);
+    for (int i = 0; i < COUNT; i += 4) {
+        const float scale = power_of_two(exponent), four[4] = {v[i] * scale, v[i + 1] * scale, v[i + 2] * scale, v[i + 3] * scale};
+        __half* const pieces = to.pieces + row * padded * to.pieces_each;
+        if (first + i < padded) store_pieces(pieces, first + i, four, to.pieces_each);
     }
     if (threadIdx.x == 0) to.rows[row] = {power_of_two(-exponent), 0};
+}
+// A thread's columns of a row of n; zeros beyond n.
+template <int COUNT> __device__ __forceinline__ void load_columns(const float* from, float (&v)[COUNT], int n) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const int column = threadIdx.x * COUNT + i;
+        const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
+        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    }
+}
+template <int COUNT> __device__ __forceinline__ void store_columns(float* to, const float (&v)[COUNT], int n) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+        const int column = threadIdx.x * COUNT + i;
+        if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    }
 }
 
 // The epilogue of dX, or of dW.
@@ -684,12 +695,13 @@ struct StoreGradient {
         float rows[4], all[2];
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = __float2int_rn(*grad.widest[of_weight]);
-        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};  // one might overflow
+        const int exponent = __float2int_rn(of_weight ? *grad.widest[1] : *grad.widest[0]);
+        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};  // 2^exponent may not fit
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int row = min(corner.row + 4 * r, m - 1);
-            scales.rows[r] = !of_weight ? grad.rows[row].unscale : grad.columns != nullptr ? 1 / grad.columns[row].unscale : 1;
+            if (of_weight) scales.rows[r] = grad.columns != nullptr ? 1 / grad.columns[row].unscale : 1;
+            else scales.rows[r] = grad.rows[row].unscale;
         }
         return scales;
     }
@@ -702,37 +714,24 @@ struct StoreGradient {
     }
 };
 
-template <int PIECES, bool OF_WEIGHT> static cudaError_t launch_gradient(
-    const SplitGradient& grad, const float* x, __half* pieces, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    if (OF_WEIGHT) {
-        const cudaError_t error = launch_split<PIECES>({x, pieces, nullptr, m, int(k), grad.widest[1], grad.rows}, stream);
-        if (error != cudaSuccess) return error;
-    }
-    const StoreGradient epilogue = {grad, out, int(OF_WEIGHT ? n : m), int(k), OF_WEIGHT};
-    const int64_t rows = OF_WEIGHT ? m : n;
-    return launch_multiply<Kind<PIECES, OF_WEIGHT, true>>({grad.pieces, m, n}, {pieces, rows, k}, rows, epilogue, stream);
-}
-// First W's pieces, and u; then G's, by a kernel of the file's own; then dX, whose operand W's pieces are, and dW.
+
+// W's pieces, and u. Before G is split.
 extern "C" int split_weight(
-    const float* weight, void* pieces, void* u, const float* widest, int64_t n, int64_t k, bool tf32, cudaStream_t stream) {
-    const Operand w = {weight, static_cast<__half*>(pieces), static_cast<RowScale*>(u), n, int(k), widest};
-    return tf32 ? launch_split<1>(w, stream) : launch_split<2>(w, stream);
+    const float* weight, __half* pieces, int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
+    return launch_split({weight, pieces, grad->columns, n, int(k), grad->pieces_each, grad->widest[0]}, stream);
 }
-extern "C" int linear_gradient(bool of_weight, const SplitGradient* grad, const float* x, void* pieces, float* out, int64_t m,
-    int64_t n, int64_t k, bool tf32, cudaStream_t stream) {
-    const auto launch = tf32 ? of_weight ? launch_gradient<1, true> : launch_gradient<1, false>
-                             : of_weight ? launch_gradient<2, true> : launch_gradient<2, false>;
-    return launch(*grad, x, static_cast<__half*>(pieces), out, m, n, k, stream);
+// After that: dX from W's pieces, or dW, which splits x first.
+extern "C" int linear_gradient(bool of_weight, const float* x, __half* pieces, float* out, int64_t m, int64_t n, int64_t k,
+    const SplitGradient* grad, cudaStream_t stream) {
+    const Operand of_x = {x, pieces, nullptr, m, int(k), grad->pieces_each, grad->widest[1], grad->rows};
+    const cudaError_t error = of_weight ? launch_split(of_x, stream) : cudaSuccess;
+    if (error != cudaSuccess) return error;
+    const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
+    const int64_t terms = of_weight ? m : n;
+    const auto launch = of_weight ? launch_multiply<true, true, StoreGradient> : launch_multiply<false, true, StoreGradient>;
+    return launch({grad->pieces, m, n}, {pieces, terms, k}, grad->pieces_each, terms, epilogue, stream);
 }
-static int gradient_threads(int64_t n) {
-    int threads = 32;
-    while (threads < kGradientThreads && threads * 4 < n) threads *= 2;
-    return threads;
-}
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // each makes a row of partial sums
-    const int64_t most = sm_count() * int64_t(kGradientThreads / gradient_threads(n));
-    return m < most ? m : most;
-}
+extern "C" int64_t gradient_blocks(int64_t m) { return m < sm_count() ? m : sm_count(); }  // rows of partial sums
 // ---- The rows of linear_instance_norm_residual ----
 
 // h = x W^T + b, stored.
@@ -746,11 +745,12 @@ struct StoreLinear : LinearProduct {
     }
 };
 
-// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's. Its first ITEMS * V * group values (8192 in a
-// whole block) wait in registers; the rest of a longer row is read three times, the later times from L2.
+// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of V
+// values of it: 8192 values in a whole block. The rest of a longer row is read three times, the later times from L2.
 constexpr int kRowThreads = 256;
-template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kRowThreads, ITEMS == 1 ? 6 : 2) finish_rows(
-    const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
+template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
+    const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
+    constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
     __shared__ float warp_values[kRowThreads / 32];
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
@@ -802,102 +802,76 @@ template <typename T, int V, int ITEMS> __global__ void __launch_bounds__(kRowTh
 
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
-// G is split as its products want it, and its columns are summed up: a block's sums go to partials[block] (the gradient of the bias).
-// A block owns every gridDim.x-th row, a thread the same columns of each.
-template <int PIECES, int ITEMS> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
+// G is split as its products want it, and its columns are summed up: a block's sums, for the gradient of the bias, go to
+// partials[block]. A block owns every gridDim.x-th row, a thread the same columns of each.
+template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y,
     float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
     __shared__ float warp_values[kGradientThreads / 32];
     const float share = 1.0f / n;
-    const auto mean_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Sum()) * share; };
-    float column_sums[ITEMS][4] = {};
+    const auto sum_of = [&](float v) { return reduce_group(v, kGradientThreads, warp_values, Sum()); };
+    float column_sums[COUNT] = {};
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        float z[ITEMS][4], own_y[ITEMS][4], d[ITEMS][4], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
-        const auto load = [&](const float* from, float (&v)[4], int column) {
-            const float4 four = column < n ? *reinterpret_cast<const float4*>(from + row * n + column) : make_float4(0, 0, 0, 0);
-            v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-        };
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            load(h, z[i], gradient_column(i)), load(y, own_y[i], gradient_column(i)), load(grad, d[i], gradient_column(i));
-        }
+        float z[COUNT], own_y[COUNT], g[COUNT], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
+        load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
         const auto each = [&](const auto& use) {
 #pragma unroll
-            for (int i = 0; i < ITEMS * 4; ++i) {
-                if (gradient_column(i / 4) < n) use(z[i / 4][i % 4], own_y[i / 4][i % 4], d[i / 4][i % 4], i);
+            for (int i = 0; i < COUNT; ++i) {
+                if (int(threadIdx.x) * COUNT + i < n) use(i);
             }
         };
-        each([&](float h, float, float, int) { mean = fmaf(h, share, mean); });
-        mean = reduce_group(mean, blockDim.x, warp_values, Sum());
-        each([&](float& z, float, float, int) { z -= mean, rest += z, squares = fmaf(z, z, squares); });
-        rest = mean_of(rest), squares = mean_of(squares);
+        each([&](int i) { mean = fmaf(z[i], share, mean); });
+        mean = sum_of(mean);
+        each([&](int i) { z[i] -= mean, rest += z[i], squares = fmaf(z[i], z[i], squares); });
+        rest = sum_of(rest) * share, squares = sum_of(squares) * share;
         if (isinf(squares)) rest = 0;
         const float rstd = 1 / sqrtf(squares - rest * rest + eps);
-        each([&](float& z, float y, float& d, int) {
-            z = (z - rest) * rstd;
-            const float grad = d;
-            d = grad * y;
-            of_d += d, of_dz = fmaf(d, z, of_dz);
+        each([&](int i) {
+            z[i] = (z[i] - rest) * rstd;
+            const float d = g[i] * own_y[i];
+            own_y[i] = g[i] * (z[i] + 2 * own_y[i]);  // grad_y
+            g[i] = d;
+            of_d += d, of_dz = fmaf(d, z[i], of_dz);
         });
-        if (grad_y != nullptr) {  // grad is read again, from L1 or L2, rather than kept
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const int column = gradient_column(i);
-                if (column >= n) break;
-                const float4 g = *reinterpret_cast<const float4*>(grad + row * n + column);
-                *reinterpret_cast<float4*>(grad_y + row * n + column) = make_float4(g.x * (z[i][0] + 2 * own_y[i][0]),
-                    g.y * (z[i][1] + 2 * own_y[i][1]), g.z * (z[i][2] + 2 * own_y[i][2]), g.w * (z[i][3] + 2 * own_y[i][3]));
-            }
-        }
-        of_d = mean_of(of_d), of_dz = mean_of(of_dz);
-        each([&](float& z, float, float& d, int i) {
-            d = rstd * (d - of_d - z * of_dz);
-            column_sums[i / 4][i % 4] += d;
+        if (grad_y != nullptr) store_columns(grad_y + row * n, own_y, n);
+        of_d = sum_of(of_d) * share, of_dz = sum_of(of_dz) * share;
+        each([&](int i) {
+            g[i] = rstd * (g[i] - of_d - z[i] * of_dz);
+            column_sums[i] += g[i];
         });
-        split_gradient_row<PIECES>(d, row, n, to, warp_values);
+        split_gradient_row(g, row, n, to, warp_values);
     }
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        const int column = gradient_column(i);
-        if (column >= n) break;
-        *reinterpret_cast<float4*>(partials + int64_t(blockIdx.x) * n + column) =
-            make_float4(column_sums[i][0], column_sums[i][1], column_sums[i][2], column_sums[i][3]);
-    }
+    store_columns(partials + int64_t(blockIdx.x) * n, column_sums, n);
 }
-// ---- What the C++ below calls. Pointers are device memory of the current device; float32 is 16-byte aligned. ----
+// ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k, bool tf32,
-    void* scales, void* workspace, cudaStream_t stream) {
-    const StoreLinear epilogue = {{x, weight, bias, nullptr, nullptr, nullptr, h, int(m), int(n), int(k)}};
-    return tf32 ? launch_linear<1>(epilogue, static_cast<RowScale*>(scales), workspace, stream) : launch_linear<2>(epilogue, static_cast<RowScale*>(scales), workspace, stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
+    __half* pieces_x, __half* pieces_w, unsigned char* flags, int64_t m, int64_t n, int64_t k, int pieces_each,
+    cudaStream_t stream) {
+    const StoreLinear epilogue = {{x, weight, bias, scales + n, scales, flags, h, int(m), int(n), int(k)}};
+    return launch_linear(epilogue, pieces_x, pieces_w, pieces_each, stream);
 }
 
 template <typename T> static cudaError_t launch_rows(
     const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
-    const bool wide = n % V == 0 && ((uintptr_t(h) | uintptr_t(y) | uintptr_t(out)) & 15) == 0;
-    const int64_t packs = wide ? n / V : n, items = packs <= 32 ? 1 : ITEMS;  // short ones: a load a thread, more threads
-    int group = 1;
-    while (group < kRowThreads && group * items < packs) group *= 2;
-    const auto kernel = !wide ? finish_rows<T, 1, ITEMS> : items == 1 ? finish_rows<T, V, 1> : finish_rows<T, V, ITEMS>;
-    kernel<<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
+    int group = 8;
+    while (group < kRowThreads && group * 32 < n) group *= 2;
+    finish_rows<T><<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
         static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
     return cudaGetLastError();
 }
-// dtype: 0 float32, 1 float16, 2 bfloat16.
+// dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     const auto launch = dtype == 0 ? launch_rows<float> : dtype == 1 ? launch_rows<__half> : launch_rows<__nv_bfloat16>;
     return launch(h, y, out, rows, n, eps, stream);
 }
 
-// G, split, with grad_y (may be null) and the partial sums of G's columns. After split_weight, if that is wanted.
-extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials, int64_t m, int64_t n,
-    float eps, bool tf32, const SplitGradient* to, cudaStream_t stream) {
-    const int threads = gradient_threads(n), items = int(divide_up(padded_k(n), 4 * threads));
-    const auto kernel = tf32 ? items == 1 ? split_row_gradients<1, 1> : items == 2 ? split_row_gradients<1, 2> : split_row_gradients<1, 4>
-                             : items == 1 ? split_row_gradients<2, 1> : items == 2 ? split_row_gradients<2, 2> : split_row_gradients<2, 4>;
-    kernel<<<unsigned(gradient_blocks(m, n)), threads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
+// G, split, with grad_y (may be null) and the partial sums of G's columns. n is at most 8192.
+extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
+    int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
+    const auto kernel = n <= 4096 ? split_row_gradients<8> : split_row_gradients<16>;
+    kernel<<<unsigned(gradient_blocks(m)), kGradientThreads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
     return cudaGetLastError();
 }
 """
@@ -915,6 +889,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/linear.h>
 #include <ATen/ops/log2.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -928,19 +903,20 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward: h = x weight^T
-// + bias, and the scales of x's and weight's rows.
-Outputs forward_meta(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double, bool recorded) {
-    TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k) and weight (n, k) are wanted");
-    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == weight.sym_size(0), "for weight (n, k) bias (n) is wanted");
-    TORCH_CHECK(y.dim() == 2 && y.sym_size(0) == x.sym_size(0) && y.sym_size(1) == weight.sym_size(0), "y (m, n) is wanted");
-    const at::ScalarType type = x.scalar_type();
-    TORCH_CHECK(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "float32, float16 and bfloat16, not ", type);
-    for (const at::Tensor& t : {weight, bias, y}) TORCH_CHECK(t.scalar_type() == type && t.device() == x.device(), "one dtype and device");
-    const at::Tensor out = at::empty_symint(y.sym_sizes(), x.options()), none = at::empty({0}, x.options());
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
+// h = x weight^T + bias, and the scales of weight's and x's rows.
+Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
+    bool recorded) {
+    const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
+    TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
+    TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
+    TORCH_CHECK(y.dim() == 2 && y.sym_size(0) == m && y.sym_size(1) == n, "y (m, n)");
+    for (const at::Tensor& t : {weight, bias, y}) {
+        TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
+    }
+    const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
     if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({x.sym_size(0) + weight.sym_size(0), 2}, x.options())};
+    return {out, at::empty_like(out), at::empty_symint({n + m, 2}, x.options())};
 }
 
 // h, y and out (m, n) in float32. Statistics are added up in double.
@@ -962,8 +938,8 @@ void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out
         }
     });
 }
-Outputs forward_cpu(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool) {
+Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps,
+    bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, no_scales] = forward_meta(x, weight, bias, y, eps, false);
     const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
@@ -972,14 +948,14 @@ Outputs forward_cpu(
 }
 
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
-std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
-    const at::Tensor&, const at::Tensor& y, double, std::array<bool, 4> needs) {
+std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+    const at::Tensor& h, const at::Tensor&, const at::Tensor& y, double, std::array<bool, 4> needs) {
     for (const at::Tensor& t : {grad, x, weight, h, y}) TORCH_CHECK(t.scalar_type() == at::kFloat, "float32 is wanted");
     const auto result = [&](bool need, c10::SymIntArrayRef size) {
         return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
     };
-    return {result(needs[0], x.sym_sizes()), result(needs[1], weight.sym_sizes()), result(needs[2], weight.sym_sizes().slice(0, 1)),
-        result(needs[3], y.sym_sizes())};
+    return {result(needs[0], x.sym_sizes()), result(needs[1], weight.sym_sizes()),
+        result(needs[2], weight.sym_sizes().slice(0, 1)), result(needs[3], y.sym_sizes())};
 }
 
 #ifdef WITH_CUDA
@@ -988,109 +964,103 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 struct GradientPointers {  // the kernels' SplitGradient
     void *pieces, *rows, *columns;
     const float* widest[2];
+    int pieces_each;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded);
-extern "C" int64_t product_bytes(int what, int64_t m, int64_t n, int64_t k, bool tf32);
 extern "C" int split_weight(
-    const float* weight, void* pieces, void* u, const float* widest, int64_t n, int64_t k, bool tf32, cudaStream_t stream);
-extern "C" int linear_gradient(bool of_weight, const GradientPointers* grad, const float* x, void* pieces, float* out, int64_t m,
-    int64_t n, int64_t k, bool tf32, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
+    const float* weight, void* pieces, int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
+extern "C" int linear_gradient(bool of_weight, const float* x, void* pieces, float* out, int64_t m, int64_t n, int64_t k,
+    const GradientPointers* grad, cudaStream_t stream);
+extern "C" int64_t gradient_blocks(int64_t m);
 
-// Whether the user allows TF32 in matrix products: cuBLAS's own question.
-bool tf32_is_allowed() {
+// How many pieces a value is split into: one where the user allows TF32 in matrix products, which is cuBLAS's own question.
+int pieces_each() {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+    return precision == at::Float32Precision::TF32 ? 1 : 2;
 #elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
+    return at::globalContext().float32Precision("cuda", "matmul") == "tf32" ? 1 : 2;
 #else
-    return at::globalContext().allowTF32CuBLAS();
+    return at::globalContext().allowTF32CuBLAS() ? 1 : 2;
 #endif
+}
+at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
+    return at::empty({rows, (k + 63) / 64 * 64 * pieces_each()}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
-    return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
+    return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-at::Tensor workspace_of(int64_t bytes, const at::Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
+float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
+cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
-// dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient writes G's pieces and scales.
+// dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x, bool of_weight,
-    std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers&)> split_gradient) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers* to)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed();
     const auto log2_unscale = [](const at::Tensor& scales) { return at::log2(scales.select(1, 0)); };
-    const at::Tensor pieces = workspace_of(product_bytes(1, m, n, k, tf32), x), rows = at::empty({m, 2}, x.options());
-    const at::Tensor columns = at::empty({n, 2}, x.options()), widest_weight = at::amax(log2_unscale(scales.narrow(0, m, n)));
-    at::Tensor operand, widest_x;
-    GradientPointers grad = {pieces.mutable_data_ptr(), rows.mutable_data_ptr(), of_x ? columns.mutable_data_ptr() : nullptr, {}};
-    if (of_x) {
-        const at::Tensor other = aligned(weight);
-        operand = workspace_of(product_bytes(2, m, n, k, tf32), x);
-        grad.widest[0] = widest_weight.const_data_ptr<float>();
-        check_launch(split_weight(other.const_data_ptr<float>(), operand.mutable_data_ptr(), grad.columns, grad.widest[0], n, k, tf32,
-            stream));
-    }
-    check_launch(split_gradient(grad));
-    const auto multiply = [&](bool of_weight, const at::Tensor& x) {
-        at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
-        check_launch(linear_gradient(of_weight, &grad, x.const_data_ptr<float>(), operand.mutable_data_ptr(),
-            out.mutable_data_ptr<float>(), m, n, k, tf32, stream));
+    const at::Tensor g = pieces_of(m, n, x), rows = at::empty({m, 2}, x.options()), columns = at::empty({n, 2}, x.options());
+    const at::Tensor w = aligned(weight), widest_w = at::amax(log2_unscale(scales.narrow(0, 0, n)));
+    GradientPointers grad = {g.data_ptr(), rows.data_ptr(), of_x ? columns.data_ptr() : nullptr, {floats(widest_w)}};
+    grad.pieces_each = pieces_each();
+    at::Tensor other = of_x ? pieces_of(n, k, x) : at::Tensor();
+    if (of_x) check_launch(split_weight(floats(w), other.data_ptr(), n, k, &grad, current_stream()));
+    check_launch(split_gradient(&grad));
+    const auto multiply = [&](bool of_weight, const float* x) {
+        const at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, scales.options());
+        check_launch(linear_gradient(of_weight, x, other.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
-    if (of_x) multiply(false, x);
+    if (of_x) multiply(false, nullptr);
     if (!of_weight) return;
-    operand.reset();  // W's pieces have been used: their memory serves dW
-    operand = workspace_of(product_bytes(3, m, n, k, tf32), x);
-    widest_x = at::amax(at::add(log2_unscale(scales.narrow(0, 0, m)), log2_unscale(rows)));
-    grad.widest[1] = widest_x.const_data_ptr<float>();
-    multiply(true, aligned(x));
+    other.reset();  // W's pieces have been used: their memory serves dW
+    other = pieces_of(m, k, x);
+    const at::Tensor ready = aligned(x), widest_x = at::amax(at::add(log2_unscale(scales.narrow(0, n, m)), log2_unscale(rows)));
+    grad.widest[1] = floats(widest_x);
+    multiply(true, floats(ready));
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n, int64_t k,
-    bool tf32, void* scales, void* workspace, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales, void* pieces_x,
+    void* pieces_w, void* flags, int64_t m, int64_t n, int64_t k, int pieces_each, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
-extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials, int64_t m,
-    int64_t n, float eps, bool tf32, const GradientPointers* to, cudaStream_t stream);
+extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
+    int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
 
-Outputs forward_cuda(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps, bool recorded) {
+Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps,
+    bool recorded) {
     if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool tf32 = tf32_is_allowed();
     at::Tensor h, scales;
-    if (x.scalar_type() == at::kFloat && weight.is_contiguous() && product_fits(m, n, k, tf32, recorded)) {
-        h = at::empty({m, n}, x.options()), scales = at::empty({m + n, 2}, x.options());
-        const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(bias);
-        const at::Tensor workspace = workspace_of(product_bytes(0, m, n, k, tf32), x);
-        check_launch(linear_forward(rows.const_data_ptr<float>(), columns.const_data_ptr<float>(), offset.const_data_ptr<float>(),
-            h.mutable_data_ptr<float>(), m, n, k, tf32, scales.mutable_data_ptr(), workspace.mutable_data_ptr(), stream));
+    if (x.scalar_type() == at::kFloat && product_fits(m, n, k, pieces_each() == 1, recorded)) {
+        const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
+        const at::Tensor of_x = pieces_of(m, k, x), of_w = pieces_of(n, k, x);
+        const at::Tensor flags = at::zeros({(m + 15) / 16 * ((n + 63) / 64)}, x.options().dtype(at::kByte));
+        h = at::empty({m, n}, x.options()), scales = at::empty({n + m, 2}, x.options());
+        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), scales.data_ptr(),
+            of_x.data_ptr(), of_w.data_ptr(), flags.data_ptr(), m, n, k, pieces_each(), current_stream()));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
-    Outputs outputs = forward_meta(x, weight, bias, y, eps, false);
+    const at::Tensor other = aligned(y), out = at::empty({m, n}, x.options()), none = at::empty({0}, x.options());
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
-    const at::Tensor other = y.contiguous();
-    check_launch(row_norm_residual(dtype, h.const_data_ptr(), other.const_data_ptr(), std::get<0>(outputs).mutable_data_ptr(), m, n,
-        float(eps), stream));
-    if (recorded) std::get<1>(outputs) = h, std::get<2>(outputs) = scales;
-    return outputs;
+    check_launch(row_norm_residual(
+        dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    return recorded ? Outputs(out, h, scales) : Outputs(out, none, none.clone());
 }
 
-std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& h,
-    const at::Tensor& scales, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, scales, y, eps, {false, false, false, needs[3]});
+std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
+    const at::Tensor& h, const at::Tensor& scales, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
+    std::vector<at::Tensor> results =
+        backward_meta(grad, x, weight, h, scales, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
-    const int64_t m = x.size(0), n = weight.size(0);
-    product_gradients(x, weight, scales, needs[0], needs[1], results, [&](const GradientPointers& to) {
-        const at::Tensor given = aligned(grad), of_h = aligned(h), of_y = aligned(y);
-        const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
-        const int error = split_row_gradient(given.const_data_ptr<float>(), of_h.const_data_ptr<float>(),
-            of_y.const_data_ptr<float>(), needs[3] ? results[3].mutable_data_ptr<float>() : nullptr,
-            partials.mutable_data_ptr<float>(), m, n, float(eps), tf32_is_allowed(), &to, c10::cuda::getCurrentCUDAStream());
+    product_gradients(x, weight, scales, needs[0], needs[1], results, [&](const GradientPointers* to) {
+        const int64_t m = h.size(0), n = h.size(1);
+        const at::Tensor given = aligned(grad), of_y = aligned(y), partials = at::empty({gradient_blocks(m), n}, x.options());
+        float* grad_y = needs[3] ? floats(results[3]) : nullptr;
+        const int error = split_row_gradient(floats(given), floats(h), floats(of_y), grad_y, floats(partials), m, n,
+            float(eps), to, current_stream());
         if (needs[2]) results[2] = at::sum(partials, {0});
         return error;
     });
@@ -1102,7 +1072,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool recorded) -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, bool[4] needs) -> Tensor[]");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, bool[4] needs)"
+          " -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1172,29 +1143,33 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
     own, everywhere = module.__dict__, nn.modules.module.__dict__
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return type(module) is kind and "forward" not in own and not any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
+    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
+    return type(module) is kind and "forward" not in own and not hooks
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one dtype of the operator's, with no autocast and no transform around."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch._C._are_functorch_transforms_active():
+    """Whether these are ordinary tensors of one of the operator's dtypes and one device, with no autocast or transform."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
-    return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and all(
+    return not torch._C._are_functorch_transforms_active() and all(
         type(t) in (torch.Tensor, nn.Parameter)
         and t.layout is torch.strided
+        and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and (t.dtype, t.device) == (x.dtype, x.device)
         for t in (x, *others)
     )
 
 
+def _is_recorded(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and not torch.compiler.is_exporting() and any(t.requires_grad for t in tensors)
+
+
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, from 2^30 multiplications on, 8192 features at most."""
+    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 8192 features at most, 2^30 multiplications."""
+    if not x.is_cuda or x.dtype is not torch.float32 or torch.cuda.get_device_capability(x.device)[0] != 9:
+        return False
     (m, k), n = x.shape, weight.shape[0]
-    large = m >= 128 and n >= 128 and k >= 128 and n % 4 == 0 and k % 4 == 0 and m * n * k >= 2**30
-    return x.is_cuda and x.device.index in _HOPPERS and x.dtype is torch.float32 and n <= 8192 and large
-
-
-_HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.version.cuda and torch.cuda.get_device_capability(i)[0] == 9]
+    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
 
 
 NAMESPACE = _load("linear_instance_norm_residual")
@@ -1202,30 +1177,34 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines; an ordinary norm without its module's warning about the channels, which would break a compiled graph."""
-    h = h.unsqueeze(1).unsqueeze(1)
-    ordinary = _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
-    if ordinary:
-        norm._check_input_dim(h)
-    h = nn.functional.instance_norm(h, momentum=norm.momentum, eps=norm.eps) if ordinary else norm(h)
-    h = h.squeeze(1).squeeze(1) + y
+    """The Model's lines. An ordinary norm of rows is a layer norm, which needs no warning about the channels, and reads a
+    transposed gradient right on the CPU (batch_norm's does not in PyTorch 2.13)."""
+    if _is_ordinary(norm) and h.dim() == 2 and h.shape[1] > 1:
+        with torch.autocast(h.device.type, enabled=False):  # as an instance norm is: it has no float32 of its own there
+            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
+    else:
+        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+    h = h + y
     return h * y
+
+
+def _is_ordinary(norm: nn.Module) -> bool:
+    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
 
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.InstanceNorm2d) or norm.affine or norm.track_running_stats:
+    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias
-    if bias is None or not _are_plain(x, weight, bias, y) or x.dim() != 2 or y.dim() != 2:
+    if not _are_plain(x, weight, bias, y) or x.dim() != 2 or y.dim() != 2 or weight.shape[0] % 8 != 0:
         return False
-    shapes = x.shape[1] == weight.shape[1] and y.shape[0] == x.shape[0] and y.shape[1] == weight.shape[0] > 1
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias, y))
-    return shapes and (not recorded or _has_gradients(x, weight))
+    shapes = x.shape[1] == weight.shape[1] and y.shape[0] == x.shape[0] and y.shape[1] == weight.shape[0]
+    return shapes and (not _is_recorded(x, weight, bias, y) or _has_gradients(x, weight))
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and the scales of rows. Gradients by one operator, second ones by ATen."""
+    """The whole network. Also returns, and saves, h and the scales of rows. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, bias, y, eps):
@@ -1255,7 +1234,7 @@ class LinearRowNormResidual(torch.autograd.Function):
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (B, in_features), y (B, out_features) or broadcastable to it; returns (B, out_features). The Model's own errors.
+    forward: x (B, in_features), y (B, out_features) or broadcastable to it. The Model's own errors for other shapes.
     """
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, momentum: float = 0.1):
@@ -1268,6 +1247,6 @@ class ModelNew(nn.Module):
         if not _fits(linear, norm, x, y):
             return _finish_plainly(norm, linear(x), y)
         arguments = (x, linear.weight, linear.bias, y, norm.eps)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in arguments[:4]):
+        if _is_recorded(*arguments[:4]):
             return LinearRowNormResidual.apply(*arguments)[0]
         return _forward(*arguments, False)[0]
