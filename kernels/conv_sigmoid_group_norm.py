@@ -19,8 +19,8 @@ chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
 floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: MEASURE ms
-forward, MEASURE ms forward and backward. The forward is held up by the L2, which brings x twice for the halos of bands of
-two rows, and by the rate at which instructions are issued.
+forward, MEASURE ms forward and backward. The forward is held up by the L2, which brings x twice for the halos of bands
+of two rows, and by the rate at which instructions are issued.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ CUDA_SOURCE = r"""
 #include <type_traits>
 
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
@@ -52,36 +52,36 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-__device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {  // arrives, and announces bytes that a copy will bring
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
-    asm volatile("{\n.reg .pred done;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
+    asm volatile("{\n.reg .pred done;\n"
+                 "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) of `threads` threads of this block.
-__device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-
-// A contiguous copy from global to shared memory; `bar` counts its bytes. 16-byte aligned, a multiple of 16 bytes.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-template <int N> __device__ __forceinline__ void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> __device__ __forceinline__ void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> __device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory"); }
-
-// Programmatic dependent launch: let the next kernel of the stream start; wait for the previous kernel's writes.
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
+}
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -89,7 +89,9 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162f
 template <typename T> __device__ __forceinline__ T from_float(float v);
 template <> __device__ __forceinline__ float from_float<float>(float v) { return v; }
 template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+    return __float2bfloat16_rn(v);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale. To change it, change this section, `activate` in the C++ string and
@@ -425,22 +427,26 @@ __device__ __forceinline__ void convolve(
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
-    const int own_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumers;
+    const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);
     int first_task = warpgroup;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
-        int count = 0, task = first_task, row = first_task, column = 0;
+        // Of the task's first pixel: its row and column, and where it is in x's and v's shared memory.
+        int count = 0, task = first_task, row = first_task, column = 0, v_at = row * p.columns;
+        uint32_t x_at = x_begin + row * p.width;
         mbarrier_wait(&shared.x_full, at.x_parity);
         for (; task < band.tasks; task += kConsumers, row += kConsumers) {
-            for (; row >= band.rows; row -= band.rows) column += kTile;
+            for (; row >= band.rows; row -= band.rows) {
+                column += kTile, x_at += kTile - band.rows * p.width, v_at += kTile - band.rows * p.columns;
+            }
             float d[kTile / 2];
             barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
             for (int k = kFirst; k < kProducts; ++k) {
-                wgmma(d, a[k % kSteps], pixel_descriptor(p.taps[k] + x_begin + row * p.width + column), k > kFirst);
+                wgmma(d, a[k % kSteps], pixel_descriptor(p.taps[k] + x_at), k > kFirst);
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
@@ -451,7 +457,7 @@ __device__ __forceinline__ void convolve(
             const bool first = task == first_task;
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: all but the last eight pixels are outputs
-                float* const to = v + row * p.columns + column;
+                float* const to = v + v_at;
                 const auto valid = [&](int j) {
                     return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
                 };
@@ -476,6 +482,7 @@ __device__ __forceinline__ void convolve(
             else finish(No{});
             all.sum += sum, all.square += square;
             count += min(kTile, p.columns - column);
+            x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
         }
         if (task == first_task) {  // a small band: the others had all of it
             mbarrier_arrive(&shared.x_empty);
@@ -811,7 +818,6 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
     return launch(h, out, p, samples * channels * p.parts, stream);
 }
 
-
 // ---------------------------------------------------------------------------------------------------------------------
 // The backward. It reads grad and x twice and stores nothing in between:
 //   1. measure_gradients recomputes h and v, and sums grad and grad * (v - mean) of each channel; join_sums makes of
@@ -820,53 +826,61 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
 //   sum_rows adds the blocks' partial sums in a fixed order.
 // Four convolutions of 38.4 GFLOP at the benchmark: 3.0 ms in float32 FMAs, so they run on the tensor cores.
 //
-// Each float v is split into two fp16 numbers, hi + lo = v * s, where s is a power of two that brings the largest |v| of
-// an image row (all channels) to [2^14, 2^15): 22 bits of what is within 2^-18 of the largest value, and below that an
-// absolute error of 2^-40 of it. A product is hi * hi + hi * lo + lo * hi, added up in float32 over one row, then scaled
-// back and added to a float32 sum. Rows for which that does not do (they hold what is not finite, or their largest value
-// could hide others that the activation sees) are computed from floats, slowly.
+// Each float v is split into two fp16 numbers, hi + lo = v * s, where s is a power of two that brings the largest |v|
+// of an image row (all channels) to [2^14, 2^15): 22 bits of what is within 2^-18 of the largest value, and below that
+// an absolute error of 2^-40 of it. A product is hi * hi + hi * lo + lo * hi, added up in float32 over one row, then
+// scaled back and added to a float32 sum. Rows for which that does not do (they hold what is not finite, or their
+// largest value could hide others that the activation sees) are computed from floats, slowly.
 //
 // A tile holds one row of an image: a cell of 16 bytes has 8 channels of one column. Column c is cell c / 4 of sub-row
 // c % 4, so that columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. A warp has 32 columns;
 // for the shifts 0, 1, 2 of a 3x3 kernel it needs six matrices, of which matrix m holds the columns 4 i + m.
 
-constexpr int kIn = 8, kOut = 32, kTaps = 9;     // channels, padded with zeros
-constexpr int kMostWarps = 8;                    // side by side: 256 columns
-constexpr int kSub = 8 * kMostWarps + 2;         // cells of a sub-row
-constexpr int kPlane = 4 * kSub;                 // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;                        // rows of x in shared memory
-constexpr float kMostReach = 65536.0f;           // of |x| * |weights| * |scale|: 2^-40 of it is 2^-24 of a pre-activation
+constexpr int kIn = 8, kOut = 32, kTaps = 9;  // channels, padded with zeros
+constexpr int kMostWarps = 8;  // side by side: 256 columns
+constexpr int kSub = 8 * kMostWarps + 2;  // cells of a sub-row
+constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
+constexpr int kSlots = 4;  // rows of x in shared memory
+constexpr float kMostReach = 65536.0f;  // of |x| * |weights| * |scale|: 2^-40 of it is 2^-24 of a pre-activation
 constexpr uint32_t kInfinityBits = 0x7f800000;
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
-
 
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(shared_address(from))
+            : "memory");
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(shared_address(from))
+            : "memory");
     }
 }
 __device__ __forceinline__ void store_transposed(uint4* to, const uint32_t* from) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
+        "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
+        : "memory");
 }
 // d += a * b of 16 rows by 16 (or 8) of K by 8 columns; from_zero: d = a * b.
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b, bool from_zero = false) {
-    const float c[4] = {from_zero ? 0.0f : d[0], from_zero ? 0.0f : d[1], from_zero ? 0.0f : d[2], from_zero ? 0.0f : d[3]};
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+    const float c[4] = {
+        from_zero ? 0.0f : d[0], from_zero ? 0.0f : d[1], from_zero ? 0.0f : d[2], from_zero ? 0.0f : d[3]};
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, "
+        "%12, %13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 __device__ __forceinline__ void mma8(float (&d)[4], const uint32_t* a, uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {  // or zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-                 ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES),
+        "r"(exists ? BYTES : 0)
+        : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -895,21 +909,23 @@ struct BackwardShape {
 struct BackwardArguments {
     const void *grad, *x;
     const float *weight, *conv_bias, *bias, *scale, *gamma, *mean, *rstd;
-    void* grad_x;            // null: not wanted
-    float* sums;             // of block, channel: the sums of grad, of grad * (v - mean)
-    float* joint;            // of sample, group: the means of gamma * grad, of gamma * grad * vhat
-    float *norm_rows, *rows; // partial sums of sample: gamma's gradient, beta's; of block: weight's, bias's, scale's
+    void* grad_x;  // null: not wanted
+    float* sums;  // of block, channel: the sums of grad, of grad * (v - mean)
+    float* joint;  // of sample, group: the means of gamma * grad, of gamma * grad * vhat
+    float *norm_rows, *rows;  // partial sums of sample: gamma's gradient, beta's; of block: weight's, bias's, scale's
     bool wants_weight;
 };
 
 struct alignas(16) ConvolutionTile {
-    uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
-    uint4 fragments[2][3][4][32];    // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
+    uint4 x[kSlots][2 * kPlane];  // of row: hi, lo
+    uint4 fragments[2][3][4][32];  // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
     uint32_t weight_exponent[kOut];  // of a power of two that a channel's weights are multiplied by
-    float bias[kOut], reach;         // both biases; the largest of all channels' sums of |weight * scale|
-    float x_inverse[kSlots];         // of the scales of the rows
-    bool exceeds[kSlots];            // a row that is beyond kMostReach, or not finite
-    struct { uint32_t x, dh, strange; } largest[2];  // of rows by parity: magnitudes; whether dh is not finite
+    float bias[kOut], reach;  // both biases; the largest of all channels' sums of |weight * scale|
+    float x_inverse[kSlots];  // of the scales of the rows
+    bool exceeds[kSlots];  // a row that is beyond kMostReach, or not finite
+    struct {
+        uint32_t x, dh, strange;
+    } largest[2];  // of rows by parity: magnitudes; whether dh is not finite
 };
 struct Piece {  // a block's
     int64_t sample;
@@ -918,11 +934,12 @@ struct Piece {  // a block's
 __device__ __forceinline__ Piece piece_of_block(const BackwardShape& s) {
     const int strip = blockIdx.x / s.bands % s.strips, band = blockIdx.x % s.bands, first = strip * s.step;
     return {blockIdx.x / (s.bands * s.strips), strip, first, min(s.columns - first, s.tile - 2),
-            int(int64_t(s.height) * band / s.bands), int(int64_t(s.height) * (band + 1) / s.bands)};
+        int(int64_t(s.height) * band / s.bands), int(int64_t(s.height) * (band + 1) / s.bands)};
 }
 
 // All threads: the weights as operands of the convolution, of which each channel has its own scale; zeros in x's tile.
-__device__ __forceinline__ void prepare_convolution(const BackwardArguments& p, const BackwardShape& s, ConvolutionTile& tile) {
+__device__ __forceinline__ void prepare_convolution(
+    const BackwardArguments& p, const BackwardShape& s, ConvolutionTile& tile) {
     const int lane = threadIdx.x % 32, k = s.in * kTaps;
     __shared__ float reach[kOut];
     for (int i = threadIdx.x; i < kSlots * 2 * kPlane; i += blockDim.x) (&tile.x[0][0])[i] = make_uint4(0, 0, 0, 0);
@@ -936,14 +953,16 @@ __device__ __forceinline__ void prepare_convolution(const BackwardArguments& p, 
         most = __reduce_max_sync(~0u, most);
         if (lane > 0) continue;
         tile.weight_exponent[o] = scale_exponent(most);
-        tile.bias[o] = o < s.out ? p.conv_bias[o] + p.bias[o] : 0.0f, reach[o] = o < s.out ? sum * fabsf(p.scale[o]) : 0.0f;
+        tile.bias[o] = o < s.out ? p.conv_bias[o] + p.bias[o] : 0.0f,
+        reach[o] = o < s.out ? sum * fabsf(p.scale[o]) : 0.0f;
     }
     if (threadIdx.x < 2) tile.largest[threadIdx.x] = {0, 0, 0};
     if (threadIdx.x < kSlots) tile.exceeds[threadIdx.x] = false;
     __syncthreads();
     if (threadIdx.x == 0) {
         tile.reach = 0;
-        for (int o = 0; o < kOut; ++o) tile.reach = tile.reach >= reach[o] || tile.reach != tile.reach ? tile.reach : reach[o];
+        for (int o = 0; o < kOut; ++o)
+            tile.reach = tile.reach >= reach[o] || tile.reach != tile.reach ? tile.reach : reach[o];
     }
     for (int i = threadIdx.x; i < 2 * 3 * 32; i += blockDim.x) {
         const int in = i % 4 * 2, half = i / 96, ky = i / 32 % 3;
@@ -951,7 +970,9 @@ __device__ __forceinline__ void prepare_convolution(const BackwardArguments& p, 
         for (int j = 0; j < 6; ++j) {  // kx, lower or upper eight channels
             const int o = half * 16 + i % 32 / 4 + j % 2 * 8;
             const auto scaled = [&](int in) {
-                return o < s.out && in < s.in ? p.weight[(o * s.in + in) * kTaps + ky * 3 + j / 2] * power(tile.weight_exponent[o]) : 0.0f;
+                return o < s.out && in < s.in
+                    ? p.weight[(o * s.in + in) * kTaps + ky * 3 + j / 2] * power(tile.weight_exponent[o])
+                    : 0.0f;
             };
             split(scaled(in), scaled(in + 1), hi[j], lo[j]);
         }
@@ -964,7 +985,8 @@ __device__ __forceinline__ void prepare_convolution(const BackwardArguments& p, 
 // A row of x goes to the tile in three steps, a thread for each column: into registers; its largest value is announced;
 // after a barrier, scaled, to its slot.
 template <typename T>
-__device__ __forceinline__ void load_x(const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, float (&v)[kIn]) {
+__device__ __forceinline__ void load_x(
+    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, float (&v)[kIn]) {
     const uint32_t column = piece.first + threadIdx.x, plane = s.height * s.width;
     const T* const from = static_cast<const T*>(p.x) + piece.sample * s.in * plane;
     const bool exists = column < s.width && row < s.height;
@@ -982,7 +1004,8 @@ __device__ __forceinline__ void store_x(ConvolutionTile& tile, int row, const fl
     const int slot = row % kSlots;
     const uint32_t largest = tile.largest[row & 1].x, exponent = scale_exponent(largest);
     if (threadIdx.x == 0) {
-        tile.x_inverse[slot] = inverse_power(exponent), tile.exceeds[slot] = !(__uint_as_float(largest) * tile.reach <= kMostReach);
+        tile.x_inverse[slot] = inverse_power(exponent),
+        tile.exceeds[slot] = !(__uint_as_float(largest) * tile.reach <= kMostReach);
         tile.largest[~row & 1] = {0, 0, 0};
     }
     uint32_t hi[4], lo[4];
@@ -992,7 +1015,8 @@ __device__ __forceinline__ void store_x(ConvolutionTile& tile, int row, const fl
     to[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[kPlane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
 }
 template <typename T>
-__device__ __forceinline__ void fill_x(const BackwardArguments& p, const BackwardShape& s, const Piece& piece, ConvolutionTile& tile, int row) {
+__device__ __forceinline__ void fill_x(
+    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, ConvolutionTile& tile, int row) {
     for (int end = row + 3; row < end; ++row) {
         float x[kIn];
         load_x<T>(p, s, piece, row, x);
@@ -1002,17 +1026,21 @@ __device__ __forceinline__ void fill_x(const BackwardArguments& p, const Backwar
         __syncthreads();
     }
 }
-__device__ __forceinline__ bool any_exceeds(const ConvolutionTile& tile) { return *reinterpret_cast<const uint32_t*>(tile.exceeds) != 0; }
+__device__ __forceinline__ bool any_exceeds(const ConvolutionTile& tile) {
+    return *reinterpret_cast<const uint32_t*>(tile.exceeds) != 0;
+}
 
 // The lane's values of convolve() from floats; zeros beyond the image.
 template <typename T>
-__device__ __noinline__ void convolve_slowly(const BackwardArguments& p, const BackwardShape& s, int64_t sample, int row, int column, float* h) {
+__device__ __noinline__ void convolve_slowly(
+    const BackwardArguments& p, const BackwardShape& s, int64_t sample, int row, int column, float* h) {
     for (int k = 0; k < 32; ++k) {
         const int o = k / 16 * 16 + k % 4 / 2 * 8 + threadIdx.x % 32 / 4, at = column + k % 2 * 4 + k % 16 / 4;
         float sum = 0;
         for (int i = 0; i < s.in * kTaps && o < s.out && at < s.columns; ++i) {
             const int64_t plane = sample * s.in + i / kTaps, y = row + i % kTaps / 3, x = at + i % 3;
-            sum = fmaf(to_float(static_cast<const T*>(p.x)[(plane * s.height + y) * s.width + x]), p.weight[o * s.in * kTaps + i], sum);
+            sum = fmaf(to_float(static_cast<const T*>(p.x)[(plane * s.height + y) * s.width + x]),
+                p.weight[o * s.in * kTaps + i], sum);
         }
         h[k] = o < s.out && at < s.columns ? sum + p.conv_bias[o] + p.bias[o] : 0.0f;
     }
@@ -1021,8 +1049,8 @@ __device__ __noinline__ void convolve_slowly(const BackwardArguments& p, const B
 // By a warp: h with its biases in 32 columns of a row. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
 // 8 (lane % 4) + 4 i + j of the warp's.
 template <typename T>
-__device__ __forceinline__ void convolve(const BackwardArguments& p, const BackwardShape& s, const ConvolutionTile& tile, const Piece& piece,
-    int row, float (&h)[2][4][4]) {
+__device__ __forceinline__ void convolve(const BackwardArguments& p, const BackwardShape& s,
+    const ConvolutionTile& tile, const Piece& piece, int row, float (&h)[2][4][4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (any_exceeds(tile)) {
         float slow[32];
@@ -1058,7 +1086,8 @@ __device__ __forceinline__ void convolve(const BackwardArguments& p, const Backw
             for (int k = 0; k < 16; ++k) {
                 const int o = half * 16 + k % 4 / 2 * 8 + lane / 4;
                 float& to = h[half][k / 4][k % 4];
-                to = fmaf(sums[k / 4][k % 4], tile.x_inverse[slot] * inverse_power(tile.weight_exponent[o]), ky == 0 ? tile.bias[o] : to);
+                to = fmaf(sums[k / 4][k % 4], tile.x_inverse[slot] * inverse_power(tile.weight_exponent[o]),
+                    ky == 0 ? tile.bias[o] : to);
             }
         }
     }
@@ -1066,15 +1095,19 @@ __device__ __forceinline__ void convolve(const BackwardArguments& p, const Backw
 
 // A lane's gradients of a row, of 8 columns of four channels 8 apart, on their way through shared memory, where only
 // this thread uses them. Those of columns [skipped, left) exist.
-template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
+template <typename T> struct alignas(2 * sizeof(T)) Pair {
+    T a, b;
+};
 template <typename T> struct Gradients {
     Pair<T>* shared;
     const T* from;
     int skipped, left;
-    __device__ __forceinline__ Gradients(const BackwardArguments& p, const BackwardShape& s, const Piece& piece, void* shared_pairs, bool skip) {
+    __device__ __forceinline__ Gradients(
+        const BackwardArguments& p, const BackwardShape& s, const Piece& piece, void* shared_pairs, bool skip) {
         const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * 32 + lane % 4 * 8;
         shared = static_cast<Pair<T>*>(shared_pairs) + threadIdx.x;
-        from = static_cast<const T*>(p.grad) + (piece.sample * s.out + lane / 4) * s.rows * s.columns + piece.first + column;
+        from = static_cast<const T*>(p.grad) + (piece.sample * s.out + lane / 4) * s.rows * s.columns + piece.first +
+            column;
         skipped = skip && piece.strip > 0 ? 2 - column : 0, left = piece.columns - column;
     }
     __device__ __forceinline__ void fetch(const BackwardShape& s, int row) const {
@@ -1104,7 +1137,7 @@ template <typename T> struct Gradients {
 // Kernel 1: the sums of grad and grad * (v - mean) of each channel.
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostWarps, 2)
-measure_gradients(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+    measure_gradients(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
     extern __shared__ uint4 shared[];
     ConvolutionTile& tile = *reinterpret_cast<ConvolutionTile*>(shared);
     const int lane = threadIdx.x % 32;
@@ -1157,7 +1190,8 @@ measure_gradients(const __grid_constant__ BackwardArguments p, const __grid_cons
 }
 
 // A block for each sample, a thread for each channel: adds the sums of its pieces; then two threads for each group.
-__global__ void __launch_bounds__(2 * kOut) join_sums(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+__global__ void __launch_bounds__(2 * kOut)
+    join_sums(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
     __shared__ double shared[kOut][2];
     const int64_t sample = blockIdx.x;
     const int o = threadIdx.x, each = s.out / s.groups, pieces = s.strips * s.bands;
@@ -1185,18 +1219,20 @@ __global__ void __launch_bounds__(2 * kOut) join_sums(const __grid_constant__ Ba
 //   between the next two   dh of row r + 1 and row r + 4 of x are scaled by their largest values and stored
 struct alignas(16) ChannelConstants {
     float scale, gamma, mean, grad_mean;  // scale: times kActivationFactor
-    float pull, push, rstd, unused;  // q = (gamma * grad - grad_mean - (v - mean) * pull) * v's derivative; dh = q * push
+    float pull, push, rstd,
+        unused;  // q = (gamma * grad - grad_mean - (v - mean) * pull) * v's derivative; dh = q * push
 };
 struct alignas(16) GradientTile {
     ConvolutionTile convolution;
-    uint4 dh[4][2 * kPlane];         // of 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
-    uint4 fragments[2][kTaps][32];   // of 16 output channels, tap, lane: the weights as operands of x's gradient
+    uint4 dh[4][2 * kPlane];  // of 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
+    uint4 fragments[2][kTaps][32];  // of 16 output channels, tap, lane: the weights as operands of x's gradient
     ChannelConstants channels[kOut];
     float dh_inverse, weight_inverse;  // of the scales of dh's row and of the weights
-    bool strange;                      // dh's row, or a weight, is not finite
+    bool strange;  // dh's row, or a weight, is not finite
 };
 
-__device__ __forceinline__ void prepare_gradients(const BackwardArguments& p, const BackwardShape& s, GradientTile& tile, int64_t sample) {
+__device__ __forceinline__ void prepare_gradients(
+    const BackwardArguments& p, const BackwardShape& s, GradientTile& tile, int64_t sample) {
     uint32_t exponent = 227;
     for (int o = 0; o < kOut; ++o) exponent = min(exponent, tile.convolution.weight_exponent[o]);
     if (threadIdx.x == 0) tile.weight_inverse = inverse_power(exponent);
@@ -1205,7 +1241,7 @@ __device__ __forceinline__ void prepare_gradients(const BackwardArguments& p, co
         tile.channels[o] = {};
         if (o < s.out) {
             tile.channels[o] = {p.scale[o] * kActivationFactor, p.gamma[o], p.mean[of], p.joint[2 * of],
-                                p.rstd[of] * p.joint[2 * of + 1], p.rstd[of] * p.scale[o], p.rstd[of]};
+                p.rstd[of] * p.joint[2 * of + 1], p.rstd[of] * p.scale[o], p.rstd[of]};
         }
     }
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += blockDim.x) {
@@ -1219,10 +1255,11 @@ __device__ __forceinline__ void prepare_gradients(const BackwardArguments& p, co
     for (int i = threadIdx.x; i < 8 * kPlane; i += blockDim.x) (&tile.dh[0][0])[i] = make_uint4(0, 0, 0, 0);
 }
 
-// By a warp: its h becomes dh, and is added to sums of q and of q * h, of columns from `skipped`, 0 or 2, on if `counts`.
+// By a warp: its h becomes dh, and is added to sums of q and of q * h, of columns from `skipped`, 0 or 2, on if
+// `counts`.
 template <typename T>
-__device__ __forceinline__ void differentiate(const GradientTile& tile, const Gradients<T>& gradients, int skipped, bool counts,
-    float (&h)[2][4][4], float (&sums)[8]) {
+__device__ __forceinline__ void differentiate(const GradientTile& tile, const Gradients<T>& gradients, int skipped,
+    bool counts, float (&h)[2][4][4], float (&sums)[8]) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         const ChannelConstants k = tile.channels[threadIdx.x % 32 / 4 + 8 * c];
@@ -1274,16 +1311,18 @@ __device__ __forceinline__ void store_dh(GradientTile& tile, int parity, const f
 }
 
 __device__ __forceinline__ float dh_at(const GradientTile& tile, int o, int column) {
-    const __half* const hi = reinterpret_cast<const __half*>(tile.dh[o / 8] + column % 4 * kSub + column / 4 + 1) + o % 8;
+    const __half* const hi =
+        reinterpret_cast<const __half*>(tile.dh[o / 8] + column % 4 * kSub + column / 4 + 1) + o % 8;
     const float value = __half2float(hi[0]);
     return (isfinite(value) ? value + __half2float(hi[8 * kPlane]) : value) * tile.dh_inverse;
 }
 // The lane's shares in total of add_to_weights() and add_to_x(), from floats. Columns [begin, end) of the tile count.
 template <typename T>
-__device__ __noinline__ void add_to_weights_slowly(const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile,
-    const Piece& piece, int row, int begin, int end, float* sums) {
+__device__ __noinline__ void add_to_weights_slowly(const BackwardArguments& p, const BackwardShape& s,
+    const GradientTile& tile, const Piece& piece, int row, int begin, int end, float* sums) {
     for (int k = 0; k < 8 * kTaps; ++k) {
-        const int o = k / (4 * kTaps) * 16 + k / 2 % 2 * 8 + threadIdx.x % 32 / 4, in = threadIdx.x % 4 * 2 + k % 2, tap = k / 4 % kTaps;
+        const int o = k / (4 * kTaps) * 16 + k / 2 % 2 * 8 + threadIdx.x % 32 / 4, in = threadIdx.x % 4 * 2 + k % 2,
+                  tap = k / 4 % kTaps;
         const int64_t at = ((piece.sample * s.in + in) * s.height + row + tap / 3) * s.width + piece.first + tap % 3;
         sums[k] = 0;
         for (int i = begin; i < end && in < s.in; ++i) {
@@ -1291,7 +1330,8 @@ __device__ __noinline__ void add_to_weights_slowly(const BackwardArguments& p, c
         }
     }
 }
-__device__ __noinline__ void add_to_x_slowly(const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile, int columns, float* sums) {
+__device__ __noinline__ void add_to_x_slowly(
+    const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile, int columns, float* sums) {
     for (int k = 0; k < 24; ++k) {
         const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 4 % 2 * 2 + k / 2 % 2;
         sums[k] = 0;
@@ -1306,12 +1346,13 @@ __device__ __noinline__ void add_to_x_slowly(const BackwardArguments& p, const B
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
 template <typename T>
-__device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile,
-    const Piece& piece, int row, float (&total)[2][kTaps][4]) {
+__device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const BackwardShape& s,
+    const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8, warp = threadIdx.x / 32, skipped = piece.strip > 0 ? 2 : 0;
     if (any_exceeds(tile.convolution) || tile.strange) {
         float slow[8 * kTaps];
-        add_to_weights_slowly<T>(p, s, tile, piece, row, max(warp * 32, skipped), min(warp * 32 + 32, piece.columns), slow);
+        add_to_weights_slowly<T>(
+            p, s, tile, piece, row, max(warp * 32, skipped), min(warp * 32 + 32, piece.columns), slow);
 #pragma unroll
         for (int k = 0; k < 8 * kTaps; ++k) total[k / (4 * kTaps)][k / 4 % kTaps][k % 4] += slow[k];
         return;
@@ -1342,8 +1383,10 @@ __device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const
 #pragma unroll
             for (int k = 0; k < 18; ++k) {  // the smallest products first
                 const int kx = k % 3, step = k / 3 % 2, product = k / 6;
-                const uint32_t(&x_of)[3][4] = b[product == 1];
-                const uint32_t* const columns = kx == 1 ? &x_of[1][2 * step] : kx + 2 * step == 4 ? &x_of[2][0] : &x_of[0][kx + 2 * step];
+                const uint32_t (&x_of)[3][4] = b[product == 1];
+                const uint32_t* const columns = kx == 1 ? &x_of[1][2 * step]
+                    : kx + 2 * step == 4                ? &x_of[2][0]
+                                                        : &x_of[0][kx + 2 * step];
                 mma16(sums[kx], product == 0 ? lo[2 * half + step] : hi[2 * half + step], columns, k < 3);
             }
 #pragma unroll
@@ -1357,8 +1400,8 @@ __device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const
 
 // By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_x(
-    const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile, int columns, float (&total)[3][2][4]) {
+__device__ __forceinline__ void add_to_x(const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile,
+    int columns, float (&total)[3][2][4]) {
     if (tile.strange) {
         float slow[24];
         add_to_x_slowly(p, s, tile, columns, slow);
@@ -1398,15 +1441,19 @@ __device__ __forceinline__ void add_to_x(
 
 // By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels.
 template <typename T>
-__device__ __forceinline__ void store_grad_x(const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, const float (&v)[2][4]) {
+__device__ __forceinline__ void store_grad_x(
+    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, const float (&v)[2][4]) {
     const int begin = piece.strip > 0 ? 2 : 0, end = piece.strip + 1 < s.strips ? s.tile - 2 : s.width - piece.first;
     const int column = threadIdx.x / 4 * 4;
-    struct alignas(4 * sizeof(T)) Quad { T v[4]; } quad;
+    struct alignas(4 * sizeof(T)) Quad {
+        T v[4];
+    } quad;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int in = threadIdx.x % 4 * 2 + i;
         if (in >= s.in) continue;
-        T* const to = static_cast<T*>(p.grad_x) + ((piece.sample * s.in + in) * s.height + row) * s.width + piece.first + column;
+        T* const to =
+            static_cast<T*>(p.grad_x) + ((piece.sample * s.in + in) * s.height + row) * s.width + piece.first + column;
 #pragma unroll
         for (int k = 0; k < 4; ++k) quad.v[k] = from_float<T>(v[k / 2][k % 2 * 2 + i]);
         if (s.quads && column >= begin && column + 4 <= end) *reinterpret_cast<Quad*>(to) = quad;
@@ -1420,11 +1467,13 @@ __device__ __forceinline__ void store_grad_x(const BackwardArguments& p, const B
 }
 
 // All threads: the block's row of partial sums: of the weights' gradient (out, in, 9), of bias's, of scale's.
-__device__ __forceinline__ void leave_sums(
-    const BackwardArguments& p, const BackwardShape& s, float* shared, const float (&weights)[2][kTaps][4], const float (&sums)[8]) {
+__device__ __forceinline__ void leave_sums(const BackwardArguments& p, const BackwardShape& s, float* shared,
+    const float (&weights)[2][kTaps][4], const float (&sums)[8]) {
     constexpr int kVectors = 8 * kTaps * 32, kWarp = kVectors + 2 * kOut;
-    static_assert(kMostWarps * kWarp * sizeof(float) <= sizeof(GradientTile), "the sums of all warps fit where the tiles were");
-    const int lane = threadIdx.x % 32, per_channel = s.in * kTaps, weight_sums = s.out * per_channel, width = weight_sums + 2 * s.out;
+    static_assert(
+        kMostWarps * kWarp * sizeof(float) <= sizeof(GradientTile), "the sums of all warps fit where the tiles were");
+    const int lane = threadIdx.x % 32, per_channel = s.in * kTaps, weight_sums = s.out * per_channel,
+              width = weight_sums + 2 * s.out;
     float* const own = shared + threadIdx.x / 32 * kWarp;
     float v[8];
 #pragma unroll
@@ -1451,13 +1500,14 @@ __device__ __forceinline__ void leave_sums(
 
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
-differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+    differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
     ConvolutionTile& convolution = tile.convolution;
     const Piece piece = piece_of_block(s);
     const Gradients<T> gradients(p, s, piece, &tile + 1, false);
-    const int begin = max(piece.first_row - 2, 0), skipped = piece.strip > 0 && threadIdx.x / 32 * 32 + threadIdx.x % 4 == 0 ? 2 : 0;
+    const int begin = max(piece.first_row - 2, 0),
+              skipped = piece.strip > 0 && threadIdx.x / 32 * 32 + threadIdx.x % 4 == 0 ? 2 : 0;
     float x[kIn], dh[2][4][4], weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, sums[8] = {};
     prepare_convolution(p, s, convolution);
     prepare_gradients(p, s, tile, piece.sample);
@@ -1482,8 +1532,9 @@ differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_con
         if (p.grad_x != nullptr && row >= piece.first_row) store_grad_x<T>(p, s, piece, row, grad_x[0]);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            float(&to)[3][2][4] = grad_x;
-            to[0][k / 4][k % 4] = to[1][k / 4][k % 4], to[1][k / 4][k % 4] = to[2][k / 4][k % 4], to[2][k / 4][k % 4] = 0;
+            float (&to)[3][2][4] = grad_x;
+            to[0][k / 4][k % 4] = to[1][k / 4][k % 4], to[1][k / 4][k % 4] = to[2][k / 4][k % 4],
+                             to[2][k / 4][k % 4] = 0;
         }
         __syncthreads();
         store_dh(tile, ~parity & 1, dh);
@@ -1494,7 +1545,8 @@ differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_con
 }
 
 // A block for 32 columns of a matrix of partial sums, whose warps add every eighth row, in double.
-__global__ void __launch_bounds__(256) sum_rows(const float* __restrict__ from, int64_t rows, int width, float* __restrict__ to) {
+__global__ void __launch_bounds__(256)
+    sum_rows(const float* __restrict__ from, int64_t rows, int width, float* __restrict__ to) {
     __shared__ double shared[8][32];
     const int column = blockIdx.x * 32 + threadIdx.x % 32;
     double sum = 0;
@@ -1521,7 +1573,8 @@ struct BackwardPlan {
         s.bands = bands_for(sms), measure_bands = bands_for(2 * sms);
         blocks = samples * s.strips * s.bands, measure_blocks = samples * s.strips * measure_bands;
         row_width = out * in * kTaps + 2 * out;
-        sums = measure_blocks * out * 2, joint = samples * groups * 2, norm_rows = samples * 2 * out, rows = blocks * row_width;
+        sums = measure_blocks * out * 2, joint = samples * groups * 2, norm_rows = samples * 2 * out,
+        rows = blocks * row_width;
     }
     int bands_for(int64_t slots) const {  // all SMs end together; a band costs its rows, and six more to begin
         int best = 1;
@@ -1535,14 +1588,18 @@ struct BackwardPlan {
     }
 };
 
-template <typename T> static cudaError_t launch_backward(const BackwardArguments& p, const BackwardPlan& plan, float* to, cudaStream_t stream) {
+template <typename T> static cudaError_t launch_backward(
+    const BackwardArguments& p, const BackwardPlan& plan, float* to, cudaStream_t stream) {
     BackwardShape s = plan.shape, m = s;
-    s.pairs = m.pairs = s.pairs && reinterpret_cast<uintptr_t>(p.grad) % (2 * sizeof(T)) == 0, m.bands = plan.measure_bands;
+    s.pairs = m.pairs = s.pairs && reinterpret_cast<uintptr_t>(p.grad) % (2 * sizeof(T)) == 0,
+    m.bands = plan.measure_bands;
     s.quads = s.quads && reinterpret_cast<uintptr_t>(p.grad_x) % (4 * sizeof(T)) == 0;
     const int pairs = s.tile * 16 * int(sizeof(Pair<T>)), measure_bytes = int(sizeof(ConvolutionTile)) + pairs;
     const int bytes = int(sizeof(GradientTile)) + pairs;
-    cudaError_t error = cudaFuncSetAttribute(measure_gradients<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, measure_bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    cudaError_t error =
+        cudaFuncSetAttribute(measure_gradients<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, measure_bytes);
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(differentiate_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
     measure_gradients<T><<<unsigned(plan.measure_blocks), s.tile, measure_bytes, stream>>>(p, m);
     join_sums<<<unsigned(s.samples), 2 * kOut, 0, stream>>>(p, m);
@@ -1553,27 +1610,28 @@ template <typename T> static cudaError_t launch_backward(const BackwardArguments
 }
 
 // The backward's workspace, 16-byte aligned.
-extern "C" int64_t conv_backward_workspace_bytes(int64_t samples, int in, int out, int groups, int height, int width, int sms) {
+extern "C" int64_t conv_backward_workspace_bytes(
+    int64_t samples, int in, int out, int groups, int height, int width, int sms) {
     const BackwardPlan plan(samples, in, out, groups, height, width, sms);
     return (plan.sums + plan.joint + plan.norm_rows + plan.rows) * int64_t(sizeof(float));
 }
-// type: 0 float, 1 half, 2 bfloat16: of grad, x and grad_x (null: not wanted), contiguous. parameters: weight, conv_bias,
-// bias, scale, gamma; mean, rstd (samples, groups): float. grad_parameters, float: the gradients of weight (out, in, 3, 3),
-// bias (also conv_bias's), scale, gamma, beta, one behind the other. wants_weight: false leaves the weight's undefined.
-// 1 <= in <= 8, 1 <= out <= 32, out % groups == 0, height and width >= 3, samples >= 1; of one sample, x and grad have
-// fewer than 2^31 values each. sms: the device's multiprocessors, as for the workspace.
-extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters, const float* mean, const float* rstd,
-    void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples, int in, int out, int groups, int height, int width, int sms,
-    void* workspace, cudaStream_t stream) {
+// type: 0 float, 1 half, 2 bfloat16: of grad, x and grad_x (null: not wanted), contiguous. parameters: weight,
+// conv_bias, bias, scale, gamma; mean, rstd (samples, groups): float. grad_parameters, float: the gradients of weight
+// (out, in, 3, 3), bias (also conv_bias's), scale, gamma, beta, one behind the other. wants_weight: false leaves the
+// weight's undefined. 1 <= in <= 8, 1 <= out <= 32, out % groups == 0, height and width >= 3, samples >= 1; of one
+// sample, x and grad have fewer than 2^31 values each. sms: the device's multiprocessors, as for the workspace.
+extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters,
+    const float* mean, const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples,
+    int in, int out, int groups, int height, int width, int sms, void* workspace, cudaStream_t stream) {
     const BackwardPlan plan(samples, in, out, groups, height, width, sms);
-    BackwardArguments p = {grad, x, parameters[0], parameters[1], parameters[2], parameters[3], parameters[4], mean, rstd, grad_x};
+    BackwardArguments p = {
+        grad, x, parameters[0], parameters[1], parameters[2], parameters[3], parameters[4], mean, rstd, grad_x};
     p.sums = static_cast<float*>(workspace), p.joint = p.sums + plan.sums, p.norm_rows = p.joint + plan.joint;
     p.rows = p.norm_rows + plan.norm_rows, p.wants_weight = wants_weight;
     if (type == 0) return launch_backward<float>(p, plan, grad_parameters, stream);
     if (type == 1) return launch_backward<__half>(p, plan, grad_parameters, stream);
     return launch_backward<__nv_bfloat16>(p, plan, grad_parameters, stream);
 }
-
 """
 
 CPP_SOURCE = r"""
