@@ -21,7 +21,7 @@ def _blocks(text: str) -> Iterator[str]:
     """What begins at the first column of a C++ string, each to its closing brace or semicolon; without comments."""
     block: list[str] = []
     for line in re.sub(r"//.*", "", text).splitlines():
-        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern", "TORCH_LIBRARY"))):
+        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert"))):
             continue
         block.append(line.rstrip())
         joined = "\n".join(block)
@@ -35,7 +35,7 @@ def definitions(stem: str) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source(stem)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = {"": ast.unparse(node)}
+            found[node.name] = {"Python": ast.unparse(node)}
     for language, text in strings(stem).items():
         for block in _blocks(text):
             head = re.sub(r"\s+", " ", block.split("{")[0]).strip()

@@ -59,7 +59,7 @@ def test_loaded_twice_in_one_process(case, device):
     assert as_text["NAMESPACE"] == again.NAMESPACE
 
 
-@pytest.mark.parametrize("stem", STEMS[:1])
+@pytest.mark.parametrize("stem", STEMS[1:2])
 def test_two_edited_copies_side_by_side(stem, tmp_path):
     """Each runs its own C++: both say so when they are loaded, and both go on working."""
     case = next(c for c in FIRST if c.stem == stem)
@@ -127,12 +127,11 @@ def test_shares_no_name_with_its_problem_file(stem):
 
 @stems
 def test_what_has_the_same_name_in_two_files_has_the_same_text(stem):
-    """Functions and structs of the top level; of an overloaded one, those with the same parameters."""
+    """Functions and structs of the top level; of functions, those with the same parameters."""
     own, differing = definitions(stem), []
     for other in STEMS:
         theirs = definitions(other)
         for name in own.keys() & theirs.keys() - {"ModelNew", "_plain", "_fits"}:
             heads = own[name].keys() & theirs[name].keys()
-            if not heads or any(own[name][head] != theirs[name][head] for head in heads):
-                differing.append(f"{name} in {other}")
+            differing += [f"{name} in {other}" for head in heads if own[name][head] != theirs[name][head]]
     assert not differing
