@@ -5,7 +5,7 @@
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
 over each slice, the H x W values of a (sample, channel); var is the biased variance. The kernels take float32, float16
-and bfloat16 on a GPU, and on a CPU float32 without gradients (see `fits`); all else is PyTorch's own instance_norm.
+and bfloat16 on a GPU, on a CPU float32 without gradients (see `fits`); all else is PyTorch's own instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
 once, the slice waits on chip in between; where, depends on its size (backward: that of x and of g each):
@@ -57,9 +57,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
                  "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void fence_mbarrier_init() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
+__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
@@ -70,11 +68,9 @@ __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float<float>(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-    return __float2bfloat16_rn(v);
-}
+template <> __device__ __forceinline__ float from_float(float v) { return v; }
+template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Memory. A pack is 16 bytes, what a thread loads or stores at once; V = 1 value where slices are not whole packs. A
@@ -477,9 +473,6 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
         if (threadIdx.x == 0) sums_of_parts[block] = sums;
     }
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Launchers.
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
