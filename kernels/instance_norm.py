@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 //   producer of block 0: draws the cluster's next slice from a counter, and sends it to every block: queued[q].
 //
 // Without that queue, the slices shared out beforehand, the first cluster ends 0.24 ms before the last. One team of 448
-// threads is as fast forward, and slower backward: in bfloat16 3.23 ms at the benchmark shape, where two teams take 2.85.
+// threads is as fast forward, and slower backward: in bfloat16 3.23 ms at the benchmark shape, two teams 2.85.
 
 constexpr int kTeam = 224;         // threads: two teams and the producer warp may have 128 registers a thread
 constexpr int kPlaces = 4;         // packs of a chunk a thread, of all operands
