@@ -41,5 +41,6 @@ def definitions(stem: str) -> dict[str, dict[str, str]]:
             head = re.sub(r"\s+", " ", block.split("{")[0]).strip()
             bare = re.sub(r"template <[^()]*?> (?=\w)|__launch_bounds__\([^()]*(\([^()]*\))*[^()]*\)|alignas\([^()]*(\([^()]*\))*[^()]*\)", "", head)
             if name := re.search(r"\b(?:struct|class) (\w+)", bare) or re.search(r"(\w+)(?:<[^()]*>)?\(", bare):
-                found.setdefault(f"{language}: {name[1]}", {})[head] = block
+                if name[1] != "static_assert":
+                    found.setdefault(f"{language}: {name[1]}", {})[head] = block
     return found
