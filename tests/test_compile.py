@@ -253,8 +253,8 @@ def test_operators_satisfy_opcheck(stem, device):
         args = tuple(a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args)
         form = [(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args]
         seen.setdefault(function, {})[str(form)] = (args, kwargs)
-    # freeze_weight's operator is not traced: what it returns depends on the chip.
-    assert {function.name().split("::")[1] for function in seen} == set(operators(stem)) - {"freeze"}
+    trained_plainly = {"backward"} if stem.startswith("linear_") else set()  # but for large float32 products on sm_90
+    assert set(operators(stem)) - {function.name().split("::")[1] for function in seen} <= trained_plainly
     for function, calls in seen.items():
         by_size = sorted(calls.values(), key=lambda call: max(a.numel() for a in call[0] if isinstance(a, torch.Tensor)))
         for args, kwargs in by_size[:8]:

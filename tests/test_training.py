@@ -146,7 +146,7 @@ def test_gradient_scaling(case, device):
 @first_cases
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_activation_checkpointing(case, reentrant, device):
-    """The forward runs again in the backward, and gives the same bits."""
+    """The forward runs again in the backward, and gives the same bits: on the CPU where the first one records gradients too."""
     _, new, inputs = build(case, device)
     results = []
     for call in (new, lambda *tensors: checkpoint(new, *tensors, use_reentrant=reentrant)):
@@ -155,7 +155,10 @@ def test_activation_checkpointing(case, reentrant, device):
         out = call(*leaves)
         loss_of(out).backward()
         results.append([out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    if reentrant and device.type == "cpu" and case.stem.startswith("linear_"):  # its first forward does not: the fused one
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 # ---- parametrised and replaced weights
