@@ -3,13 +3,13 @@
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
-The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd` are
-a row's own, over its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
+The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd`
+are a row's own, over its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
-Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8, without
-hooks, autocast or transforms. In float32 on sm_90, from 2^30 multiplications on, its product and its gradients run on the
-fp16 tensor cores with the accuracy of float32; elsewhere cuBLAS's product is followed by one kernel, without gradients.
-Everything else is the plain way: the Model's own lines.
+Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
+without hooks, autocast or transforms. In float32 on sm_90, from 2^30 multiplications on, its product and its
+gradients run on the fp16 tensor cores with the accuracy of float32; elsewhere cuBLAS's product is followed by one
+kernel, without gradients. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, which is three fp16 products, 0.59 ms at the 700 TFLOP/s of
 cuBLAS's; 0.37 GB, and W is split in memory first, which reads and writes 0.27 GB each. Measured on an H200 with
@@ -54,7 +54,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
                  "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
@@ -81,14 +83,16 @@ __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 template <typename T> __device__ __forceinline__ T from_float(float v);
-template <> __device__ __forceinline__ float from_float(float v) { return v; }
-template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+template <> __device__ __forceinline__ float from_float<float>(float v) { return v; }
+template <> __device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+    return __float2bfloat16_rn(v);
+}
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
 //
-// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude lies in [2^14, 2^15), and
+// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. Where
 // TF32 is allowed, hi hi alone has TF32's 11 bits. The tensor cores truncate when they accumulate, so the sum over each
 // four lines of K starts at zero, small products first, and is then added to float32 registers ("promoted").
@@ -103,10 +107,10 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied.
 //
-// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling. With
-// c such values in the two rows of an output, the output is off by less than 2^-25 * 2^15 * c, which is within float32's
-// own error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain":
-// the epilogue stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns, and `recompute` puts
+// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
+// With c such values in its two rows an output is off by less than 2^-25 * 2^15 * c, which is within float32's own
+// error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the
+// epilogue stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns, and `recompute` puts
 // float32's sum there. So are outputs of rows of few values, where the dropped lo lo does not average out.
 
 constexpr int kTile = 128, kBlockSide = 64, kStripRows = 16;
@@ -210,7 +214,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own
     }
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);  // 2^exponent may not fit
+    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);
     const float intact = own.pieces_each == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses no bits to subnormals
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
@@ -242,8 +246,9 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own
 // ---- multiply ----
 
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-                 "[%5];" ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
 // d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -252,9 +257,9 @@ template <bool TURNED_A, bool TURNED_B>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     asm volatile(
         "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"
-        "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"
-        "%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
+        "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
+        "%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
         : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
         : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
 }
@@ -287,7 +292,8 @@ struct Tiles {
     __device__ __forceinline__ Tiles(int m, int n)
         : across((n + kTile - 1) / kTile), down((m + kTile - 1) / kTile), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
-        const int band = tile / (kBand * across), inside = tile % (kBand * across), height = min(kBand, down - band * kBand);
+        const int band = tile / (kBand * across), inside = tile % (kBand * across);
+        const int height = min(kBand, down - band * kBand);
         return {(band * kBand + inside % height) * kTile, inside / height * kTile};
     }
 };
@@ -512,8 +518,8 @@ struct LinearProduct {
         return true;
     }
 };
-// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns; a warp has
-// a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
+// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns;
+// a warp has a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
 constexpr int kRecomputeThreads = 256;
 template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) recompute(const Epilogue epilogue) {
     __shared__ int flagged[kRecomputeThreads], count;
@@ -541,7 +547,8 @@ template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) r
             const int strip = flagged[i / kStripRows], row = strip / across * kStripRows + i % kStripRows;
             const int column = strip % across * kBlockSide + lane * 2;
             if (i % (kRecomputeThreads / 32) != threadIdx.x / 32 || row >= m) continue;
-            float2 h = column < n ? *reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column) : make_float2(0, 0);
+            const auto* at = reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column);
+            float2 h = column < n ? *at : make_float2(0, 0);
             for (int which = 0; which < 2; ++which) {
                 float& mine = which == 0 ? h.x : h.y;
                 unsigned uncertain = __ballot_sync(~0u, __float_as_uint(mine) == kUncertain);
@@ -566,8 +573,8 @@ static int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether h = x W^T is for the tensor cores. Against cuBLAS's float32 the product alone decides; what one product gains on
-// cuBLAS's TF32 must make up for the split, if no gradients follow.
+// Whether h = x W^T is for the tensor cores. Against cuBLAS's float32 the product alone decides; what one product gains
+// on cuBLAS's TF32 must make up for the split, if no gradients follow.
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     const double products = double(m) * n * k;
@@ -622,8 +629,8 @@ template <class K, class Epilogue> static cudaError_t launch_multiply_of(
     kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(const Pieces& a, const Pieces& b,
-    int pieces_each, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
+template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(const Pieces& a,
+    const Pieces& b, int pieces_each, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     return pieces_each == 1 ? launch_multiply_of<Kind<1, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream)
                             : launch_multiply_of<Kind<2, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream);
 }
@@ -632,21 +639,24 @@ template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, int pieces_each, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    cudaError_t error = launch_split({epilogue.x, pieces_x, epilogue.rows, m, k, pieces_each}, stream);
-    if (error == cudaSuccess) error = launch_split({epilogue.weight, pieces_w, epilogue.columns, n, k, pieces_each}, stream);
+    const Operand x = {epilogue.x, pieces_x, epilogue.rows, m, k, pieces_each};
+    const Operand w = {epilogue.weight, pieces_w, epilogue.columns, n, k, pieces_each};
+    cudaError_t error = launch_split(x, stream);
+    if (error == cudaSuccess) error = launch_split(w, stream);
     if (error != cudaSuccess) return error;
     error = launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, pieces_each, k, epilogue, stream);
     if (error == cudaSuccess) recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
     return error == cudaSuccess ? cudaGetLastError() : error;
 }
 
-// ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W (m, k) and dW = G^T x (n, k). The same text in both. ----
+// ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
 //
-// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are turned
-// operands too, so nothing is transposed in memory. As the sums run over n and m here, what scales W's and x's rows has to
-// be taken back on G's side:
+// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are
+// turned operands too, so nothing is transposed in memory. As the sums run over n and m here, what scales W's and x's
+// rows has to be taken back on G's side:
 //
-//     W's row j is scaled to its own maximum, or as if that were 2^-14 of W's largest; G's column j takes the rest, u_j;
+//     W's row j is scaled to its own maximum, or as if that were 2^-14 of W's largest; G's column j is multiplied by
+//     the rest, u_j;
 //     then G's row i is scaled to the maximum of G_ij u_j, by 2^a_i;
 //     x's row i is scaled by 2^-a_i, and all of x by the one power of two that makes its largest value fit.
 //
@@ -675,7 +685,7 @@ template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     const int exponent = scale_exponent(largest);
 #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
-        const float scale = power_of_two(exponent), four[4] = {v[i] * scale, v[i + 1] * scale, v[i + 2] * scale, v[i + 3] * scale};
+        const float s = power_of_two(exponent), four[4] = {v[i] * s, v[i + 1] * s, v[i + 2] * s, v[i + 3] * s};
         __half* const pieces = to.pieces + row * padded * to.pieces_each;
         if (first + i < padded) store_pieces(pieces, first + i, four, to.pieces_each);
     }
@@ -709,7 +719,7 @@ struct StoreGradient {
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         const int exponent = __float2int_rn(of_weight ? *grad.widest[1] : *grad.widest[0]);
-        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};  // 2^exponent may not fit
+        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int row = min(corner.row + 4 * r, m - 1);
@@ -734,15 +744,16 @@ extern "C" int split_weight(
     return launch_split({weight, pieces, grad->columns, n, int(k), grad->pieces_each, grad->widest[0]}, stream);
 }
 // After that: dX from W's pieces, or dW, which splits x first.
-extern "C" int linear_gradient(bool of_weight, const float* x, __half* pieces, float* out, int64_t m, int64_t n, int64_t k,
-    const SplitGradient* grad, cudaStream_t stream) {
+extern "C" int linear_gradient(bool of_weight, const float* x, __half* pieces, float* out, int64_t m, int64_t n,
+    int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const Operand of_x = {x, pieces, nullptr, m, int(k), grad->pieces_each, grad->widest[1], grad->rows};
     const cudaError_t error = of_weight ? launch_split(of_x, stream) : cudaSuccess;
     if (error != cudaSuccess) return error;
     const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
     const int64_t terms = of_weight ? m : n;
-    const auto launch = of_weight ? launch_multiply<true, true, StoreGradient> : launch_multiply<false, true, StoreGradient>;
-    return launch({grad->pieces, m, n}, {pieces, terms, k}, grad->pieces_each, terms, epilogue, stream);
+    const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
+    return of_weight ? launch_multiply<true, true>(a, b, grad->pieces_each, terms, epilogue, stream)
+                     : launch_multiply<false, true>(a, b, grad->pieces_each, terms, epilogue, stream);
 }
 extern "C" int64_t gradient_blocks(int64_t m) { return m < sm_count() ? m : sm_count(); }  // rows of partial sums
 // ---- The rows of linear_instance_norm_residual ----
@@ -758,8 +769,8 @@ struct StoreLinear : LinearProduct {
     }
 };
 
-// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of V
-// values of it: 8192 values in a whole block. The rest of a longer row is read three times, the later times from L2.
+// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
+// V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
 constexpr int kRowThreads = 256;
 template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
     const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
@@ -772,11 +783,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     Pack<T, V> held[ITEMS], held_y[ITEMS];  // all on their way at once
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) held[i] = from[lane + i * group];
-    }
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) held_y[i] = other[lane + i * group];
+        if (lane + i * group < packs) held[i] = from[lane + i * group], held_y[i] = other[lane + i * group];
     }
     const auto over_row = [&](const auto& use) {  // use(a pack of h, of y, its place)
 #pragma unroll
@@ -815,11 +822,11 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
-// G is split as its products want it, and its columns are summed up: a block's sums, for the gradient of the bias, go to
+// G is split as its products want it, and its columns are summed up for the gradient of the bias: a block's sums go to
 // partials[block]. A block owns every gridDim.x-th row, a thread the same columns of each.
 template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
-    const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y, float* __restrict__ grad_y,
-    float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
+    const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
+    float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
     __shared__ float warp_values[kGradientThreads / 32];
     const float share = 1.0f / n;
     const auto sum_of = [&](float v) { return reduce_group(v, kGradientThreads, warp_values, Sum()); };
@@ -884,7 +891,8 @@ extern "C" int row_norm_residual(
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
     int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
     const auto kernel = n <= 4096 ? split_row_gradients<8> : split_row_gradients<16>;
-    kernel<<<unsigned(gradient_blocks(m)), kGradientThreads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
+    const unsigned blocks = unsigned(gradient_blocks(m));
+    kernel<<<blocks, kGradientThreads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
     return cudaGetLastError();
 }
 """
@@ -951,8 +959,8 @@ void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out
         }
     });
 }
-Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps,
-    bool) {
+Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
+    double eps, bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, no_scales] = forward_meta(x, weight, bias, y, eps, false);
     const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
@@ -982,11 +990,11 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded);
 extern "C" int split_weight(
     const float* weight, void* pieces, int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int linear_gradient(bool of_weight, const float* x, void* pieces, float* out, int64_t m, int64_t n, int64_t k,
-    const GradientPointers* grad, cudaStream_t stream);
+extern "C" int linear_gradient(bool of_weight, const float* x, void* pieces, float* out, int64_t m, int64_t n,
+    int64_t k, const GradientPointers* grad, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m);
 
-// How many pieces a value is split into: one where the user allows TF32 in matrix products, which is cuBLAS's own question.
+// How many pieces a value is split into: one where the user allows TF32 in matrix products, as cuBLAS asks.
 int pieces_each() {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
     const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
@@ -1009,12 +1017,13 @@ cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 
 // dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x, bool of_weight,
-    std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers* to)> split_gradient) {
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x,
+    bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const auto log2_unscale = [](const at::Tensor& scales) { return at::log2(scales.select(1, 0)); };
-    const at::Tensor g = pieces_of(m, n, x), rows = at::empty({m, 2}, x.options()), columns = at::empty({n, 2}, x.options());
-    const at::Tensor w = aligned(weight), widest_w = at::amax(log2_unscale(scales.narrow(0, 0, n)));
+    const at::Tensor g = pieces_of(m, n, x), w = aligned(weight);
+    const at::Tensor rows = at::empty({m, 2}, x.options()), columns = at::empty({n, 2}, x.options());
+    const at::Tensor widest_w = at::amax(log2_unscale(scales.narrow(0, 0, n)));
     GradientPointers grad = {g.data_ptr(), rows.data_ptr(), of_x ? columns.data_ptr() : nullptr, {floats(widest_w)}};
     grad.pieces_each = pieces_each();
     at::Tensor other = of_x ? pieces_of(n, k, x) : at::Tensor();
@@ -1028,24 +1037,26 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
     if (!of_weight) return;
     other.reset();  // W's pieces have been used: their memory serves dW
     other = pieces_of(m, k, x);
-    const at::Tensor ready = aligned(x), widest_x = at::amax(at::add(log2_unscale(scales.narrow(0, n, m)), log2_unscale(rows)));
+    const at::Tensor ready = aligned(x), log2_x = log2_unscale(scales.narrow(0, n, m));
+    const at::Tensor widest_x = at::amax(at::add(log2_x, log2_unscale(rows)));
     grad.widest[1] = floats(widest_x);
     multiply(true, floats(ready));
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales, void* pieces_x,
-    void* pieces_w, void* flags, int64_t m, int64_t n, int64_t k, int pieces_each, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales,
+    void* pieces_x, void* pieces_w, void* flags, int64_t m, int64_t n, int64_t k, int pieces_each, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
     int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
 
-Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double eps,
-    bool recorded) {
+Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
+    double eps, bool recorded) {
     if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    at::Tensor h, scales;
+    const at::Tensor none = at::empty({0}, x.options());
+    at::Tensor h, scales = none.clone();
     if (x.scalar_type() == at::kFloat && product_fits(m, n, k, pieces_each() == 1, recorded)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor of_x = pieces_of(m, k, x), of_w = pieces_of(n, k, x);
@@ -1056,7 +1067,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
-    const at::Tensor other = aligned(y), out = at::empty({m, n}, x.options()), none = at::empty({0}, x.options());
+    const at::Tensor other = aligned(y), out = at::empty({m, n}, x.options());
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     check_launch(row_norm_residual(
         dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
@@ -1070,7 +1081,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const c10::cuda::CUDAGuard guard(x.device());
     product_gradients(x, weight, scales, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
-        const at::Tensor given = aligned(grad), of_y = aligned(y), partials = at::empty({gradient_blocks(m), n}, x.options());
+        const at::Tensor given = aligned(grad), of_y = aligned(y);
+        const at::Tensor partials = at::empty({gradient_blocks(m), n}, x.options());
         float* grad_y = needs[3] ? floats(results[3]) : nullptr;
         const int error = split_row_gradient(floats(given), floats(h), floats(of_y), grad_y, floats(partials), m, n,
             float(eps), to, current_stream());
@@ -1084,7 +1096,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool recorded) -> (Tensor, Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool recorded)"
+          " -> (Tensor, Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor y, float eps, bool[4] needs)"
           " -> Tensor[]");
 }
@@ -1161,7 +1174,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one of the operator's dtypes and one device, with no autocast or transform."""
+    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
     return not torch._C._are_functorch_transforms_active() and all(
@@ -1178,7 +1191,7 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 8192 features at most, 2^30 multiplications."""
+    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 2^30 multiplications, n at most 8192."""
     if not x.is_cuda or x.dtype is not torch.float32 or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     (m, k), n = x.shape, weight.shape[0]
@@ -1190,7 +1203,7 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines. An ordinary norm of rows is a layer norm, which needs no warning about the channels, and reads a
+    """The Model's lines. An ordinary norm of rows is a layer norm, which does not warn about the channels, and reads a
     transposed gradient right on the CPU (batch_norm's does not in PyTorch 2.13)."""
     if _is_ordinary(norm) and h.dim() == 2 and h.shape[1] > 1:
         with torch.autocast(h.device.type, enabled=False):  # as an instance norm is: it has no float32 of its own there

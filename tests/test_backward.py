@@ -284,33 +284,6 @@ def units_of_error(found: list, grad, x, w) -> list[float]:
     return errors
 
 
-@linear_pairs
-@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: " and ".join(n for n, need in zip(("x", "W", "b"), needs) if need))
-def test_each_gradient_of_a_linear_layer_alone_is_the_same(stem, needs, device):
-    """What nobody asked for is not there."""
-    inputs = operands(1100, 1032, 1028, device) if device.type == "cuda" else operands(7, 12, 20, device)
-    every, found = linear_gradients(stem, *inputs), linear_gradients(stem, *inputs, needs)
-    for one, own, need in zip(every, found, needs, strict=True):
-        assert torch.equal(own, one) if need else own.numel() == 0
-
-
-@linear_pairs
-@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
-def test_gradients_of_a_linear_layer_in_any_layout(stem, lay, device):
-    inputs = operands(*LINEAR_SHAPES[1 if device.type == "cuda" else 0], device)
-    laid = [lay(t) for t in inputs]
-    # Equal terms are truncated alike: then a product on the tensor cores is 23 units off, of 1100 terms.
-    assert max(units_of_error(linear_gradients(stem, *laid), *[t.contiguous() for t in laid])) <= 32
-
-
-@linear_pairs
-def test_a_linear_layers_gradient_of_another_shape_or_dtype_is_refused(stem, device):
-    grad, x, w = operands(7, 12, 20, device)
-    for wrong in (grad[:1], grad.t(), grad.double()):
-        with pytest.raises(RuntimeError, match="the gradient must"):
-            linear_gradients(stem, wrong, x, w)
-
-
 def rows_of_many_sizes(grad, x, w):
     return grad * 2.0 ** torch.randint(-40, 41, (grad.shape[0], 1), device=grad.device), x, w
 
