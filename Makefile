@@ -3,28 +3,21 @@
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test measure chart versions
+.PHONY: run test measure chart
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
 
-# matplotlib is for --plot alone: where it cannot be had, the tests of the charts are skipped.
-test: $(VENV)/installed
-	-$(VENV)/bin/pip install --quiet matplotlib
-	$(VENV)/bin/python -m pytest
-
-# The CPU tests with older versions of PyTorch, and gigabytes of wheels for them; see tests/versions.py.
-versions:
-	python3.11 tests/versions.py
-	python3.11 tests/versions.py --shared-cache
+test: $(VENV)/installed-for-tests
+	$(VENV)/bin/python -m pytest -n auto
 
 # The committed measurements, anew; they are an H200's. Of one pair alone: make measure MEASURED=instance_norm
 MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
-	    $(RECORD) --precision highest,high --backward --json results/h200/$$name.json; \
-	    if grep -q "def freeze_weight" kernels/$$name.py; then $(RECORD) --precision highest,high --frozen --json results/h200/$${name}_frozen.json; fi; \
+	    $(RECORD) --backward --dtype float32,bfloat16 --json results/h200/$$name.json; \
+	    case $$name in linear*) $(RECORD) --backward --precision high --json results/h200/$${name}_tf32.json;; esac; \
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
@@ -37,4 +30,8 @@ chart: $(VENV)/installed
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/installed-for-tests: $(VENV)/installed requirements-test.txt
+	$(VENV)/bin/pip install --quiet -r requirements-test.txt
 	touch $@

@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="highest", metavar="LIST", help="highest: strict float32 (default); high: TF32 allowed; or both"
     )
-    parser.add_argument("--backward", action="store_true", help="judge and time forward + backward too")
+    parser.add_argument("--backward", action="store_true", help="also with gradients recorded, and forward + backward")
     parser.add_argument("--frozen", action="store_true", help="call ModelNew's freeze_weight(), where it has that: forward only")
     parser.add_argument("--batch", type=int, metavar="N", help="default: the benchmark batch on a GPU, one that takes little time on a CPU")
     parser.add_argument("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")

@@ -64,6 +64,7 @@ class Case:
     batch: int | None
     seed: int
     frozen: bool = False  # ModelNew's freeze_weight() is called after every change of weights
+    recorded: bool = False  # timed with gradients recorded, and judged as a forward pass
 
 
 @dataclass

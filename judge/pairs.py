@@ -6,7 +6,6 @@ never see each other's modules.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -20,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+
+from judge.source import code_sha256
 
 _serial = itertools.count()
 _perf_counter = time.perf_counter
@@ -38,7 +39,7 @@ class Pair:
     new_path: Path
 
     def source_sha256(self) -> str:
-        return hashlib.sha256(self.new_path.read_bytes()).hexdigest()
+        return code_sha256(self.new_path)
 
 
 class BuildFailed(Exception):

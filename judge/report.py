@@ -65,7 +65,7 @@ def _in_order(names: set[str]) -> list[str]:
 
 
 def _way(run: Run) -> str:
-    direction = ("fwd" if run.direction == "forward" else "fwd+bwd") + " frozen" * run.frozen
+    direction = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}[run.direction] + " frozen" * run.frozen
     batch = "" if run.batch is None else f" b{run.batch}"
     shape = "".join(f" {name} {value}" for name, value in run.constants.items() if isinstance(value, int) and name != "batch_size")
     return f"{run.device} {run.dtype} {run.precision} {direction}{batch}{shape}"

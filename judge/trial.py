@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Callable
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from judge import machine, timing
 from judge.correctness import Case, Examination
@@ -26,6 +26,9 @@ BASELINES = ("eager", *COMPILE_MODES, "cudagraph")
 # Contenders whose every call allocates what it needs; a CUDA graph holds its memory from capture on.
 OWN_ALLOCATIONS = ("new", "eager", "compile")
 ABOVE_FLOOR = "above 100% of the floor, whose bandwidth is copy_'s: a kernel that beats copy_ by a few percent, a size that stays in the caches, or an error"
+
+
+DIRECTIONS = ("forward", "forward_recorded", "forward_backward")  # the last two by --backward
 
 
 @dataclass
@@ -98,7 +101,8 @@ def _without_paths(text: str) -> str:
 def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callable[[str], None]) -> list[Run]:
     """All records of one pair. Never raises for what a pair does wrong."""
     load = settings.load
-    ways = [(dtype, level, backward) for dtype in load.dtypes for level in load.precisions for backward in sorted({False, load.backward})]
+    directions = DIRECTIONS if load.backward else DIRECTIONS[:1]
+    ways = [(dtype, level, direction) for dtype in load.dtypes for level in load.precisions for direction in directions]
     runs = [
         Run(
             model=entry.pair.name,
@@ -106,12 +110,12 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
             device=load.device,
             dtype=machine.DTYPE_NAMES[dtype],
             precision=level,
-            direction="forward_backward" if backward else "forward",
+            direction=direction,
             seed=settings.seed,
             batch=entry.batch,
             constants=entry.problem.constants if entry.problem else {},
         )
-        for dtype, level, backward in ways
+        for dtype, level, direction in ways
     ]
 
     def reject_all(reasons: list[str], status: str = WRONG) -> list[Run]:
@@ -134,10 +138,11 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
     if meddling:
         return reject_all([f"the candidate {complaint}" for complaint in meddling])
 
-    for run, (dtype, level, backward) in zip(runs, ways):
+    for run, (dtype, level, direction) in zip(runs, ways):
         run.import_seconds = round(import_seconds, 3)
         run.frozen = settings.frozen and hasattr(new_class, "freeze_weight")
-        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen)
+        backward, recorded = direction == "forward_backward", direction == "forward_recorded"
+        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen, recorded)
         prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
         with machine.precision(level):
             _judge_way(run, case, settings, compiler, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
@@ -212,7 +217,7 @@ def _time(
     run: Run, case: Case, settings: Settings, compiler: CompilerSettings, examination: Examination, say: Callable[[str], None]
 ) -> None:
     inputs = clone_all(examination.inputs)
-    if case.backward:
+    if case.backward or case.recorded:
         for x in inputs:
             if isinstance(x, torch.Tensor):
                 x.requires_grad_(x.is_floating_point())
@@ -228,7 +233,7 @@ def _time(
     def inspect(result) -> None:
         examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
 
-    with torch.set_grad_enabled(case.backward):
+    with torch.set_grad_enabled(case.backward or case.recorded):
         contenders = _contenders(run, case, settings, compiler, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
         clocks_before = machine.clocks(case.device)
@@ -318,6 +323,8 @@ def _contenders(
 def step_of(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch.nn.Module, torch.nn.Module], object]:
     """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
     wanted_inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if case.recorded:  # a forward pass that autograd records, as in training and in KernelBench's own timing
+        return lambda module, owner: tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, module(*inputs))
     if not case.backward or not (wanted_inputs or any(p.requires_grad for p in model.parameters())):
         return lambda module, owner: module(*inputs)
     incoming = random_like(_differentiable(model(*inputs)), case.seed)

@@ -1,42 +1,45 @@
-"""The kernel files as text, and the marked blocks that several of them repeat."""
+"""The kernel files as text, and the definitions that several of them repeat."""
 
+import ast
 import re
+from collections.abc import Iterator
 
-from cases import SOLUTIONS, STEMS
-
-BEGIN = re.compile(r"^\s*(?:#|//) --- shared: (?P<name>.+?) \(home: kernels/(?P<home>\w+)\.py\) ---$")
-END = re.compile(r"^\s*(?:#|//) --- end shared: (?P<name>.+?) ---$")
+from cases import SOLUTIONS
 
 
 def source(stem: str) -> str:
     return (SOLUTIONS / f"{stem}.py").read_text()
 
 
-def shared_blocks(stem: str) -> dict[str, tuple[str, str]]:
-    """Name to (stem of the home file, text). Every line that looks like a marker must be one."""
-    blocks, name, home, lines = {}, None, None, []
-    for number, line in enumerate(source(stem).splitlines(), 1):
-        begin, end = BEGIN.match(line), END.match(line)
-        assert bool(begin or end) == ("--- shared" in line or "--- end shared" in line), f"{stem}:{number}: a malformed marker"
-        if begin:
-            assert name is None and begin["name"] not in blocks, f"{stem}:{number}: a block inside another, or twice"
-            name, home, lines = begin["name"], begin["home"], []
-        elif end:
-            assert name == end["name"], f"{stem}:{number}: ends a block that did not begin"
-            blocks[name], name = (home, "\n".join(lines)), None
-        elif name:
-            lines.append(line)
-    assert name is None, f"{stem}: {name} does not end"
-    return blocks
+def strings(stem: str) -> dict[str, str]:
+    """The file's own strings by name: CUDA_SOURCE and CPP_SOURCE."""
+    assigned = {ast.unparse(node.targets[0]): node.value for node in ast.parse(source(stem)).body if isinstance(node, ast.Assign)}
+    return {name: ast.literal_eval(assigned[name]) for name in ("CUDA_SOURCE", "CPP_SOURCE")}
 
 
-def one_of_each_build() -> list[str]:
-    """One stem for each way of building: files with an equal block `build` are built in the same way, and the shortest stands for all."""
-    ways = {}
-    for stem in sorted(STEMS, key=lambda stem: len(source(stem))):
-        try:
-            code = shared_blocks(stem)["build"][1]
-        except (AssertionError, KeyError):
-            code = source(stem)
-        ways.setdefault(code, stem)
-    return list(ways.values())
+def _blocks(text: str) -> Iterator[str]:
+    """What begins at the first column of a C++ string, each to its closing brace or semicolon; without comments."""
+    block: list[str] = []
+    for line in re.sub(r"//.*", "", text).splitlines():
+        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert"))):
+            continue
+        block.append(line.rstrip())
+        joined = "\n".join(block)
+        if joined.count("{") == joined.count("}") and joined.endswith(("}", ";")):
+            yield joined
+            block = []
+
+
+def definitions(stem: str) -> dict[str, dict[str, str]]:
+    """The functions and structs at the file's top level, in Python, C++ and CUDA: name to {head: text}, since C++ overloads."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source(stem)).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = {"Python": ast.unparse(node)}
+    for language, text in strings(stem).items():
+        for block in _blocks(text):
+            head = re.sub(r"\s+", " ", block.split("{")[0]).strip()
+            bare = re.sub(r"template <[^()]*?> (?=\w)|__launch_bounds__\([^()]*(\([^()]*\))*[^()]*\)|alignas\([^()]*(\([^()]*\))*[^()]*\)", "", head)
+            if name := re.search(r"\b(?:struct|class) (\w+)", bare) or re.search(r"(\w+)(?:<[^()]*>)?\(", bare):
+                found.setdefault(f"{language}: {name[1]}", {})[head] = block
+    return found

@@ -114,7 +114,9 @@ def test_the_harness_splits_the_batch_and_reports_the_scaling(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("error new / eager") == done.stdout.count("efficiency") == 1  # rank 0 alone speaks
     runs = json.loads((tmp_path / "record.json").read_text())["runs"]
-    assert [(run["direction"], run["batch"], run["ok"]) for run in runs] == [("forward", 4, True), ("forward_backward", 4, True)]
+    assert [(run["direction"], run["batch"], run["ok"]) for run in runs] == [
+        (direction, 4, True) for direction in ("forward", "forward_recorded", "forward_backward")
+    ]
     for run in runs:
         scaling = run["scaling"]
         assert (scaling["processes"], scaling["batch"], len(scaling["samples_per_second_each"])) == (2, 7, 2)

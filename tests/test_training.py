@@ -156,8 +156,11 @@ def test_activation_checkpointing(case, reentrant, device):
         out = call(*leaves)
         loss_of(out).backward()
         results.append([out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, **({} if device.type == "cpu" else {"rtol": 0, "atol": 0}))
+    for once, again in zip(*results, strict=True):
+        if reentrant and device.type == "cpu":  # its first forward is without gradients, and training on a CPU may be PyTorch's own
+            torch.testing.assert_close(again, once)
+        else:
+            assert torch.equal(again, once)
 
 
 # ---- parametrised and replaced weights
