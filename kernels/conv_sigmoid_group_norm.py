@@ -841,6 +841,13 @@ constexpr float kMostReach = 65536.0f;  // of |x| * |weights| * |scale|: 2^-40 o
 constexpr uint32_t kInfinityBits = 0x7f800000;
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
+__device__ __forceinline__ uint32_t warp_max(uint32_t v) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, v);
+#else
+    return v;  // there is no such instruction, and nobody calls this
+#endif
+}
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -946,7 +953,7 @@ __device__ __forceinline__ void prepare_convolution(
             most = max(most, finite(magnitude(p.weight[o * k + i]))), sum += fabsf(p.weight[o * k + i]);
         }
         for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        most = __reduce_max_sync(~0u, most);
+        most = warp_max(most);
         if (lane > 0) continue;
         tile.weight_exponent[o] = scale_exponent(most);
         tile.bias[o] = o < s.out ? p.conv_bias[o] + p.bias[o] : 0.0f,
@@ -993,7 +1000,7 @@ __device__ __forceinline__ void announce_x(ConvolutionTile& tile, int row, const
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kIn; ++i) largest = max(largest, magnitude(v[i]));
-    largest = __reduce_max_sync(~0u, largest);
+    largest = warp_max(largest);
     if (threadIdx.x % 32 == 0) atomicMax(&tile.largest[row & 1].x, largest);
 }
 __device__ __forceinline__ void store_x(ConvolutionTile& tile, int row, const float (&v)[kIn]) {
@@ -1134,6 +1141,7 @@ template <typename T> struct Gradients {
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostWarps, 2)
     measure_gradients(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
     ConvolutionTile& tile = *reinterpret_cast<ConvolutionTile*>(shared);
     const int lane = threadIdx.x % 32;
@@ -1183,6 +1191,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
         for (int w = 0; w < blockDim.x / 32; ++w) sum += own[w * kOut * 2 + i];
         p.sums[int64_t(blockIdx.x) * 2 * s.out + i] = sum;
     }
+#endif
 }
 
 // A block for each sample, a thread for each channel: adds the sums of its pieces; then two threads for each group.
@@ -1278,12 +1287,12 @@ __device__ __forceinline__ void announce_dh(ConvolutionTile& tile, int parity, c
     uint32_t largest = 0;
 #pragma unroll
     for (int k = 0; k < 32; ++k) largest = max(largest, magnitude(dh[k / 16][k / 4 % 4][k % 4]));
-    largest = __reduce_max_sync(~0u, largest);
+    largest = warp_max(largest);
     if (largest >= kInfinityBits) {
         largest = 0, tile.largest[parity].strange = 1;
 #pragma unroll
         for (int k = 0; k < 32; ++k) largest = max(largest, finite(magnitude(dh[k / 16][k / 4 % 4][k % 4])));
-        largest = __reduce_max_sync(~0u, largest);
+        largest = warp_max(largest);
     }
     if (threadIdx.x % 32 == 0) atomicMax(&tile.largest[parity].dh, largest);
 }
@@ -1497,6 +1506,7 @@ __device__ __forceinline__ void leave_sums(const BackwardArguments& p, const Bac
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostWarps, 1)
     differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
     ConvolutionTile& convolution = tile.convolution;
@@ -1538,6 +1548,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         __syncthreads();
     }
     leave_sums(p, s, reinterpret_cast<float*>(shared), weights, sums);
+#endif
 }
 
 // A block for 32 columns of a matrix of partial sums, whose warps add every eighth row, in double.
