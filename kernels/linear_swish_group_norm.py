@@ -37,7 +37,6 @@ CUDA_SOURCE = r"""
 #include <utility>
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
@@ -55,7 +54,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -63,20 +61,17 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
 template <int N> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
 }
-
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -130,7 +125,6 @@ __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kLine - 1) / kLine * kLine; }
-
 // v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
@@ -145,7 +139,6 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-
 // Four neighbouring values from k on, already scaled, into the pieces (one or two) of their row.
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[4], int pieces) {
     const auto store = [](__half* to, const __half2& a, const __half2& b) {  // in one instruction
@@ -159,7 +152,6 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
     if (pieces == 1) return;
     store(to + 32, __floats2half2_rn(v[0] - c.x, v[1] - c.y), __floats2half2_rn(v[2] - d.x, v[3] - d.y));
 }
-
 // An output is its accumulator times the `unscale` of its row and column, and uncertain below the sum of their `doubt`.
 struct RowScale {
     float unscale, doubt;
@@ -180,7 +172,6 @@ struct Operand {
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
-
 // `group` threads, whole warps, own a row. Rows of up to 8192 values wait in registers between the search for the
 // largest and the split; longer ones are read twice.
 __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own, int group) {
@@ -259,7 +250,6 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, in
         : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
         : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
 }
-
 // Which operands lie in memory with K across their rows (false), and which down their columns ("turned").
 template <int PIECES_, bool TURNED_A_, bool TURNED_B_> struct Kind {
     static constexpr int PIECES = PIECES_, kTerms = kLine / PIECES;  // kTerms: of K in a line
@@ -313,7 +303,6 @@ template <class K> __device__ __forceinline__ void producer(
         }
     }
 }
-
 // The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips
 // of 32 rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
 template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
@@ -338,7 +327,6 @@ template <class K> __device__ __forceinline__ void multiply_line(float (&d)[64],
         for (int i = 1; i < 4; ++i) wgmma<A, B>(d, a + i * kStepA, b + i * kStepB, 1);
     }
 }
-
 // A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
 // lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
@@ -456,7 +444,6 @@ template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyTh
     }
 #endif
 }
-
 // Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, where the operands shall stay.
 template <bool STREAMING>
 __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
@@ -470,7 +457,6 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
         else *to = make_float4(own[0], own[1], own[2], own[3]);
     }
 }
-
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
@@ -585,7 +571,6 @@ static cudaError_t launch_split(const Operand& operand, cudaStream_t stream) {
     split_rows<<<unsigned(blocks), kSplitThreads, 0, stream>>>(operand, group);
     return cudaGetLastError();
 }
-
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
 // strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
 struct Pieces {
@@ -666,7 +651,6 @@ struct SplitGradient {
     int pieces_each;
 };
 constexpr int kGradientThreads = 512;
-
 // A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
 template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     float (&v)[COUNT], int64_t row, int n, const SplitGradient& to, float* warp_values) {
@@ -703,7 +687,6 @@ template <int COUNT> __device__ __forceinline__ void store_columns(float* to, co
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-
 // The epilogue of dX, or of dW.
 struct StoreGradient {
     SplitGradient grad;
@@ -732,7 +715,6 @@ struct StoreGradient {
         store_part<true>(out, v, corner, m, n);
     }
 };
-
 
 // W's pieces, and u. Before G is split.
 extern "C" int split_weight(
@@ -765,7 +747,6 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     const float r = rsqrtf(v);  // to two ulps; the Newton step halves them, and is left out where it would make 0 * inf
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-
 // A group of a row, COUNT values v = sigmoid(h) * h + bias in each of `lanes` neighbouring lanes, loses its mean, which
 // is returned, but for rounding. The normalised values are then v * scale + shift.
 template <int COUNT> __device__ __forceinline__ float normalize_group(
@@ -784,7 +765,6 @@ template <int COUNT> __device__ __forceinline__ float normalize_group(
     shift = -rest * scale;
     return mean;
 }
-
 // The whole network in the product's epilogue: a group of 64 features is a slot's columns, a row of it in eight lanes.
 struct StoreSwishGroupNorm : LinearProduct {
     float* h;  // null if it is not wanted
@@ -827,7 +807,6 @@ struct StoreSwishGroupNorm : LinearProduct {
         *reinterpret_cast<float2*>(out + at) = make_float2(v[0], v[1]);
     }
 };
-
 // The same after ATen's product, for groups of 8 to 128 features. `lanes` neighbouring lanes have a group, 16 bytes
 // each, of kSliceRows rows, for which they load the vectors once.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
@@ -860,7 +839,6 @@ template <typename T> __global__ void __launch_bounds__(kSliceThreads) finish_sl
         if (first + r < rows) *reinterpret_cast<Pack<T, V>*>(out + (first + r) * n + column) = held[r];
     }
 }
-
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
 // G is split as its products want it. The sums over rows of G, G_v, grad * z and grad, which are the gradients of the
@@ -931,7 +909,6 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
     const auto launch = dtype == 0 ? launch_slices<float> : launch_halves;
     return launch(h, bias, gamma, beta, out, rows, n, groups, eps, stream);
 }
-
 // G, split, and the partial sums over its rows. n is at most 8192.
 extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
@@ -968,7 +945,6 @@ CPP_SOURCE = r"""
 namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
 // h = x weight^T + linear_bias, and the scales of weight's and x's rows.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
@@ -984,7 +960,6 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     if (!recorded) return {out, none, none.clone()};
     return {out, at::empty_like(out), at::empty_symint({n + m, 2}, x.options())};
 }
-
 // A group of a row, by one thread; v waits in out. Statistics are added up in double.
 void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
     double eps) {
@@ -1019,7 +994,6 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     });
     return {result.to(x.scalar_type()), none, no_scales};
 }
-
 // The gradients of x, weight and the vectors, for groups of 64; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double,
@@ -1047,7 +1021,6 @@ extern "C" int split_weight(
 extern "C" int linear_gradient(bool of_weight, const float* x, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m);
-
 // How many pieces a value is split into: one where the user allows TF32 in matrix products, as cuBLAS asks.
 int pieces_each() {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
@@ -1069,7 +1042,6 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-
 // dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
@@ -1106,7 +1078,8 @@ extern "C" int split_group_gradient(const float* grad, const float* h, const flo
     float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool recorded) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
+    bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
@@ -1252,10 +1225,13 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 2^30 multiplications, n at most 8192."""
-    if not x.is_cuda or x.dtype is not torch.float32 or torch.cuda.get_device_capability(x.device)[0] != 9:
+    if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS:
         return False
     (m, k), n = x.shape, weight.shape[0]
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
+
+
+_HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
 
 
 NAMESPACE = _load("linear_swish_group_norm")

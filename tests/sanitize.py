@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import test_backward
 import test_convolution_gradients
 import test_float32_gemm
 import test_gpu
@@ -90,33 +89,6 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
 
         calls.append((f"{case} in {dtype}, {how}", whole))
 
-    def add_tail(tail, dtype):
-        def whole():
-            model, ours, (*inputs, gradient) = tail.build("cuda", dtype)
-            (model if plain else ours)(*(t.requires_grad_() for t in inputs)).backward(gradient)
-
-        calls.append((f"{tail} in {dtype}", whole))
-
-    def train(new, inputs):
-        out = new(*(t.requires_grad_() for t in inputs))
-        out.backward(torch.ones_like(out))
-
-    @torch.no_grad()
-    def infer(new, inputs):
-        new(*inputs)
-
-    def extremes(new, inputs):
-        x = inputs[0].flatten()
-        for i, value in enumerate((torch.finfo(x.dtype).max, torch.inf, -torch.inf, torch.nan)):
-            x[7 * i :: 997] = value
-        return [x.view_as(inputs[0]), *inputs[1:]]
-
-    def badly_scaled(new, inputs):
-        return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
-
-    def of_one_sign(new, inputs):
-        return [inputs[0].abs(), *inputs[1:]]
-
     for case in cases_of(stem):
         for dtype in DTYPES:
             for call, how in ((train, "gradients"), (infer, "no gradients")):
@@ -127,10 +99,6 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
             add(case, torch.float32, f"badly scaled, gradients, TF32 {tf32}", train, badly_scaled, tf32)
         if case in PRODUCTS:
             add(case, torch.float32, "x of one sign, TF32 True", infer, of_one_sign, True)
-    kinds = {tail.kind for tail in test_backward.TAILS if tail.groups}
-    for tail in [*test_backward.TAILS, *(test_backward.Tail(kind, "groups of 1500 features", (3, 3000), 2) for kind in kinds)]:
-        for dtype in DTYPES if tail.kind.stem == stem else ():
-            add_tail(tail, dtype)
     return calls
 
 
