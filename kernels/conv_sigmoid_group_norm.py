@@ -823,10 +823,13 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
 // Four convolutions of 38.4 GFLOP at the benchmark: 3.0 ms in float32 FMAs, so they run on the tensor cores.
 //
 // Each float v is split into two fp16 numbers, hi + lo = v * s, where s is a power of two that brings the largest |v|
-// of an image row (all channels) to [2^14, 2^15): 22 bits of what is within 2^-18 of the largest value, and below that
-// an absolute error of 2^-40 of it. A product is hi * hi + hi * lo + lo * hi, added up in float32 over one row, then
-// scaled back and added to a float32 sum. Rows for which that does not do (they hold what is not finite, or their
-// largest value could hide others that the activation sees) are computed from floats, slowly.
+// of
+// an image row (all channels) to [2^14, 2^15): 22 bits of what is within 2^-18 of the largest value, and below that an
+// absolute error of 2^-40 of it. A product is hi * hi + hi * lo + lo * hi, added up in float32 over one row, then
+// scaled
+// back and added to a float32 sum. Rows for which that does not do (they hold what is not finite, or their largest
+// value
+// could hide others that the activation sees) are computed from floats, slowly.
 //
 // A tile holds one row of an image: a cell of 16 bytes has 8 channels of one column. Column c is cell c / 4 of sub-row
 // c % 4, so that columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. A warp has 32 columns;
@@ -837,7 +840,8 @@ constexpr int kMostWarps = 8;  // side by side: 256 columns
 constexpr int kSub = 8 * kMostWarps + 2;  // cells of a sub-row
 constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;  // rows of x in shared memory
-constexpr float kMostReach = 65536.0f;  // of |x| * |weights| * |scale|: 2^-40 of it is 2^-24 of a pre-activation
+// of |x| * |weights| * |scale|: 2^-40 of it is 2^-24 of a pre-activation
+constexpr float kMostReach = 65536.0f;
 constexpr uint32_t kInfinityBits = 0x7f800000;
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
@@ -870,8 +874,8 @@ __device__ __forceinline__ void store_transposed(uint4* to, const uint32_t* from
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b, bool from_zero = false) {
     const float c[4] = {
         from_zero ? 0.0f : d[0], from_zero ? 0.0f : d[1], from_zero ? 0.0f : d[2], from_zero ? 0.0f : d[3]};
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, "
-        "%12, %13};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
         : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
@@ -904,28 +908,28 @@ __device__ __forceinline__ float inverse_power(uint32_t exponent) { return __uin
 // x is (samples, in, height, width), grad (samples, out, rows, columns). A block walks down a band of rows in a strip:
 // it has x's columns [first, first + tile), h's up to first + tile - 2; the next strip begins `step` further on, and
 // leaves its first two columns of h, which it needs for x's gradient, to this one to count.
-struct BackwardShape {
+struct Backward {
     int samples, in, out, groups, height, width, rows, columns;
-    int tile, step, strips, bands;
+    int tile, step, strips, bands, measure_bands;  // measure_bands: kernel 1's, of which two blocks fit an SM
     bool pairs, quads;  // grad's rows start at whole pairs; x's gradient's at whole fours
-};
-struct BackwardArguments {
+    bool wants_weight;
     const void *grad, *x;
     const float *weight, *conv_bias, *bias, *scale, *gamma, *mean, *rstd;
     void* grad_x;  // null: not wanted
     float* sums;  // of block, channel: the sums of grad, of grad * (v - mean)
     float* joint;  // of sample, group: the means of gamma * grad, of gamma * grad * vhat
-    float *norm_rows, *rows;  // partial sums of sample: gamma's gradient, beta's; of block: weight's, bias's, scale's
-    bool wants_weight;
+    float* of_samples;  // partial sums of sample: gamma's gradient, beta's
+    float* of_blocks;  // of block: weight's, bias's, scale's
 };
 
 struct alignas(16) ConvolutionTile {
     uint4 x[kSlots][2 * kPlane];  // of row: hi, lo
     uint4 fragments[2][3][4][32];  // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
     uint32_t weight_exponent[kOut];  // of a power of two that a channel's weights are multiplied by
+    float weight_inverse[kOut];  // its inverse
     float bias[kOut], reach;  // both biases; the largest of all channels' sums of |weight * scale|
     float x_inverse[kSlots];  // of the scales of the rows
-    bool exceeds[kSlots];  // a row that is beyond kMostReach, or not finite
+    alignas(4) bool exceeds[kSlots];  // a row that is beyond kMostReach, or not finite
     struct {
         uint32_t x, dh, strange;
     } largest[2];  // of rows by parity: magnitudes; whether dh is not finite
@@ -934,30 +938,29 @@ struct Piece {  // a block's
     int64_t sample;
     int strip, first, columns, first_row, last_row;
 };
-__device__ __forceinline__ Piece piece_of_block(const BackwardShape& s) {
-    const int strip = blockIdx.x / s.bands % s.strips, band = blockIdx.x % s.bands, first = strip * s.step;
-    return {blockIdx.x / (s.bands * s.strips), strip, first, min(s.columns - first, s.tile - 2),
-        int(int64_t(s.height) * band / s.bands), int(int64_t(s.height) * (band + 1) / s.bands)};
+__device__ __forceinline__ Piece piece_of_block(const Backward& p) {
+    const int strip = blockIdx.x / p.bands % p.strips, band = blockIdx.x % p.bands, first = strip * p.step;
+    return {blockIdx.x / (p.bands * p.strips), strip, first, min(p.columns - first, p.tile - 2),
+        int(int64_t(p.height) * band / p.bands), int(int64_t(p.height) * (band + 1) / p.bands)};
 }
 
 // All threads: the weights as operands of the convolution, of which each channel has its own scale; zeros in x's tile.
-__device__ __forceinline__ void prepare_convolution(
-    const BackwardArguments& p, const BackwardShape& s, ConvolutionTile& tile) {
-    const int lane = threadIdx.x % 32, k = s.in * kTaps;
+__device__ __forceinline__ void prepare_convolution(const Backward& p, ConvolutionTile& tile) {
+    const int lane = threadIdx.x % 32, k = p.in * kTaps;
     __shared__ float reach[kOut];
     for (int i = threadIdx.x; i < kSlots * 2 * kPlane; i += blockDim.x) (&tile.x[0][0])[i] = make_uint4(0, 0, 0, 0);
     for (int o = threadIdx.x / 32; o < kOut; o += blockDim.x / 32) {
         uint32_t most = 0;
         float sum = 0;
-        for (int i = lane; i < k && o < s.out; i += 32) {
+        for (int i = lane; i < k && o < p.out; i += 32) {
             most = max(most, finite(magnitude(p.weight[o * k + i]))), sum += fabsf(p.weight[o * k + i]);
         }
         for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
         most = warp_max(most);
         if (lane > 0) continue;
-        tile.weight_exponent[o] = scale_exponent(most);
-        tile.bias[o] = o < s.out ? p.conv_bias[o] + p.bias[o] : 0.0f,
-        reach[o] = o < s.out ? sum * fabsf(p.scale[o]) : 0.0f;
+        tile.weight_exponent[o] = scale_exponent(most), tile.weight_inverse[o] = inverse_power(tile.weight_exponent[o]);
+        tile.bias[o] = o < p.out ? p.conv_bias[o] + p.bias[o] : 0.0f,
+        reach[o] = o < p.out ? sum * fabsf(p.scale[o]) : 0.0f;
     }
     if (threadIdx.x < 2) tile.largest[threadIdx.x] = {0, 0, 0};
     if (threadIdx.x < kSlots) tile.exceeds[threadIdx.x] = false;
@@ -973,8 +976,8 @@ __device__ __forceinline__ void prepare_convolution(
         for (int j = 0; j < 6; ++j) {  // kx, lower or upper eight channels
             const int o = half * 16 + i % 32 / 4 + j % 2 * 8;
             const auto scaled = [&](int in) {
-                return o < s.out && in < s.in
-                    ? p.weight[(o * s.in + in) * kTaps + ky * 3 + j / 2] * power(tile.weight_exponent[o])
+                return o < p.out && in < p.in
+                    ? p.weight[(o * p.in + in) * kTaps + ky * 3 + j / 2] * power(tile.weight_exponent[o])
                     : 0.0f;
             };
             split(scaled(in), scaled(in + 1), hi[j], lo[j]);
@@ -988,17 +991,15 @@ __device__ __forceinline__ void prepare_convolution(
 // A row of x goes to the tile in three steps, a thread for each column: into registers; its largest value is announced;
 // after a barrier, scaled, to its slot.
 template <typename T>
-__device__ __forceinline__ void load_x(
-    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, float (&v)[kIn]) {
-    const uint32_t column = piece.first + threadIdx.x, plane = s.height * s.width;
-    const T* const from = static_cast<const T*>(p.x) + piece.sample * s.in * plane;
-    const bool exists = column < s.width && row < s.height;
-#pragma unroll
-    for (int i = 0; i < kIn; ++i) v[i] = exists && i < s.in ? to_float(from[i * plane + row * s.width + column]) : 0.0f;
+__device__ __forceinline__ void load_x(const Backward& p, const Piece& piece, int row, float (&v)[kIn]) {
+    const int column = piece.first + threadIdx.x;
+    const int64_t plane = int64_t(p.height) * p.width;
+    const T* from = static_cast<const T*>(p.x) + piece.sample * p.in * plane + int64_t(row) * p.width + column;
+    const int channels = column < p.width && row < p.height ? p.in : 0;
+    for (int i = 0; i < kIn; ++i, from += plane) v[i] = i < channels ? to_float(*from) : 0.0f;
 }
 __device__ __forceinline__ void announce_x(ConvolutionTile& tile, int row, const float (&v)[kIn]) {
     uint32_t largest = 0;
-#pragma unroll
     for (int i = 0; i < kIn; ++i) largest = max(largest, magnitude(v[i]));
     largest = warp_max(largest);
     if (threadIdx.x % 32 == 0) atomicMax(&tile.largest[row & 1].x, largest);
@@ -1012,17 +1013,15 @@ __device__ __forceinline__ void store_x(ConvolutionTile& tile, int row, const fl
         tile.largest[~row & 1] = {0, 0, 0};
     }
     uint32_t hi[4], lo[4];
-#pragma unroll
     for (int i = 0; i < 4; ++i) split(v[2 * i] * power(exponent), v[2 * i + 1] * power(exponent), hi[i], lo[i]);
     uint4* const to = tile.x[slot] + threadIdx.x % 4 * kSub + threadIdx.x / 4;
     to[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[kPlane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
 }
 template <typename T>
-__device__ __forceinline__ void fill_x(
-    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, ConvolutionTile& tile, int row) {
+__device__ __forceinline__ void fill_x(const Backward& p, const Piece& piece, ConvolutionTile& tile, int row) {
     for (int end = row + 3; row < end; ++row) {
         float x[kIn];
-        load_x<T>(p, s, piece, row, x);
+        load_x<T>(p, piece, row, x);
         announce_x(tile, row, x);
         __syncthreads();
         store_x(tile, row, x);
@@ -1035,30 +1034,28 @@ __device__ __forceinline__ bool any_exceeds(const ConvolutionTile& tile) {
 
 // The lane's values of convolve() from floats; zeros beyond the image.
 template <typename T>
-__device__ __noinline__ void convolve_slowly(
-    const BackwardArguments& p, const BackwardShape& s, int64_t sample, int row, int column, float* h) {
+__device__ __noinline__ void convolve_slowly(const Backward& p, int64_t sample, int row, int column, float* h) {
     for (int k = 0; k < 32; ++k) {
         const int o = k / 16 * 16 + k % 4 / 2 * 8 + threadIdx.x % 32 / 4, at = column + k % 2 * 4 + k % 16 / 4;
         float sum = 0;
-        for (int i = 0; i < s.in * kTaps && o < s.out && at < s.columns; ++i) {
-            const int64_t plane = sample * s.in + i / kTaps, y = row + i % kTaps / 3, x = at + i % 3;
-            sum = fmaf(to_float(static_cast<const T*>(p.x)[(plane * s.height + y) * s.width + x]),
-                p.weight[o * s.in * kTaps + i], sum);
+        for (int i = 0; i < p.in * kTaps && o < p.out && at < p.columns; ++i) {
+            const int64_t plane = sample * p.in + i / kTaps, y = row + i % kTaps / 3, x = at + i % 3;
+            sum = fmaf(to_float(static_cast<const T*>(p.x)[(plane * p.height + y) * p.width + x]),
+                p.weight[o * p.in * kTaps + i], sum);
         }
-        h[k] = o < s.out && at < s.columns ? sum + p.conv_bias[o] + p.bias[o] : 0.0f;
+        h[k] = o < p.out && at < p.columns ? sum + p.conv_bias[o] + p.bias[o] : 0.0f;
     }
 }
 
 // By a warp: h with its biases in 32 columns of a row. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
 // 8 (lane % 4) + 4 i + j of the warp's.
 template <typename T>
-__device__ __forceinline__ void convolve(const BackwardArguments& p, const BackwardShape& s,
-    const ConvolutionTile& tile, const Piece& piece, int row, float (&h)[2][4][4]) {
+__device__ __forceinline__ void convolve(
+    const Backward& p, const ConvolutionTile& tile, const Piece& piece, int row, float (&h)[2][4][4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     if (any_exceeds(tile)) {
         float slow[32];
-        convolve_slowly<T>(p, s, piece.sample, row, piece.first + warp * 32 + lane % 4 * 8, slow);
-#pragma unroll
+        convolve_slowly<T>(p, piece.sample, row, piece.first + warp * 32 + lane % 4 * 8, slow);
         for (int k = 0; k < 32; ++k) h[k / 16][k / 4 % 4][k % 4] = slow[k];
         return;
     }
@@ -1069,152 +1066,144 @@ __device__ __forceinline__ void convolve(const BackwardArguments& p, const Backw
         uint32_t hi[8], lo[8];
         load_matrices<false>(hi, x), load_matrices<false>(hi + 4, x + 1);
         load_matrices<false>(lo, x + kPlane), load_matrices<false>(lo + 4, x + kPlane + 1);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint4 w[4];
-#pragma unroll
-            for (int k = 0; k < 4; ++k) w[k] = tile.fragments[half][ky][k][lane];
-            float sums[4][4];
-#pragma unroll
-            for (int product = 0; product < 3; ++product) {  // the smallest first
-                const uint32_t* const a01 = &w[product == 0 ? 2 : 0].x;  // kx 0 and 1
-                const uint32_t* const a12 = &w[product == 0 ? 3 : 1].x;
-                const uint32_t* const b = product == 1 ? lo : hi;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) mma16(sums[j], j % 2 == 0 ? a01 : a12, b + j + j % 2, product == 0);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) mma8(sums[j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
-            }
-#pragma unroll
+        uint4 w[2][4];
+        for (int k = 0; k < 8; ++k) w[k / 4][k % 4] = tile.fragments[k / 4][ky][k % 4][lane];
+        float sums[2][4][4];
+        for (int product = 0; product < 3; ++product) {  // the smallest first; eight independent chains of products
+            const uint32_t* const b = product == 1 ? lo : hi;
             for (int k = 0; k < 16; ++k) {
-                const int o = half * 16 + k % 4 / 2 * 8 + lane / 4;
-                float& to = h[half][k / 4][k % 4];
-                to = fmaf(sums[k / 4][k % 4], tile.x_inverse[slot] * inverse_power(tile.weight_exponent[o]),
-                    ky == 0 ? tile.bias[o] : to);
+                const int half = k % 2, j = k / 2 % 4;
+                const uint32_t* const a01 = &w[half][product == 0 ? 2 : 0].x;  // kx 0 and 1
+                const uint32_t* const a12 = &w[half][product == 0 ? 3 : 1].x;
+                if (k < 8) mma16(sums[half][j], j % 2 == 0 ? a01 : a12, b + j + j % 2, product == 0);
+                else mma8(sums[half][j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
             }
+        }
+        for (int k = 0; k < 32; ++k) {
+            const int o = k / 16 * 16 + k % 4 / 2 * 8 + lane / 4;
+            float& to = h[k / 16][k / 4 % 4][k % 4];
+            to = fmaf(sums[k / 16][k / 4 % 4][k % 4], tile.x_inverse[slot] * tile.weight_inverse[o],
+                ky == 0 ? tile.bias[o] : to);
         }
     }
 }
 
-// A lane's gradients of a row, of 8 columns of four channels 8 apart, on their way through shared memory, where only
-// this thread uses them. Those of columns [skipped, left) exist.
+// A warp's gradients of a row, of all channels and its 32 columns, on their way through shared memory, where only this
+// warp uses them: two neighbours of a channel at a time, 16 lanes for a channel. Those of columns [skipped, left)
+// exist.
 template <typename T> struct alignas(2 * sizeof(T)) Pair {
     T a, b;
 };
+constexpr int kGradientPairs = 17;  // of a channel, one of them padding: lanes of four channels meet different banks
 template <typename T> struct Gradients {
     Pair<T>* shared;
     const T* from;
     int skipped, left;
-    __device__ __forceinline__ Gradients(
-        const BackwardArguments& p, const BackwardShape& s, const Piece& piece, void* shared_pairs, bool skip) {
-        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * 32 + lane % 4 * 8;
-        shared = static_cast<Pair<T>*>(shared_pairs) + threadIdx.x;
-        from = static_cast<const T*>(p.grad) + (piece.sample * s.out + lane / 4) * s.rows * s.columns + piece.first +
+    __device__ __forceinline__ Gradients(const Backward& p, const Piece& piece, void* pairs, bool skip) {
+        const int column = threadIdx.x / 32 * 32 + threadIdx.x % 16 * 2, channel = threadIdx.x / 16 % 2;
+        shared = static_cast<Pair<T>*>(pairs) + threadIdx.x / 32 * (kOut * kGradientPairs);
+        from = static_cast<const T*>(p.grad) + (piece.sample * p.out + channel) * p.rows * p.columns + piece.first +
             column;
         skipped = skip && piece.strip > 0 ? 2 - column : 0, left = piece.columns - column;
     }
-    __device__ __forceinline__ void fetch(const BackwardShape& s, int row) const {
-        const uint32_t step = 8 * s.rows * s.columns;
-        const T* const at = from + uint32_t(row * s.columns);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            const int k = i % 4 * 2, channel = threadIdx.x % 32 / 4 + i / 4 * 8;
-            const bool a = channel < s.out && k < left && k >= skipped, b = a && k + 1 < left;
-            Pair<T>* const to = shared + i * blockDim.x;
-            const T* const pair = at + i / 4 * step + k;
-            if (s.pairs) copy_async<2 * sizeof(T)>(to, pair, a);
-            else if constexpr (sizeof(T) == 4) copy_async<4>(&to->a, pair, a), copy_async<4>(&to->b, pair + 1, b);
-            else to->a = a ? pair[0] : from_float<T>(0.0f), to->b = b ? pair[1] : from_float<T>(0.0f);
+    __device__ __forceinline__ void fetch(const Backward& p, int row) const {
+        const int64_t step = int64_t(2) * p.rows * p.columns;
+        const int channel = threadIdx.x / 16 % 2, channels = left > 0 && skipped <= 0 ? p.out - channel : 0;
+        const T* at = from + int64_t(row) * p.columns;
+        Pair<T>* const to = shared + channel * kGradientPairs + threadIdx.x % 16;
+        if (p.pairs) {
+            for (int i = 0; i < kOut; i += 2, at += step)
+                copy_async<2 * sizeof(T)>(to + i * kGradientPairs, at, i < channels);
+            return;
+        }
+        for (int i = 0; i < kOut; i += 2, at += step) {
+            const bool a = i < channels, b = a && left > 1;
+            to[i * kGradientPairs] = {a ? at[0] : from_float<T>(0.0f), b ? at[1] : from_float<T>(0.0f)};
         }
     }
-    __device__ __forceinline__ void take(int c, float (&grad)[8]) const {  // of the lane's c-th channel
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-            const Pair<T> pair = shared[(4 * c + k / 2) * blockDim.x];
-            grad[k] = to_float(pair.a), grad[k + 1] = to_float(pair.b);
-        }
+    __device__ __forceinline__ void wait() const { wait_for_copies(), __syncwarp(); }
+    // of columns 8 (lane % 4) on, channel 8 c + lane / 4
+    __device__ __forceinline__ void take(int c, float (&grad)[8]) const {
+        const Pair<T>* const of = shared + (8 * c + threadIdx.x % 32 / 4) * kGradientPairs + threadIdx.x % 4 * 4;
+        for (int k = 0; k < 8; k += 2) grad[k] = to_float(of[k / 2].a), grad[k + 1] = to_float(of[k / 2].b);
     }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernel 1: the sums of grad and grad * (v - mean) of each channel.
 template <typename T>
-__global__ void __launch_bounds__(32 * kMostWarps, 2)
-    measure_gradients(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+__global__ void __launch_bounds__(32 * kMostWarps, 2) measure_gradients(const __grid_constant__ Backward p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
     ConvolutionTile& tile = *reinterpret_cast<ConvolutionTile*>(shared);
     const int lane = threadIdx.x % 32;
-    const Piece piece = piece_of_block(s);
-    const Gradients<T> gradients(p, s, piece, &tile + 1, true);
-    const int last_row = min(piece.last_row, s.rows);
+    const Piece piece = piece_of_block(p);
+    const Gradients<T> gradients(p, piece, &tile + 1, true);
+    const int last_row = min(piece.last_row, p.rows);
     float scale[4], mean[4], x[kIn], sums[8] = {};
     for (int c = 0; c < 4; ++c) {
-        const int o = min(lane / 4 + 8 * c, s.out - 1);
-        scale[c] = p.scale[o] * kActivationFactor, mean[c] = p.mean[piece.sample * s.groups + o / (s.out / s.groups)];
+        const int o = min(lane / 4 + 8 * c, p.out - 1);
+        scale[c] = p.scale[o] * kActivationFactor, mean[c] = p.mean[piece.sample * p.groups + o / (p.out / p.groups)];
     }
-    prepare_convolution(p, s, tile);
+    prepare_convolution(p, tile);
     __syncthreads();
-    if (piece.first_row < last_row) gradients.fetch(s, piece.first_row);
-    fill_x<T>(p, s, piece, tile, piece.first_row);
+    if (piece.first_row < last_row) gradients.fetch(p, piece.first_row);
+    fill_x<T>(p, piece, tile, piece.first_row);
     for (int row = piece.first_row; row < last_row; ++row) {
         float h[2][4][4];
-        load_x<T>(p, s, piece, row + 3, x);
-        convolve<T>(p, s, tile, piece, row, h);
-        wait_for_copies();
-#pragma unroll
+        load_x<T>(p, piece, row + 3, x);
+        convolve<T>(p, tile, piece, row, h);
+        gradients.wait();
         for (int c = 0; c < 4; ++c) {
             float grad[8], sum = 0, product = 0;
             gradients.take(c, grad);
-#pragma unroll
             for (int k = 0; k < 8; ++k) {
                 const float v = activation(h[c / 2][k % 4][c % 2 * 2 + k / 4] * scale[c]);
                 sum += grad[k], product = fmaf(grad[k], v - mean[c], product);
             }
             sums[c] += sum, sums[4 + c] += product;
         }
-        if (row + 1 < last_row) gradients.fetch(s, row + 1);
+        __syncwarp();
+        if (row + 1 < last_row) gradients.fetch(p, row + 1);
         announce_x(tile, row + 3, x);
         __syncthreads();
         store_x(tile, row + 3, x);
         __syncthreads();
     }
     float* const own = reinterpret_cast<float*>(shared);  // of warp, channel, sum
-#pragma unroll
     for (int k = 0; k < 8; ++k) {
         sums[k] += __shfl_xor_sync(~0u, sums[k], 1), sums[k] += __shfl_xor_sync(~0u, sums[k], 2);
         own[(threadIdx.x / 32 * kOut + lane / 4 + k % 4 * 8) * 2 + k / 4] = sums[k];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < 2 * s.out; i += blockDim.x) {
+    for (int i = threadIdx.x; i < 2 * p.out; i += blockDim.x) {
         float sum = 0;
         for (int w = 0; w < blockDim.x / 32; ++w) sum += own[w * kOut * 2 + i];
-        p.sums[int64_t(blockIdx.x) * 2 * s.out + i] = sum;
+        p.sums[int64_t(blockIdx.x) * 2 * p.out + i] = sum;
     }
 #endif
 }
 
 // A block for each sample, a thread for each channel: adds the sums of its pieces; then two threads for each group.
-__global__ void __launch_bounds__(2 * kOut)
-    join_sums(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+__global__ void __launch_bounds__(2 * kOut) join_sums(const __grid_constant__ Backward p) {
     __shared__ double shared[kOut][2];
     const int64_t sample = blockIdx.x;
-    const int o = threadIdx.x, each = s.out / s.groups, pieces = s.strips * s.bands;
-    if (o < s.out) {
+    const int o = threadIdx.x, each = p.out / p.groups, pieces = p.strips * p.bands;
+    if (o < p.out) {
         double sum = 0, product = 0;
         for (int i = 0; i < pieces; ++i) {
-            const float* const from = p.sums + ((sample * pieces + i) * s.out + o) * 2;
+            const float* const from = p.sums + ((sample * pieces + i) * p.out + o) * 2;
             sum += from[0], product += from[1];
         }
-        product *= p.rstd[sample * s.groups + o / each];
+        product *= p.rstd[sample * p.groups + o / each];
         shared[o][0] = sum * p.gamma[o], shared[o][1] = product * p.gamma[o];
-        p.norm_rows[sample * 2 * s.out + o] = float(product), p.norm_rows[(sample * 2 + 1) * s.out + o] = float(sum);
+        p.of_samples[sample * 2 * p.out + o] = float(product), p.of_samples[(sample * 2 + 1) * p.out + o] = float(sum);
     }
     __syncthreads();
-    if (o >= 2 * s.groups) return;
+    if (o >= 2 * p.groups) return;
     double sum = 0;
     for (int i = 0; i < each; ++i) sum += shared[o / 2 * each + i][o % 2];
-    p.joint[sample * 2 * s.groups + o] = float(sum / (double(each) * s.rows * s.columns));
+    p.joint[sample * 2 * p.groups + o] = float(sum / (double(each) * p.rows * p.columns));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1224,8 +1213,8 @@ __global__ void __launch_bounds__(2 * kOut)
 //   between the next two   dh of row r + 1 and row r + 4 of x are scaled by their largest values and stored
 struct alignas(16) ChannelConstants {
     float scale, gamma, mean, grad_mean;  // scale: times kActivationFactor
-    float pull, push, rstd,
-        unused;  // q = (gamma * grad - grad_mean - (v - mean) * pull) * v's derivative; dh = q * push
+    // q = (gamma * grad - grad_mean - (v - mean) * pull) * v's derivative; dh = q * push
+    float pull, push, rstd, unused;
 };
 struct alignas(16) GradientTile {
     ConvolutionTile convolution;
@@ -1236,15 +1225,14 @@ struct alignas(16) GradientTile {
     bool strange;  // dh's row, or a weight, is not finite
 };
 
-__device__ __forceinline__ void prepare_gradients(
-    const BackwardArguments& p, const BackwardShape& s, GradientTile& tile, int64_t sample) {
+__device__ __forceinline__ void prepare_gradients(const Backward& p, GradientTile& tile, int64_t sample) {
     uint32_t exponent = 227;
     for (int o = 0; o < kOut; ++o) exponent = min(exponent, tile.convolution.weight_exponent[o]);
     if (threadIdx.x == 0) tile.weight_inverse = inverse_power(exponent);
     for (int o = threadIdx.x; o < kOut; o += blockDim.x) {
-        const int64_t of = sample * s.groups + o / (s.out / s.groups);
+        const int64_t of = sample * p.groups + o / (p.out / p.groups);
         tile.channels[o] = {};
-        if (o < s.out) {
+        if (o < p.out) {
             tile.channels[o] = {p.scale[o] * kActivationFactor, p.gamma[o], p.mean[of], p.joint[2 * of],
                 p.rstd[of] * p.joint[2 * of + 1], p.rstd[of] * p.scale[o], p.rstd[of]};
         }
@@ -1252,7 +1240,7 @@ __device__ __forceinline__ void prepare_gradients(
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += blockDim.x) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
-            return o < s.out && in < s.in ? p.weight[(o * s.in + in) * kTaps + tap] * power(exponent) : 0.0f;
+            return o < p.out && in < p.in ? p.weight[(o * p.in + in) * kTaps + tap] * power(exponent) : 0.0f;
         };
         uint4& f = tile.fragments[i / (32 * kTaps)][tap][i % 32];
         split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
@@ -1263,19 +1251,17 @@ __device__ __forceinline__ void prepare_gradients(
 // By a warp: its h becomes dh, and is added to sums of q and of q * h, of columns from `skipped`, 0 or 2, on if
 // `counts`.
 template <typename T>
-__device__ __forceinline__ void differentiate(const GradientTile& tile, const Gradients<T>& gradients, int skipped,
-    bool counts, float (&h)[2][4][4], float (&sums)[8]) {
-#pragma unroll
+__device__ __forceinline__ void differentiate(const GradientTile& tile, const Gradients<T>& gradients, int left,
+    int skipped, bool counts, float (&h)[2][4][4], float (&sums)[8]) {
     for (int c = 0; c < 4; ++c) {
         const ChannelConstants k = tile.channels[threadIdx.x % 32 / 4 + 8 * c];
         float grad[8], sum = 0, product = 0;
         gradients.take(c, grad);
-#pragma unroll
         for (int i = 0; i < 8; ++i) {
             float& value = h[c / 2][i % 4][c % 2 * 2 + i / 4];
             const float v = activation(value * k.scale);
             const float q = fmaf(k.gamma, grad[i], -fmaf(v - k.mean, k.pull, k.grad_mean)) * activation_gradient(v);
-            const float here = i < gradients.left ? q : 0.0f, counted = i < 2 && i < skipped ? 0.0f : here;
+            const float here = i < left ? q : 0.0f, counted = i < 2 && i < skipped ? 0.0f : here;
             sum += counted, product = fmaf(counted, value, product);
             value = here * k.push;
         }
@@ -1285,12 +1271,10 @@ __device__ __forceinline__ void differentiate(const GradientTile& tile, const Gr
 // By a warp: the largest finite magnitude of its dh to the block's, and whether a value is not finite.
 __device__ __forceinline__ void announce_dh(ConvolutionTile& tile, int parity, const float (&dh)[2][4][4]) {
     uint32_t largest = 0;
-#pragma unroll
     for (int k = 0; k < 32; ++k) largest = max(largest, magnitude(dh[k / 16][k / 4 % 4][k % 4]));
     largest = warp_max(largest);
     if (largest >= kInfinityBits) {
         largest = 0, tile.largest[parity].strange = 1;
-#pragma unroll
         for (int k = 0; k < 32; ++k) largest = max(largest, finite(magnitude(dh[k / 16][k / 4 % 4][k % 4])));
         largest = warp_max(largest);
     }
@@ -1299,10 +1283,8 @@ __device__ __forceinline__ void announce_dh(ConvolutionTile& tile, int parity, c
 // By a warp, after a barrier: its dh, scaled, to the tile.
 __device__ __forceinline__ void store_dh(GradientTile& tile, int parity, const float (&dh)[2][4][4]) {
     const uint32_t exponent = scale_exponent(tile.convolution.largest[parity].dh);
-#pragma unroll
     for (int c = 0; c < 4; ++c) {
         uint32_t hi[4], lo[4];
-#pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float* const v = &dh[c / 2][j][c % 2 * 2];
             split(v[0] * power(exponent), v[1] * power(exponent), hi[j], lo[j]);
@@ -1323,27 +1305,26 @@ __device__ __forceinline__ float dh_at(const GradientTile& tile, int o, int colu
 }
 // The lane's shares in total of add_to_weights() and add_to_x(), from floats. Columns [begin, end) of the tile count.
 template <typename T>
-__device__ __noinline__ void add_to_weights_slowly(const BackwardArguments& p, const BackwardShape& s,
-    const GradientTile& tile, const Piece& piece, int row, int begin, int end, float* sums) {
+__device__ __noinline__ void add_to_weights_slowly(
+    const Backward& p, const GradientTile& tile, const Piece& piece, int row, int begin, int end, float* sums) {
     for (int k = 0; k < 8 * kTaps; ++k) {
         const int o = k / (4 * kTaps) * 16 + k / 2 % 2 * 8 + threadIdx.x % 32 / 4, in = threadIdx.x % 4 * 2 + k % 2,
                   tap = k / 4 % kTaps;
-        const int64_t at = ((piece.sample * s.in + in) * s.height + row + tap / 3) * s.width + piece.first + tap % 3;
+        const int64_t at = ((piece.sample * p.in + in) * p.height + row + tap / 3) * p.width + piece.first + tap % 3;
         sums[k] = 0;
-        for (int i = begin; i < end && in < s.in; ++i) {
+        for (int i = begin; i < end && in < p.in; ++i) {
             sums[k] = fmaf(dh_at(tile, o, i), to_float(static_cast<const T*>(p.x)[at + i]), sums[k]);
         }
     }
 }
-__device__ __noinline__ void add_to_x_slowly(
-    const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile, int columns, float* sums) {
+__device__ __noinline__ void add_to_x_slowly(const Backward& p, const GradientTile& tile, int columns, float* sums) {
     for (int k = 0; k < 24; ++k) {
         const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 4 % 2 * 2 + k / 2 % 2;
         sums[k] = 0;
-        for (int i = 0; i < 3 * s.out && in < s.in; ++i) {
+        for (int i = 0; i < 3 * p.out && in < p.in; ++i) {
             const int o = i / 3, from = column - i % 3;
             if (from < 0 || from >= columns) continue;
-            sums[k] = fmaf(dh_at(tile, o, from), p.weight[(o * s.in + in) * kTaps + k / 8 * 3 + i % 3], sums[k]);
+            sums[k] = fmaf(dh_at(tile, o, from), p.weight[(o * p.in + in) * kTaps + k / 8 * 3 + i % 3], sums[k]);
         }
     }
 }
@@ -1351,19 +1332,17 @@ __device__ __noinline__ void add_to_x_slowly(
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
 template <typename T>
-__device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const BackwardShape& s,
-    const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
+__device__ __forceinline__ void add_to_weights(
+    const Backward& p, const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8, warp = threadIdx.x / 32, skipped = piece.strip > 0 ? 2 : 0;
     if (any_exceeds(tile.convolution) || tile.strange) {
         float slow[8 * kTaps];
         add_to_weights_slowly<T>(
-            p, s, tile, piece, row, max(warp * 32, skipped), min(warp * 32 + 32, piece.columns), slow);
-#pragma unroll
+            p, tile, piece, row, max(warp * 32, skipped), min(warp * 32 + 32, piece.columns), slow);
         for (int k = 0; k < 8 * kTaps; ++k) total[k / (4 * kTaps)][k / 4 % kTaps][k % 4] += slow[k];
         return;
     }
     uint32_t hi[4][4], lo[4][4];  // of half and 16 columns: dh's channels by columns
-#pragma unroll
     for (int k = 0; k < 4; ++k) {
         const uint4* const from = tile.dh[k / 2 * 2 + of % 2] + (k % 2 * 2 + of / 2) * kSub + 8 * warp + lane % 8 + 1;
         load_matrices<true>(hi[k], from), load_matrices<true>(lo[k], from + kPlane);
@@ -1376,41 +1355,34 @@ __device__ __forceinline__ void add_to_weights(const BackwardArguments& p, const
         const uint4 *const x = tile.convolution.x[slot] + 8 * warp + lane % 8, *const even = x + of * kSub;
         const uint4* const odd = x + (of + 1) % 4 * kSub + (of + 1) / 4;
         uint32_t b[2][3][4];  // hi, lo; matrices 0 to 3, 1 to 4, 4 to 7
-#pragma unroll
         for (int k = 0; k < 2; ++k) {
             load_matrices<true>(b[k][0], even + k * kPlane), load_matrices<true>(b[k][1], odd + k * kPlane);
             load_matrices<true>(b[k][2], even + k * kPlane + 1);
         }
         const float factor = tile.dh_inverse * tile.convolution.x_inverse[slot];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sums[3][4];
-#pragma unroll
-            for (int k = 0; k < 18; ++k) {  // the smallest products first
-                const int kx = k % 3, step = k / 3 % 2, product = k / 6;
-                const uint32_t (&x_of)[3][4] = b[product == 1];
-                const uint32_t* const columns = kx == 1 ? &x_of[1][2 * step]
-                    : kx + 2 * step == 4                ? &x_of[2][0]
-                                                        : &x_of[0][kx + 2 * step];
-                mma16(sums[kx], product == 0 ? lo[2 * half + step] : hi[2 * half + step], columns, k < 3);
-            }
-#pragma unroll
-            for (int k = 0; k < 12; ++k) {
-                float& to = total[half][3 * ky + k / 4][k % 4];
-                to = fmaf(sums[k / 4][k % 4], factor, to);
-            }
+        float sums[2][3][4];
+        for (int k = 0; k < 36; ++k) {  // the smallest products first; six independent chains
+            const int kx = k % 3, half = k / 3 % 2, step = k / 6 % 2, product = k / 12, a = 2 * half + step;
+            const uint32_t (&x_of)[3][4] = b[product == 1];
+            const uint32_t* const columns = kx == 1 ? &x_of[1][2 * step]
+                : kx + 2 * step == 4                ? &x_of[2][0]
+                                                    : &x_of[0][kx + 2 * step];
+            mma16(sums[half][kx], product == 0 ? lo[a] : hi[a], columns, k < 6);
+        }
+        for (int k = 0; k < 24; ++k) {
+            float& to = total[k / 12][3 * ky + k / 4 % 3][k % 4];
+            to = fmaf(sums[k / 12][k / 4 % 3][k % 4], factor, to);
         }
     }
 }
 
 // By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_x(const BackwardArguments& p, const BackwardShape& s, const GradientTile& tile,
-    int columns, float (&total)[3][2][4]) {
+__device__ __forceinline__ void add_to_x(
+    const Backward& p, const GradientTile& tile, int columns, float (&total)[3][2][4]) {
     if (tile.strange) {
         float slow[24];
-        add_to_x_slowly(p, s, tile, columns, slow);
-#pragma unroll
+        add_to_x_slowly(p, tile, columns, slow);
         for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += slow[k];
         return;
     }
@@ -1423,20 +1395,17 @@ __device__ __forceinline__ void add_to_x(const BackwardArguments& p, const Backw
 #pragma unroll
         for (int kx = 0; kx < 3; ++kx) {
             uint32_t hi[2][4], lo[2][4];  // columns 4 i + m, then 4 i + m + 1, m = 2 t - kx, by 8 channels, then 8 more
-#pragma unroll
             for (int t = 0; t < 2; ++t) {
                 const int m = 2 * t - kx + of + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
                 load_matrices<false>(hi[t], from), load_matrices<false>(lo[t], from + kPlane);
             }
-#pragma unroll
             for (int k = 0; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
                 const uint4 w = tile.fragments[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x, kx == 0 && product == 0);
             }
         }
-#pragma unroll
         for (int k = 0; k < 24; ++k) {
             float& to = total[k / 8][k / 4 % 2][k % 4];
             to = fmaf(sums[k / 8][k / 4 % 2][k % 4], factor, to);
@@ -1446,24 +1415,20 @@ __device__ __forceinline__ void add_to_x(const BackwardArguments& p, const Backw
 
 // By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels.
 template <typename T>
-__device__ __forceinline__ void store_grad_x(
-    const BackwardArguments& p, const BackwardShape& s, const Piece& piece, int row, const float (&v)[2][4]) {
-    const int begin = piece.strip > 0 ? 2 : 0, end = piece.strip + 1 < s.strips ? s.tile - 2 : s.width - piece.first;
+__device__ __forceinline__ void store_grad_x(const Backward& p, const Piece& piece, int row, const float (&v)[2][4]) {
+    const int begin = piece.strip > 0 ? 2 : 0, end = piece.strip + 1 < p.strips ? p.tile - 2 : p.width - piece.first;
     const int column = threadIdx.x / 4 * 4;
     struct alignas(4 * sizeof(T)) Quad {
         T v[4];
     } quad;
-#pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int in = threadIdx.x % 4 * 2 + i;
-        if (in >= s.in) continue;
+        if (in >= p.in) continue;
         T* const to =
-            static_cast<T*>(p.grad_x) + ((piece.sample * s.in + in) * s.height + row) * s.width + piece.first + column;
-#pragma unroll
+            static_cast<T*>(p.grad_x) + ((piece.sample * p.in + in) * p.height + row) * p.width + piece.first + column;
         for (int k = 0; k < 4; ++k) quad.v[k] = from_float<T>(v[k / 2][k % 2 * 2 + i]);
-        if (s.quads && column >= begin && column + 4 <= end) *reinterpret_cast<Quad*>(to) = quad;
+        if (p.quads && column >= begin && column + 4 <= end) *reinterpret_cast<Quad*>(to) = quad;
         else {
-#pragma unroll
             for (int k = 0; k < 4; ++k) {
                 if (column + k >= begin && column + k < end) to[k] = quad.v[k];
             }
@@ -1472,71 +1437,68 @@ __device__ __forceinline__ void store_grad_x(
 }
 
 // All threads: the block's row of partial sums: of the weights' gradient (out, in, 9), of bias's, of scale's.
-__device__ __forceinline__ void leave_sums(const BackwardArguments& p, const BackwardShape& s, float* shared,
-    const float (&weights)[2][kTaps][4], const float (&sums)[8]) {
+__device__ __forceinline__ void leave_sums(
+    const Backward& p, float* shared, const float (&weights)[2][kTaps][4], const float (&sums)[8]) {
     constexpr int kVectors = 8 * kTaps * 32, kWarp = kVectors + 2 * kOut;
     static_assert(
         kMostWarps * kWarp * sizeof(float) <= sizeof(GradientTile), "the sums of all warps fit where the tiles were");
-    const int lane = threadIdx.x % 32, per_channel = s.in * kTaps, weight_sums = s.out * per_channel,
-              width = weight_sums + 2 * s.out;
+    const int lane = threadIdx.x % 32, per_channel = p.in * kTaps, weight_sums = p.out * per_channel,
+              width = weight_sums + 2 * p.out;
     float* const own = shared + threadIdx.x / 32 * kWarp;
     float v[8];
-#pragma unroll
     for (int k = 0; k < 8; ++k) {
         const ChannelConstants& c = reinterpret_cast<const GradientTile*>(shared)->channels[lane / 4 + k % 4 * 8];
         v[k] = sums[k] * (k < 4 ? c.push : c.rstd);
         v[k] += __shfl_xor_sync(~0u, v[k], 1), v[k] += __shfl_xor_sync(~0u, v[k], 2);
     }
     __syncthreads();
-#pragma unroll
     for (int k = 0; k < 8 * kTaps; ++k) own[k * 32 + lane] = weights[k / (4 * kTaps)][k / 4 % kTaps][k % 4];
-#pragma unroll
     for (int k = 0; k < 8; ++k) own[kVectors + k * 8 + lane / 4] = v[k];
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += blockDim.x) {
         const int o = i / per_channel, in = i % per_channel / kTaps, tap = i % per_channel % kTaps;
         int at = ((o / 16 * kTaps + tap) * 4 + o % 16 / 8 * 2 + in % 2) * 32 + o % 8 * 4 + in / 2;
-        if (i >= weight_sums) at = kVectors + (i - weight_sums) / s.out * kOut + (i - weight_sums) % s.out;
+        if (i >= weight_sums) at = kVectors + (i - weight_sums) / p.out * kOut + (i - weight_sums) % p.out;
         float sum = 0;
         for (int w = 0; w < blockDim.x / 32; ++w) sum += shared[w * kWarp + at];
-        p.rows[int64_t(blockIdx.x) * width + i] = sum;
+        p.of_blocks[int64_t(blockIdx.x) * width + i] = sum;
     }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(32 * kMostWarps, 1)
-    differentiate_rows(const __grid_constant__ BackwardArguments p, const __grid_constant__ BackwardShape s) {
+__global__ void __launch_bounds__(32 * kMostWarps, 1) differentiate_rows(const __grid_constant__ Backward p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
     ConvolutionTile& convolution = tile.convolution;
-    const Piece piece = piece_of_block(s);
-    const Gradients<T> gradients(p, s, piece, &tile + 1, false);
+    const Piece piece = piece_of_block(p);
+    const Gradients<T> gradients(p, piece, &tile + 1, false);
+    const int left = piece.columns - threadIdx.x / 32 * 32 - threadIdx.x % 4 * 8;
     const int begin = max(piece.first_row - 2, 0),
               skipped = piece.strip > 0 && threadIdx.x / 32 * 32 + threadIdx.x % 4 == 0 ? 2 : 0;
     float x[kIn], dh[2][4][4], weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, sums[8] = {};
-    prepare_convolution(p, s, convolution);
-    prepare_gradients(p, s, tile, piece.sample);
+    prepare_convolution(p, convolution);
+    prepare_gradients(p, tile, piece.sample);
     __syncthreads();
-    gradients.fetch(s, begin);
-    fill_x<T>(p, s, piece, convolution, begin);
+    gradients.fetch(p, begin);
+    fill_x<T>(p, piece, convolution, begin);
     for (int row = begin - 1; row < piece.last_row; ++row) {
         const int next = row + 1, parity = next & 1;
-        if (row >= begin && row < s.rows) {
-            if (p.grad_x != nullptr) add_to_x(p, s, tile, piece.columns, grad_x);
-            if (p.wants_weight && row >= piece.first_row) add_to_weights<T>(p, s, tile, piece, row, weights);
+        if (row >= begin && row < p.rows) {
+            if (p.grad_x != nullptr) add_to_x(p, tile, piece.columns, grad_x);
+            if (p.wants_weight && row >= piece.first_row) add_to_weights<T>(p, tile, piece, row, weights);
         }
-        if (next < s.rows && next < piece.last_row) {
-            load_x<T>(p, s, piece, next + 3, x);
-            convolve<T>(p, s, convolution, piece, next, dh);
-            wait_for_copies();
-            differentiate<T>(tile, gradients, skipped, next >= piece.first_row, dh, sums);
-            if (next + 1 < s.rows) gradients.fetch(s, next + 1);
+        if (next < p.rows && next < piece.last_row) {
+            load_x<T>(p, piece, next + 3, x);
+            convolve<T>(p, convolution, piece, next, dh);
+            gradients.wait();
+            differentiate<T>(tile, gradients, left, skipped, next >= piece.first_row, dh, sums);
+            __syncwarp();
+            if (next + 1 < p.rows) gradients.fetch(p, next + 1);
             announce_dh(convolution, ~parity & 1, dh);
             announce_x(convolution, next + 3, x);
         }
-        if (p.grad_x != nullptr && row >= piece.first_row) store_grad_x<T>(p, s, piece, row, grad_x[0]);
-#pragma unroll
+        if (p.grad_x != nullptr && row >= piece.first_row) store_grad_x<T>(p, piece, row, grad_x[0]);
         for (int k = 0; k < 8; ++k) {
             float (&to)[3][2][4] = grad_x;
             to[0][k / 4][k % 4] = to[1][k / 4][k % 4], to[1][k / 4][k % 4] = to[2][k / 4][k % 4],
@@ -1547,7 +1509,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 1)
         store_x(convolution, next + 3, x);
         __syncthreads();
     }
-    leave_sums(p, s, reinterpret_cast<float*>(shared), weights, sums);
+    leave_sums(p, reinterpret_cast<float*>(shared), weights, sums);
 #endif
 }
 
@@ -1566,78 +1528,76 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-struct BackwardPlan {
-    BackwardShape shape;
-    int measure_bands, row_width;
-    int64_t blocks, measure_blocks;
-    int64_t sums, joint, norm_rows, rows;  // floats of the workspace's parts
-    BackwardPlan(int64_t samples, int in, int out, int groups, int height, int width, int sms) {
-        BackwardShape& s = shape;
-        s = {int(samples), in, out, groups, height, width, height - 2, width - 2};
-        s.tile = min(32 * kMostWarps, (width + 31) / 32 * 32), s.step = s.tile - 4;
-        s.strips = max(1, (width - 4 + s.step - 1) / s.step);
-        s.pairs = s.columns % 2 == 0, s.quads = width % 4 == 0;
-        s.bands = bands_for(sms), measure_bands = bands_for(2 * sms);
-        blocks = samples * s.strips * s.bands, measure_blocks = samples * s.strips * measure_bands;
-        row_width = out * in * kTaps + 2 * out;
-        sums = measure_blocks * out * 2, joint = samples * groups * 2, norm_rows = samples * 2 * out,
-        rows = blocks * row_width;
+// As many bands as let `slots` blocks at a time end together: a band costs its rows, and six more to begin.
+static int bands_for(const Backward& p, int64_t slots) {
+    int best = 1;
+    int64_t least = INT64_MAX;
+    for (int bands = 1; bands <= 64 && bands <= p.height; ++bands) {
+        const int64_t waves = (int64_t(p.samples) * p.strips * bands + slots - 1) / slots;
+        const int64_t cost = waves * ((p.height + bands - 1) / bands + 6);
+        if (cost < least) least = cost, best = bands;
     }
-    int bands_for(int64_t slots) const {  // all SMs end together; a band costs its rows, and six more to begin
-        int best = 1;
-        int64_t least = INT64_MAX;
-        for (int bands = 1; bands <= 64 && bands <= shape.height; ++bands) {
-            const int64_t waves = (int64_t(shape.samples) * shape.strips * bands + slots - 1) / slots;
-            const int64_t cost = waves * ((shape.height + bands - 1) / bands + 6);
-            if (cost < least) least = cost, best = bands;
-        }
-        return best;
-    }
-};
+    return best;
+}
+// The shape's part of p, and how a workspace is divided; returns its size in floats.
+static int64_t plan_backward(
+    Backward& p, int64_t samples, int in, int out, int groups, int height, int width, int sms, float* workspace) {
+    p.samples = int(samples), p.in = in, p.out = out, p.groups = groups, p.height = height, p.width = width;
+    p.rows = height - 2, p.columns = width - 2;
+    p.tile = min(32 * kMostWarps, (width + 31) / 32 * 32), p.step = p.tile - 4;
+    p.strips = max(1, (width - 4 + p.step - 1) / p.step);
+    p.bands = bands_for(p, sms), p.measure_bands = bands_for(p, 2 * sms);
+    const int64_t strips = samples * p.strips, sums = strips * p.measure_bands * out * 2, joint = samples * groups * 2;
+    const int64_t of_samples = samples * out * 2, of_blocks = strips * p.bands * (out * in * kTaps + 2 * out);
+    p.sums = workspace, p.joint = workspace + sums, p.of_samples = p.joint + joint;
+    p.of_blocks = p.of_samples + of_samples;
+    return sums + joint + of_samples + of_blocks;
+}
 
-template <typename T> static cudaError_t launch_backward(
-    const BackwardArguments& p, const BackwardPlan& plan, float* to, cudaStream_t stream) {
-    BackwardShape s = plan.shape, m = s;
-    s.pairs = m.pairs = s.pairs && reinterpret_cast<uintptr_t>(p.grad) % (2 * sizeof(T)) == 0,
-    m.bands = plan.measure_bands;
-    s.quads = s.quads && reinterpret_cast<uintptr_t>(p.grad_x) % (4 * sizeof(T)) == 0;
-    const int pairs = s.tile * 16 * int(sizeof(Pair<T>)), measure_bytes = int(sizeof(ConvolutionTile)) + pairs;
-    const int bytes = int(sizeof(GradientTile)) + pairs;
-    cudaError_t error =
-        cudaFuncSetAttribute(measure_gradients<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, measure_bytes);
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(differentiate_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+template <typename T> static cudaError_t launch_backward(Backward p, float* to, cudaStream_t stream) {
+    p.pairs = p.columns % 2 == 0 && reinterpret_cast<uintptr_t>(p.grad) % (2 * sizeof(T)) == 0;
+    p.quads = p.width % 4 == 0 && reinterpret_cast<uintptr_t>(p.grad_x) % (4 * sizeof(T)) == 0;
+    const int pairs = p.tile * kGradientPairs * int(sizeof(Pair<T>));
+    const int measure_bytes = int(sizeof(ConvolutionTile)) + pairs, bytes = int(sizeof(GradientTile)) + pairs;
+    constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    cudaError_t error = cudaFuncSetAttribute(measure_gradients<T>, kBytes, measure_bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
     if (error != cudaSuccess) return error;
-    measure_gradients<T><<<unsigned(plan.measure_blocks), s.tile, measure_bytes, stream>>>(p, m);
-    join_sums<<<unsigned(s.samples), 2 * kOut, 0, stream>>>(p, m);
-    differentiate_rows<T><<<unsigned(plan.blocks), s.tile, bytes, stream>>>(p, s);
-    sum_rows<<<(plan.row_width + 31) / 32, 256, 0, stream>>>(p.rows, plan.blocks, plan.row_width, to);
-    sum_rows<<<(2 * s.out + 31) / 32, 256, 0, stream>>>(p.norm_rows, s.samples, 2 * s.out, to + plan.row_width);
+    const int width = p.out * p.in * kTaps + 2 * p.out;
+    const int64_t strips = int64_t(p.samples) * p.strips, blocks = strips * p.bands;
+    Backward m = p;
+    m.bands = p.measure_bands;
+    measure_gradients<T><<<unsigned(strips * m.bands), p.tile, measure_bytes, stream>>>(m);
+    join_sums<<<unsigned(p.samples), 2 * kOut, 0, stream>>>(m);
+    differentiate_rows<T><<<unsigned(blocks), p.tile, bytes, stream>>>(p);
+    sum_rows<<<(width + 31) / 32, 256, 0, stream>>>(p.of_blocks, blocks, width, to);
+    sum_rows<<<(2 * p.out + 31) / 32, 256, 0, stream>>>(p.of_samples, p.samples, 2 * p.out, to + width);
     return cudaGetLastError();
 }
 
 // The backward's workspace, 16-byte aligned.
 extern "C" int64_t conv_backward_workspace_bytes(
     int64_t samples, int in, int out, int groups, int height, int width, int sms) {
-    const BackwardPlan plan(samples, in, out, groups, height, width, sms);
-    return (plan.sums + plan.joint + plan.norm_rows + plan.rows) * int64_t(sizeof(float));
+    Backward p = {};
+    return plan_backward(p, samples, in, out, groups, height, width, sms, nullptr) * int64_t(sizeof(float));
 }
 // type: 0 float, 1 half, 2 bfloat16: of grad, x and grad_x (null: not wanted), contiguous. parameters: weight,
-// conv_bias, bias, scale, gamma; mean, rstd (samples, groups): float. grad_parameters, float: the gradients of weight
+// conv_bias,
+// bias, scale, gamma; mean, rstd (samples, groups): float. grad_parameters, float: the gradients of weight
 // (out, in, 3, 3), bias (also conv_bias's), scale, gamma, beta, one behind the other. wants_weight: false leaves the
-// weight's undefined. 1 <= in <= 8, 1 <= out <= 32, out % groups == 0, height and width >= 3, samples >= 1; of one
-// sample, x and grad have fewer than 2^31 values each. sms: the device's multiprocessors, as for the workspace.
+// weight's undefined. 1 <= in <= 8, 1 <= out <= 32, out % groups == 0, height and width >= 3, samples >= 1.
+// sms: the device's multiprocessors, as for the workspace.
 extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters,
     const float* mean, const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples,
     int in, int out, int groups, int height, int width, int sms, void* workspace, cudaStream_t stream) {
-    const BackwardPlan plan(samples, in, out, groups, height, width, sms);
-    BackwardArguments p = {
-        grad, x, parameters[0], parameters[1], parameters[2], parameters[3], parameters[4], mean, rstd, grad_x};
-    p.sums = static_cast<float*>(workspace), p.joint = p.sums + plan.sums, p.norm_rows = p.joint + plan.joint;
-    p.rows = p.norm_rows + plan.norm_rows, p.wants_weight = wants_weight;
-    if (type == 0) return launch_backward<float>(p, plan, grad_parameters, stream);
-    if (type == 1) return launch_backward<__half>(p, plan, grad_parameters, stream);
-    return launch_backward<__nv_bfloat16>(p, plan, grad_parameters, stream);
+    Backward p = {};
+    plan_backward(p, samples, in, out, groups, height, width, sms, static_cast<float*>(workspace));
+    p.grad = grad, p.x = x, p.grad_x = grad_x, p.wants_weight = wants_weight, p.mean = mean, p.rstd = rstd;
+    p.weight = parameters[0], p.conv_bias = parameters[1], p.bias = parameters[2], p.scale = parameters[3];
+    p.gamma = parameters[4];
+    if (type == 0) return launch_backward<float>(p, grad_parameters, stream);
+    if (type == 1) return launch_backward<__half>(p, grad_parameters, stream);
+    return launch_backward<__nv_bfloat16>(p, grad_parameters, stream);
 }
 """
 
@@ -1756,9 +1716,7 @@ extern "C" int conv_backward(int type, const void* grad, const void* x, const fl
 
 int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
 Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
-void check_launch(int error) {
-    TORCH_CHECK(error == 0, "conv_sigmoid_group_norm: ", cudaGetErrorString(cudaError_t(error)));
-}
+void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -1928,7 +1886,7 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 def _has_default_strides(t: torch.Tensor) -> bool:
     """Not only is_contiguous(): PyTorch's convolution reads channels_last off the strides of dimensions of 1."""
     expected = 1
-    for size, stride in zip(reversed(t.shape), reversed(t.stride())):
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
         if stride != expected:
             return False
         expected *= max(size, 1)
@@ -1990,14 +1948,14 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             return (None,) * 9
         if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
             out = _plain(*tensors, ctx.groups, ctx.eps)
-            wanted = [t for t, need in zip(tensors, needs) if need]
+            wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         x, conv_weight, *vectors = tensors
         of_x, of_parameters = _backward(grad, x, tensors[1:], mean, rstd, needs[0], any(needs[1:]))
         parts = of_parameters.to(grad.dtype).split([conv_weight.numel()] + [vectors[0].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
-        return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs)), None, None
+        return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
 
 
 class ModelNew(nn.Module):
