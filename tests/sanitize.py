@@ -8,7 +8,6 @@ each pair and tool, several for racecheck, which is the slowest; all at once, on
 to launch every kernel. A line for each pair and tool says how many calls were made in the seconds, how many kernels they launched, and what
 the tool found; under it, where. Exit code 1 if any of that is ours, or if a tool did not get through all kernels. Every tensor is an
 allocation of its own, so that the tools know its borders.
-PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 
 What a tool finds in a library's kernel is ours as long as it is not shown that it is not: a race, where both accesses are a library's; a
 read of what nobody wrote, where the same instruction of the same kernel does it without our code too, in the same calls of the Model.
