@@ -1174,24 +1174,17 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines. An ordinary norm of rows is a layer norm, which does not warn about the channels, and reads a
-    transposed gradient right on the CPU (batch_norm's does not in PyTorch 2.13)."""
-    if _is_ordinary(norm) and h.dim() == 2 and h.shape[1] > 1:
-        with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):  # which an instance norm does not heed
-            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
-    else:
-        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+    """The Model's lines."""
+    h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y
     return h * y
 
 
-def _is_ordinary(norm: nn.Module) -> bool:
-    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
-
-
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
+    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.InstanceNorm2d) or linear.bias is None:
+        return False
+    if norm.affine or norm.track_running_stats:
         return False
     weight, bias = linear.weight, linear.bias
     if not _are_plain(x, weight, bias, y) or x.dim() != 2 or y.dim() != 2 or weight.shape[0] % 8 != 0:

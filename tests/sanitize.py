@@ -8,7 +8,6 @@ each pair and tool, several for racecheck, which is the slowest; all at once, on
 to launch every kernel. A line for each pair and tool says how many calls were made in the seconds, how many kernels they launched, and what
 the tool found; under it, where. Exit code 1 if any of that is ours, or if a tool did not get through all kernels. Every tensor is an
 allocation of its own, so that the tools know its borders.
-PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 
 What a tool finds in a library's kernel is ours as long as it is not shown that it is not: a race, where both accesses are a library's; a
 read of what nobody wrote, where the same instruction of the same kernel does it without our code too, in the same calls of the Model.
@@ -88,6 +87,26 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
             call(new, change(new, inputs))
 
         calls.append((f"{case} in {dtype}, {how}", whole))
+
+    def train(new, inputs):
+        out = new(*(t.requires_grad_() for t in inputs))
+        out.backward(torch.ones_like(out))
+
+    @torch.no_grad()
+    def infer(new, inputs):
+        new(*inputs)
+
+    def extremes(new, inputs):
+        x = inputs[0].flatten()
+        for i, value in enumerate((torch.finfo(x.dtype).max, torch.inf, -torch.inf, torch.nan)):
+            x[7 * i :: 997] = value
+        return [x.view_as(inputs[0]), *inputs[1:]]
+
+    def badly_scaled(new, inputs):
+        return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
+
+    def of_one_sign(new, inputs):
+        return [inputs[0].abs(), *inputs[1:]]
 
     for case in cases_of(stem):
         for dtype in DTYPES:
