@@ -1900,7 +1900,7 @@ def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
     on a GPU, of the 16-bit types: the operator has ATen's, and what follows it in one.
     """
     x, weight, *vectors = tensors
-    channels, device = weight.shape[0], x.device
+    device = x.device
     if device.type not in ("cpu", "cuda") or torch._C._are_functorch_transforms_active():
         return False
     if x.dim() != 4 or weight.dim() != 4 or not _has_default_strides(x) or not _has_default_strides(weight):
@@ -1909,6 +1909,7 @@ def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
     if any(t.device != device or t.dtype not in dtypes or not (autocast or t.dtype == x.dtype) for t in tensors):
         return False
+    channels = weight.shape[0]
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
     if x.shape[1] != weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False

@@ -1174,20 +1174,29 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines."""
-    h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+    """The Model's lines. Where gradients are recorded, a layer norm of the rows stands for the instance norm: its
+    backward reads a transposed gradient right on a CPU, where PyTorch 2.13's instance norm does not."""
+    if h.requires_grad and h.dim() == 2 and h.shape[1] > 1 and _is_ordinary(norm):
+        with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):  # which an instance norm does not heed
+            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
+    else:
+        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y
     return h * y
 
 
+def _is_ordinary(norm: nn.Module) -> bool:
+    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
+
+
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.InstanceNorm2d) or linear.bias is None:
-        return False
-    if norm.affine or norm.track_running_stats:
+    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias
-    if not _are_plain(x, weight, bias, y) or x.dim() != 2 or y.dim() != 2 or weight.shape[0] % 8 != 0:
+    if not _are_plain(x, weight, bias, y) or not x.dim() == y.dim() == weight.dim() == 2:
+        return False
+    if weight.shape[0] % 8 != 0 or bias.shape != weight.shape[:1]:
         return False
     shapes = x.shape[1] == weight.shape[1] and y.shape[0] == x.shape[0] and y.shape[1] == weight.shape[0]
     return shapes and (not _is_recorded(x, weight, bias, y) or _has_gradients(x, weight))

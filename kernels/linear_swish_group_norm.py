@@ -1250,7 +1250,7 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
     if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm) or None in (linear.bias, norm.weight):
         return False
     weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
-    if not _are_plain(x, weight, *vectors) or x.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
         return False
     n, groups = weight.shape[0], norm.num_groups
     if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in (8, 16, 32, 64, 128):
