@@ -21,11 +21,12 @@ measure: $(VENV)/installed
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
-# The README's table and charts, from the committed measurements.
+# The charts and the tables, from the committed measurements.
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
 	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/sweep/*.json)) --plot results/sweep.svg > /dev/null
 	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/h200/*.json)) --plot results/h200.svg --markdown
+	$(VENV)/bin/python tests/tools/summary.py --write
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
