@@ -1,4 +1,4 @@
-"""The JSON file: the runs, and once the environment they ran in. No host names, no absolute paths."""
+"""What is told: one Result a row, the table, the JSON file with the machine and its state."""
 
 from __future__ import annotations
 
@@ -7,27 +7,150 @@ import functools
 import json
 import os
 import platform
+import shutil
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from judge import machine
-from judge.roof import Ceilings
-from judge.trial import Run
+OK, WRONG, BUILD = "ok", "wrong", "build failed"
+SHOWN = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
+ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
+SHORT = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}
+THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
+THROTTLE_FIELD = "clocks_event_reasons.active"
 
 
-def environment(device: str, ceilings: Ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
+@dataclass
+class Result:
+    """One record, as it goes into the JSON file."""
+
+    model: str
+    source_sha256: str
+    device: str
+    dtype: str
+    precision: str
+    direction: str
+    seed: int
+    batch: int | None
+    constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
+    status: str = OK
+    ok: bool = True
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shapes: list = field(default_factory=list)
+    import_seconds: float | None = None
+    error: dict = field(default_factory=dict)
+    gradient_error: dict = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, list[float]] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)  # until a call has launched its work on a GPU; no part of `ms`
+    rounds: int = 0
+    calls: int = 0  # of each contender in a round
+    speedup: dict[str, float] = field(default_factory=dict)
+    speedup_ci: dict[str, list[float]] = field(default_factory=dict)
+    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
+    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
+    interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
+    roof: dict = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    frozen: bool = False  # of earlier records: ModelNew's freeze_weight() was called
+    scaling: dict = field(default_factory=dict)  # of earlier records: over several processes
+
+    def reject(self, reasons: list[str], status: str = WRONG) -> None:
+        """What was timed before the reason was found has no meaning."""
+        if reasons:
+            self.status, self.ok = status, False
+            self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
+            self.reasons += [_without_paths(reason) for reason in reasons if _without_paths(reason) not in self.reasons]
+
+    def way(self) -> str:
+        batch = "" if self.batch is None else f" b{self.batch}"
+        shape = "".join(f" {name} {value}" for name, value in self.constants.items() if isinstance(value, int) and name != "batch_size")
+        return f"{self.device} {self.dtype} {self.precision} {SHORT[self.direction]}{' frozen' * self.frozen}{batch}{shape}"
+
+
+def _without_paths(text: str) -> str:
+    """Records travel: they name files, not the folders of the machine that wrote them."""
+    for folder in (Path(__file__).resolve().parent.parent, Path.home()):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
+def tidy(value: float) -> float:
+    """Six digits: more than any clock here has."""
+    return float(f"{value:.6g}")
+
+
+class Table:
+    """Prints a row as soon as it is there; the widths are those that usual figures need."""
+
+    def __init__(self, baselines: list[str], markdown: bool = False):
+        self.rivals = sorted(baselines, key=ORDER.index)
+        self.markdown, self.remarks = markdown, []
+        timed = ["new", *self.rivals]
+        head = ["model", "run", "result", *(f"{name} ms" for name in timed)]
+        head += [*(f"x {name} [95%]" for name in self.rivals if name != "new_cudagraph"), "of floor", "error new / eager"]
+        self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in timed)]
+        self.widths += [30 for name in self.rivals if name != "new_cudagraph"] + [9, 17]
+        self._print(head)
+        if markdown:
+            self._print(["---"] * len(head))
+
+    def row(self, run: Result) -> None:
+        error = f"{run.error['new_max']:.1e} / {run.error['eager_max']:.1e}" if run.error else "-"
+        if run.error and run.error["eager_max"] is None:
+            error = f"{run.error['new_max']:.1e} / -"
+        cells = [run.model, run.way(), SHOWN[run.status], *(_number(run.ms.get(name)) for name in ["new", *self.rivals])]
+        for name in self.rivals:
+            if name != "new_cudagraph":
+                low, high = run.speedup_ci.get(name, (0, 0))
+                cells.append(f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}" if name in run.speedup else "-")
+        self._print([*cells, f"{run.roof['percent']:.0f}%" if run.roof else "-", error])
+        said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
+        self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
+
+    def end(self) -> None:
+        for remark in dict.fromkeys(["", *self.remarks] if self.remarks else []):
+            print(f"- {remark}" if self.markdown and remark else remark, flush=True)
+
+    def _print(self, cells: list[str]) -> None:
+        if self.markdown:
+            print(f"| {' | '.join(cells)} |", flush=True)
+        else:
+            print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
+# ---- the JSON file
+
+
+def save(path: Path, runs: list[Result], surroundings: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
+
+
+def read(path: Path) -> tuple[list[Result], dict]:
+    """The runs and the environment of a file that `save` wrote; keys of other versions are left aside."""
+    document = json.loads(path.read_text())
+    known = set(Result.__dataclass_fields__)
+    return [Result(**{key: value for key, value in run.items() if key in known}) for run in document["runs"]], document["environment"]
+
+
+def environment(device: str, ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": _relative(command),
+        "command": [Path(part).name if os.path.isabs(part) else part for part in command],
         "git": _git(root),
-        "device": machine.device_name(device),
-        "driver": _driver() if device == "cuda" else None,
-        "clocks": {"before": clocks_before, "after": machine.clocks(device)},
-        "copy_bandwidth": float(f"{ceilings.copy_bandwidth:.6g}"),
-        "matrix_rate": {name: float(f"{rate:.6g}") for name, rate in ceilings.matrix_rate.items()},
+        "device": device_name(device),
+        "driver": (query_gpu("driver_version") or {}).get("driver_version") if device == "cuda" else None,
+        "clocks": {"before": clocks_before, "after": clocks(device)},
+        "copy_bandwidth": tidy(ceilings.copy_bandwidth),
+        "matrix_rate": {name: tidy(rate) for name, rate in ceilings.matrix_rate.items()},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -36,40 +159,59 @@ def environment(device: str, ceilings: Ceilings, command: list[str], root: Path,
     }
 
 
-def _relative(command: list[str]) -> list[str]:
-    return [Path(part).name if os.path.isabs(part) else part for part in command]
-
-
-@functools.cache
-def _driver() -> str | None:
-    said = machine.query_gpu("driver_version")
-    return said and said["driver_version"]
-
-
 @functools.cache
 def _git(root: Path) -> dict | None:
     """The revision, and whether the files differ from it; None outside a git checkout."""
 
     def ask(*question: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", "-C", str(root), *question], capture_output=True, text=True, check=False)
-        except OSError:
+        if not shutil.which("git"):
             return None
+        answer = subprocess.run(["git", "-C", str(root), *question], capture_output=True, text=True, check=False)
         return answer.stdout.strip() if answer.returncode == 0 else None
 
     revision = ask("rev-parse", "HEAD")
     return revision and {"revision": revision, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
 
 
-def save(path: Path, runs: list[Run], surroundings: dict) -> None:
-    document = {"runs": [asdict(run) for run in runs], "environment": surroundings}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+@functools.cache
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def load(path: Path) -> tuple[list[Run], dict]:
-    """The runs and the environment of a file that `save` wrote; keys of a later version are left aside."""
-    document = json.loads(path.read_text())
-    known = set(Run.__dataclass_fields__)
-    runs = [Run(**{key: value for key, value in run.items() if key in known}) for run in document["runs"]]
-    return runs, document["environment"]
+def query_gpu(*fields: str) -> dict[str, str] | None:
+    """What nvidia-smi says of the GPU in use, or None where it cannot say."""
+    said = _nvidia_smi(f"--query-gpu={','.join(fields)}")
+    return dict(zip(fields, (value.strip() for value in said[0].split(",")))) if said else None
+
+
+def _nvidia_smi(question: str) -> list[str]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    chosen = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    answer = subprocess.run(["nvidia-smi", question, "--format=csv,noheader,nounits", chosen], capture_output=True, text=True, check=False)
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
+
+
+def clocks(device: str) -> dict[str, str] | None:
+    """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
+    if device != "cuda":
+        return None
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", THROTTLE_FIELD)
+    if state:
+        state["throttle"] = throttle_reasons(state.pop(THROTTLE_FIELD))
+    return state
+
+
+def throttle_reasons(mask: str) -> str:
+    """The names of the bits of nvidia-smi's mask that slow a busy GPU down; empty for none, and of a GPU that does not say."""
+    bits = int(mask, 16) if mask.startswith("0x") else 0
+    return ", ".join(dict.fromkeys(name for bit, name in THROTTLE.items() if bits & bit))
+
+
+def gpu_processes() -> int:
+    """How many processes compute on the GPU in use. A container shows others' numbers, so they are only counted."""
+    return len([line for line in _nvidia_smi("--query-compute-apps=pid") if line.strip().isdigit()])

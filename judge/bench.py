@@ -1,0 +1,130 @@
+"""How fast? All contenders take turns in rounds, in a random order, each in its own process, the others stopped.
+
+A turn is a few calls, each on inputs of its own and behind a flush of the cache, timed by the worker's own clock (events on a GPU); then one of
+the answers, drawn when they are all there, is handed over. The parent's clock runs over the whole turn. What a turn takes beyond the sum
+that the worker claims is the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from judge.worker import Rejected, Worker
+
+MIN_ROUNDS, MAX_ROUNDS = 15, 400
+INSPECTIONS = 8  # about as many rounds, three at least
+LONGEST_TURN_MS = 50.0
+LONGEST_FLUSH_US = 2000.0
+WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+# Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
+PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
+HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 0.2}  # what a turn may take beyond the claims, and eager's does not
+FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
+
+
+@dataclass
+class Samples:
+    """By contender, a figure a round: milliseconds of a call, and of a turn beyond what its calls claim."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    beyond: dict[str, list[float]] = field(default_factory=dict)
+    ready: dict[str, dict] = field(default_factory=dict)  # what each said before the rounds
+    calls: int = 1  # of a turn
+
+
+def measure(contenders: dict[str, Worker], ring, device: str, seconds: float, flush_bytes: int) -> Samples:
+    """Rounds until the time is up. The `ring` holds the inputs, draws new ones, wipes the place of the answers, and looks at one."""
+    samples = Samples({name: [] for name in contenders}, {name: [] for name in contenders})
+    ring.renew()
+    for name, worker in contenders.items():
+        samples.ready[name] = worker.ask("ready", seconds=seconds / 10, flush_bytes=flush_bytes, **ring.ready)
+    slowest = max(said["ms"] for said in samples.ready.values())
+    samples.calls = calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / slowest)))
+    flushes = 1
+    if device == "cuda":  # for as long as the slowest host needs to launch a call, or two milliseconds
+        hidden = min(1.5 * max(said["host_us"] for said in samples.ready.values()) + 50, LONGEST_FLUSH_US)
+        flushes = math.ceil(hidden / min(said["flush_us"] for said in samples.ready.values()))
+    secret, inspected, begin = random.SystemRandom(), 0, time.perf_counter()
+    deadline = begin + seconds * len(contenders)
+    for turn in itertools.count():
+        now = time.perf_counter()
+        if turn >= MIN_ROUNDS and inspected >= 3 and (now > deadline or turn >= MAX_ROUNDS):
+            return samples
+        foreseen = max(MIN_ROUNDS, min(MAX_ROUNDS, (turn + 1) * (deadline - begin) / (now - begin + 1e-9)))
+        ring.renew()
+        for name in secret.sample(list(contenders), len(contenders)):
+            worker = contenders[name]
+            ring.blank()
+            start = time.perf_counter()
+            claimed = worker.ask("time", count=calls, flushes=flushes)["ms"]
+            index = secret.randrange(calls)
+            reply = worker.ask("answer", index=index, places=ring.answers)
+            taken = 1e3 * (time.perf_counter() - start)
+            if len(claimed) != calls or not all(isinstance(ms, (int, float)) and ms >= 0 for ms in claimed):
+                raise Rejected(f"claims the times {claimed} for {calls} calls")
+            samples.ms[name].append(statistics.median(claimed))
+            samples.beyond[name].append(taken - sum(claimed))
+            if name == "new" and (secret.random() < INSPECTIONS / foreseen or turn >= MIN_ROUNDS and inspected < 3):
+                inspected += 1
+                ring.inspect(index, reply)
+
+
+def hidden_time(samples: Samples, device: str) -> str | None:
+    """Whether the candidate's turns take longer than its own clock says, by more than eager's do: a clock or an answer that is not what it seems."""
+    apart = [new - eager for new, eager in zip(samples.beyond["new"], samples.beyond["eager"])]
+    low, _ = interval(apart)
+    claimed = samples.calls * statistics.median(samples.ms["new"])
+    if low <= HIDDEN_SHARE * claimed + HIDDEN_MS[device]:
+        return None
+    return f"its own clock says {claimed:.3f} ms for the calls of a turn, the judge's {statistics.median(apart):.3f} ms more than beside eager's"
+
+
+def interval(values: list[float]) -> list[float]:
+    """95% interval of the median, by the sign test: so many of the values lie below it as heads fall in as many throws."""
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.5**n, 0
+    while tail + math.comb(n, k + 1) * 0.5**n < 0.025:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return [ordered[k], ordered[n - 1 - k]]
+
+
+def speedup(samples: Samples, over: str, device: str) -> tuple[float, list[float]]:
+    """The median of the rounds' ratios and its interval, which two processes with the same module hardly leave."""
+    ratios = [theirs / mine for mine, theirs in zip(samples.ms["new"], samples.ms[over])]
+    low, high = interval(ratios)
+    return statistics.median(ratios), [low * (1 - PROCESSES_DIFFER[device]), high * (1 + PROCESSES_DIFFER[device])]
+
+
+def verdict(low: float, high: float, disturbed: bool) -> str:
+    """What the interval allows to say; where the rounds were disturbed, only if it says so by far."""
+    margin = max(0.1, high - low) if disturbed else 0.0
+    return FASTER if low > 1 + margin else SLOWER if high < 1 - margin else AMBIGUOUS
+
+
+def quartiles(values: list[float]) -> list[float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
+
+
+def interference(samples: Samples) -> list[str]:
+    """What says that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+    found = []
+    for name, values in samples.ms.items():
+        low, high = quartiles(values)
+        if high - low > WIDE_SPREAD * statistics.median(values):
+            share = 100 * (high - low) / statistics.median(values)
+            found.append(f"the middle half of {name}'s times spans {share:.0f}% of their median")
+    relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
+    rounds = [statistics.fmean(times) for times in zip(*relative)]
+    third = len(rounds) // 3
+    drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
+    if abs(drift) > WIDE_DRIFT:
+        longer = "longer" if drift > 0 else "less"
+        found.append(f"the last third of the rounds took {100 * abs(drift):.0f}% {longer} than the first")
+    return found

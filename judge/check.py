@@ -1,0 +1,672 @@
+"""Is a ModelNew right?
+
+Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model, in the run's dtype. Gate 2: against the Model
+in float64, the largest and the root-mean-square error are at most twice the Model's own. A loose tolerance alone passes kernels that lost
+half the digits; an error ratio alone has no meaning in float64. Then what a careless author forgets, a function each, which returns reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Callable
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from judge.problem import Problem, last_line, to_dtype
+from judge.worker import WHOSE, Arena, Raised, Worker, form_of, forward, gradients, random_states, roots_of, same_bits, synchronize, wanted_of
+
+SEEDS, MOST_SEEDS = 3, 16  # more where gate 2 is not met by few: the largest of a few values is luck, on both sides
+ERROR_RATIO = 2.0
+MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
+CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
+
+# Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the Model rounds after each of
+# its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16 Model and the exact result. There gate 2 is the sharp one.
+TOLERANCE = {
+    torch.float64: {"highest": 1e-10, "high": 1e-10},
+    torch.float32: {"highest": 1e-4, "high": 5e-3},
+    torch.float16: {"highest": 4e-2, "high": 4e-2},
+    torch.bfloat16: {"highest": 3e-1, "high": 3e-1},
+}
+
+
+@dataclass
+class Errors:
+    """Errors of one output or gradient against float64, pooled over answers."""
+
+    new_max: float = 0.0
+    new_squares: float = 0.0
+    eager_max: float = 0.0
+    eager_squares: float = 0.0
+    reference_max: float = 0.0
+    reference_squares: float = 0.0
+    count: int = 0
+
+    def add(self, other: Errors) -> None:
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, max(mine, value) if name.endswith("max") else mine + value)
+
+    def rms(self, squares: float) -> float:
+        return (squares / self.count) ** 0.5 if self.count else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        rms_of_both = {"new_rms": self.rms(self.new_squares), "eager_rms": self.rms(self.eager_squares)}
+        return {"new_max": self.new_max, "eager_max": self.eager_max, **rms_of_both}
+
+    def over_limit(self, dtype: torch.dtype) -> list[str]:
+        """Gate 2. Half an ulp at the output's scale is always allowed: where the Model is exact, rounding the result is not an error."""
+        half_ulp, complaints = torch.finfo(dtype).eps / 2, []
+        rms = [self.rms(squares) for squares in (self.new_squares, self.eager_squares, self.reference_squares)]
+        for kind, new, eager, scale in (("largest", self.new_max, self.eager_max, self.reference_max), ("rms", *rms)):
+            limit = max(ERROR_RATIO * eager, half_ulp * scale)
+            if not new <= limit:
+                complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
+        return complaints
+
+
+@dataclass
+class Difference:
+    """How far one tensor of the candidate is from the Model's, and both from float64."""
+
+    wrong: int = 0
+    largest: float = 0.0
+    nan_apart: int = 0
+    errors: Errors = field(default_factory=Errors)
+
+
+def compare(new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float = 1.0) -> Difference:
+    """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the sums of gate 2, in chunks that stay on the device until the end."""
+    flat = [as_real(x.detach()).reshape(-1) for x in (new, eager, reference) if x is not None]
+    size, found = CHUNK[new.device.type], []
+    for start in range(0, flat[0].numel(), size):
+        n, e, *rest = (x[start : start + size].double() for x in flat)
+        apart = distance(n, e)
+        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0, 0.0))
+        sums, largest = [far.sum().double(), (n.isnan() != e.isnan()).sum().double()], [apart.max()]
+        if rest:
+            of_eager, of_new = distance(e, rest[0]), distance(n, rest[0])
+            of_new.masked_fill_(of_eager.isinf(), 0.0)  # where the Model overflows, its error says nothing of what others may have
+            of_eager.masked_fill_(of_eager.isinf(), 0.0)
+            magnitudes = [of_new, of_eager, rest[0].abs().nan_to_num(0.0, 0.0, 0.0)]
+            largest += [x.max() for x in magnitudes]
+            sums += [x.square().sum() for x in magnitudes]
+        found.append((torch.stack(sums), torch.stack(largest)))
+    if not found:
+        return Difference()
+    wrong, nan_apart, *squares = torch.stack([sums for sums, _ in found]).sum(0).tolist()
+    apart, *most = torch.stack([largest for _, largest in found]).amax(0).tolist()
+    pairs = [figure for both in zip(most, squares) for figure in both]
+    return Difference(int(wrong), apart, int(nan_apart), Errors(*pairs, count=flat[0].numel()) if pairs else Errors())
+
+
+def as_real(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
+    same = (left == right) | (left.isnan() & right.isnan())
+    return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(float("inf"), float("inf"))
+
+
+# ---- one call, asked of the candidate and of the Model
+
+
+@dataclass
+class Case:
+    """One candidate at one shape, dtype and precision, and what was found so far."""
+
+    problem: Problem
+    worker: Worker
+    arena: Arena
+    device: str
+    dtype: torch.dtype
+    precision: str
+    batch: int | None
+    seed: int
+    model: torch.nn.Module | None = None
+    errors: dict[str, Errors] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    shapes: list = field(default_factory=list)
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.dtype][self.precision]
+
+    def draw(self, seed: int, change: Callable[[list], None] | None = None, batch: int | None = None) -> Callable[[], list]:
+        """Gives the same inputs on every call: they are drawn again rather than kept, which would take as much memory."""
+
+        def inputs() -> list:
+            drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
+            for x in drawn:
+                if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                    change(x)
+            return drawn
+
+        return inputs
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass
+class Answer:
+    """What a Model gives: outputs, then gradients, by name."""
+
+    leaves: dict[str, object]
+    forms: list[dict]
+    tree: str
+    incoming: list[torch.Tensor]
+    draws: bool  # whether it used random numbers
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
+
+
+def answer_of(model, inputs: list, direction: str, incoming: Callable, mode="eval", whose="all", again=False) -> Answer:
+    wanted = wanted_of(model, inputs, whose if direction == "forward_backward" else WHOSE[direction])
+    states = random_states()
+    with torch.inference_mode(mode == "inference"):
+        result = forward(model, inputs, direction)
+    leaves, tree = tree_flatten(result)
+    named = {"output" if isinstance(result, torch.Tensor) else f"output {i}": leaf for i, leaf in enumerate(leaves)}
+    given = incoming(roots_of(result)) if direction == "forward_backward" and wanted else []
+    forms = [form_of(leaf) for leaf in leaves]
+    if given:
+        found = gradients(result, list(wanted.values()), given, again)
+        named.update({f"gradient of {name}": gradient for name, gradient in zip(wanted, found)})
+        forms += [form_of(gradient) for gradient in found]
+    return Answer(named, forms, str(tree), given, random_states() != states)
+
+
+def random_like(tensors: list[torch.Tensor], seed: int = 0, expanded: bool = False) -> list[torch.Tensor]:
+    """Normal numbers that hardly round in any dtype, the same for the same seed; `expanded`: the same all along the first dimension."""
+    drawn = []
+    for x in tensors:
+        values = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device).bfloat16().to(x.dtype)
+        drawn.append(values[:1].expand_as(values).contiguous() if expanded and x.dim() else values)
+    return drawn
+
+
+def as_transposed(x: torch.Tensor) -> tuple:
+    """Strides with which the first dimension is the innermost in memory."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1).stride() if x.dim() > 1 else x.stride()
+
+
+def as_slice(x: torch.Tensor) -> tuple:
+    """Strides of a slice of something wider."""
+    return x.new_empty(*x.shape[:-1], x.shape[-1] + 3)[..., :-3].stride() if x.dim() else ()
+
+
+LAYOUTS = {"dense": (None, False), "transposed": (as_transposed, False), "a slice": (as_slice, False), "off any alignment": (None, True)}
+
+
+def ask(
+    case: Case, draws: list, when: str, *, direction="forward", order=(0,), keep=(0,), layout="dense", expanded=False, gate="either",
+    model: torch.nn.Module | None = None, mode="eval", instance=0, whose="all", again=False, poison=False, stream=False, must=False,
+    finite=False, carries=True,
+) -> list[str]:  # fmt: skip
+    """Asks both for the answers to the inputs that `draws` give, in this order, and says what is wrong with those to `keep`.
+
+    `gate` is how they are held against the Model's: by both gates, by gate 1 alone, by either (who is as near to float64 as gate 2 asks is not
+    wrong for being far from a Model that is itself far off), or by either with all that is not finite taken as equal.
+    Inputs that the Model refuses are not asked for, unless they `must`; with `finite` nor are those for which it has NaN or infinities.
+    Without `carries` an output that records no gradient is noted.
+    """
+    model, incoming = model or case.model, partial(random_like, seed=case.seed, expanded=expanded)
+    model.train(mode == "train")
+    try:
+        expected = [answer_of(model, draws[order[i]](), direction, incoming, mode, whose, again) for i in keep]
+    except Exception:  # noqa: BLE001 - a Model may refuse what it likes
+        if must:
+            raise
+        return []
+    finally:
+        model.eval()
+    if finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors()) or mode == "train" and expected[0].draws:
+        return []
+    sets, incoming_of = [draw() for draw in draws], {order[i]: answer.incoming for i, answer in zip(keep, expected)}
+    strides, odd = LAYOUTS[layout]
+    requests = [(x, strides and strides(x), odd) for each in sets for x in each if isinstance(x, torch.Tensor)]
+    given = [x for i in range(len(sets)) for x in incoming_of.get(i, [])]
+    requests += [(x[:1] if expanded and x.dim() else x, None, False) for x in given]
+    requests += [(x, None, False) for answer in expected for x in answer.tensors()]
+    places = case.arena.place(requests)
+    rest = iter(places)
+    set_places = [[place_and_fill(case.arena, x, rest) for x in each] for each in sets]
+    incoming_places = [[widened(place_and_fill(case.arena, x, rest), x) for x in incoming_of.get(i, [])] for i in range(len(sets))]
+    answer_places = [[next(rest) for _ in answer.tensors()] for answer in expected]
+    for place in sum(answer_places, []):
+        fill_with_nan(case.arena.view(place))
+    del sets, given
+    release(case.device)
+    case.worker.see(case.arena)
+    synchronize(case.device)
+    reply = case.worker.ask(
+        "call", sets=set_places, answers=answer_places, incoming=incoming_places if any(incoming_places) else [], order=order, keep=keep,
+        direction=direction, mode=mode, instance=instance, whose=whose, poison=poison, stream=stream, again=again,
+    )  # fmt: skip
+
+    reasons = [f"{what} ({when})" for what in reply["changed"]]
+    if reply["late"]:
+        reasons.append(f"the answer changes after the call has returned: work goes on elsewhere ({when})")
+    if reply["draws"] and not expected[0].draws:
+        reasons.append(f"changes PyTorch's random state, which the Model leaves alone ({when})")
+    for draw, at in zip(draws, set_places):
+        for i, (x, place) in enumerate(zip(draw(), at)):
+            if isinstance(x, torch.Tensor) and not same_bits(case.arena.view(place), x):
+                reasons.append(f"writes input {i}, which a call must leave alone ({when})")
+    for answer, position, forms, at in zip(expected, keep, reply["forms"], answer_places, strict=True):
+        if not carries and any(not form.get("requires_grad") and known.get("requires_grad") for form, known in zip(forms, answer.forms)):
+            case.note("outputs carry no gradient, the Model's do")
+            answer.forms = [form | {"requires_grad": False} for form in answer.forms]
+            forms = [form | {"requires_grad": False} for form in forms]
+        wrong = different_forms(answer, forms, reply["tree"], strides=layout == "dense" and not expanded)
+        if not wrong:
+            reference = partial(reference_of, case, model, draws[order[position]], direction, answer.incoming, mode, whose)
+            wrong = different_values(case, answer, [case.arena.view(place) for place in at], reference, gate)
+        reasons += [f"{what} ({when})" for what in wrong]
+    if not reasons and len(keep) > 1 and order[keep[0]] == order[keep[1]]:
+        if not all(same_bits(case.arena.view(first), case.arena.view(last)) for first, last in zip(*answer_places)):
+            case.note("gives other bits when it is called again with the same inputs, within the gates")
+    return list(dict.fromkeys(reasons))
+
+
+def place_and_fill(arena: Arena, x, places):
+    if not isinstance(x, torch.Tensor):
+        return x
+    place = next(places)
+    target = arena.view(place)
+    target.copy_(x[: len(target)] if x.dim() else x)
+    return place
+
+
+def widened(place, x: torch.Tensor):
+    """The place of the first row, as all of its rows."""
+    return place if place.shape == tuple(x.shape) else place._replace(shape=tuple(x.shape), strides=(0, *place.strides[1:]))
+
+
+def fill_with_nan(x: torch.Tensor) -> None:
+    x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 1)
+
+
+def release(device: str) -> None:
+    """Gives unused memory back, where it is much: the worker may need it."""
+    if device == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
+def reference_of(case: Case, model, draw, direction, incoming, mode, whose) -> list | None:
+    """The Model's answer in float64, or None where it has none."""
+    if case.dtype == torch.float64:
+        return None
+    try:
+        exact = copy.deepcopy(model).double().train(mode == "train")
+        inputs = [to_dtype(x, torch.float64) for x in draw()]
+        return list(answer_of(exact, inputs, direction, lambda roots: [x.double() for x in incoming], mode, whose).leaves.values())
+    except torch.OutOfMemoryError:
+        release(case.device)
+        case.note("no room for the Model in float64 at this batch: gate 2 was asked at a quarter of it")
+    except Exception as error:  # noqa: BLE001 - a Model for one dtype
+        case.note(f"no gate 2: the Model does not run in float64: {last_line(error)}")
+    return None
+
+
+def different_forms(answer: Answer, forms: list[dict], tree: str, strides: bool) -> list[str]:
+    """Type, dtype, shape, device, layout and stride, as they were before anything touched the answer."""
+    if tree != answer.tree or len(forms) != len(answer.forms):
+        return [f"gives {len(forms)} values as {tree}, the Model {len(answer.forms)} as {answer.tree}"]
+    for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
+        gradient = name.startswith("gradient")
+        for what, value in theirs.items():
+            skipped = (what == "stride" and (gradient or not strides)) or (what == "requires_grad" and gradient)
+            if mine.get(what) != value and not skipped:
+                if what == "type":
+                    return [f"{name} is a {mine.get(what)}, the Model's is a {value}"]
+                return [f"{name} has {what} {mine.get(what)}, the Model's has {value}"]
+    return []
+
+
+def different_values(case: Case, answer: Answer, given: list, reference: Callable, gate: str) -> list[str]:
+    reasons, given = [], iter(given)
+    exact = reference() if gate == "both" else None
+    for i, (name, eager) in enumerate(answer.leaves.items()):
+        if not isinstance(eager, torch.Tensor):
+            continue  # a number or a string was compared as part of the form
+        new, tolerance, scale = next(given), case.tolerance, scale_of(name, eager)
+        if not (eager.is_floating_point() or eager.is_complex()):
+            tolerance = 0.0
+        if gate == "finite":
+            new, eager = (x.masked_fill(~x.isfinite(), float("nan")) for x in (new, eager))
+        found = compare(new, eager, exact and exact[i], tolerance, scale)
+        if exact and tolerance:
+            case.errors.setdefault(name, Errors()).add(found.errors)
+        if found.wrong and gate in ("either", "finite") and tolerance and not found.nan_apart:
+            exact = reference()
+            if exact and not compare(new, eager, exact[i], tolerance, scale).errors.over_limit(case.dtype):
+                continue
+        if found.nan_apart:
+            reasons.append(f"{name}: {found.nan_apart} of {eager.numel()} elements are NaN in one and not in the other")
+        elif found.wrong and is_constant(new) and not is_constant(eager):
+            reasons.append(f"{name} is constant, the Model's is not")
+        elif found.wrong:
+            distance = f"largest difference {found.largest:.2e}, tolerance {tolerance * scale:.1e}"
+            reasons.append(f"{name}: {found.wrong} of {eager.numel()} elements are not close to the Model's ({distance})")
+    return reasons
+
+
+def scale_of(name: str, tensor: torch.Tensor) -> float:
+    """A gradient sums over a batch: where it is large, an error counts relative to the size of them all."""
+    if not name.startswith("gradient") or not tensor.numel():
+        return 1.0
+    return max(1.0, torch.linalg.vector_norm(tensor.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64).item() / tensor.numel() ** 0.5)
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
+
+
+# ---- the start, and the weights
+
+
+def start(case: Case) -> list[str]:
+    """The same seed gives both the same state, in the same order, and each loads the other's, strictly."""
+    arguments = case.problem.arguments(case.seed)
+    case.model = case.problem.model(case.seed)
+    dtype = str(case.dtype).removeprefix("torch.")
+    reply = case.worker.ask("make", level=case.precision, dtype=dtype, seed=case.seed, arguments=arguments, instances=2)
+    reasons, mine, theirs = reply["changed"], reply["state"], case.model.state_dict()
+    if list(mine) != list(theirs):
+        return [*reasons, f"state_dict: its keys are {list(mine)}, the Model's are {list(theirs)}"]
+    trained = {name: p.requires_grad for name, p in case.model.named_parameters()}
+    kinds = {True: "a parameter with a gradient", False: "a parameter without a gradient", None: "no parameter"}
+    for name, tensor in theirs.items():
+        kind, shape, is_trained = mine[name]
+        if [kind, shape] != [str(tensor.dtype), list(tensor.shape)]:
+            return [f"state_dict: {name} is {kind} of shape {shape}, the Model's is {tensor.dtype} of shape {list(tensor.shape)}"]
+        if is_trained != trained.get(name):
+            reasons.append(f"{name} is {kinds[is_trained]}, the Model's is {kinds[trained.get(name)]}")
+    if reasons or not theirs:
+        case.model.to(case.device, case.dtype)
+        case.worker.ask("to_device")
+        return reasons
+    for name, tensor in weights_of(case, case.model).items():
+        if not same_bits(tensor.cpu(), theirs[name]):
+            reasons.append(f"state_dict: the same seed does not give the Model's {name}")
+    give_weights(case, case.model)
+    case.model.to(case.device, case.dtype)
+    case.worker.ask("to_device")
+    return reasons
+
+
+def give_weights(case: Case, model: torch.nn.Module, instance: int | None = None, worker: Worker | None = None) -> None:
+    """To one instance, or to all."""
+    state = model.state_dict()
+    places = dict(zip(state, case.arena.place([(x, None, False) for x in state.values()])))
+    for name, tensor in state.items():
+        case.arena.view(places[name]).copy_(tensor)
+    synchronize(case.device)
+    worker = worker or case.worker
+    worker.see(case.arena)
+    worker.ask("set_weights", places=places, instance=instance)
+
+
+def weights_of(case: Case, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The candidate's state, in the forms that this model's has."""
+    state = model.state_dict()
+    places = dict(zip(state, case.arena.place([(x, None, False) for x in state.values()])))
+    case.worker.see(case.arena)
+    case.worker.ask("get_weights", places=places)
+    return {name: case.arena.view(place) for name, place in places.items()}
+
+
+def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
+    """New values for everything floating in the state, of the size and sign it had; what is all zero becomes small numbers.
+
+    With `signs`, about half of the parameters' values get the other sign; buffers, a variance say, keep theirs.
+    """
+    parameters = {name for name, _ in model.named_parameters()} if signs else set()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            generator = torch.Generator(tensor.device).manual_seed(seed + sum(map(ord, name)))
+            factors = torch.empty_like(tensor).uniform_(0.5, 1.5, generator=generator)
+            if name in parameters:
+                factors *= torch.empty_like(tensor).uniform_(-1, 1, generator=generator).sign()
+            tensor.mul_(factors) if tensor.any() else tensor.copy_(factors.sub_(1.0))
+
+
+# ---- the checks
+
+
+def seeds(case: Case, direction: str, say: Callable[[str], None]) -> list[str]:
+    """Both gates over several seeds, with weights and inputs drawn anew."""
+    names = []
+    for turn in range(MOST_SEEDS):
+        if turn >= SEEDS and not over_limit(case, names):
+            return []
+        say(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
+        perturb(case.model, case.seed + turn)
+        give_weights(case, case.model)
+        draws, how = [case.draw(turn)], {"direction": direction, "must": True}
+        # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: gate 1 and the NaN alone.
+        reasons = ask(case, draws, f"from memory full of NaN, seed {turn}", poison=True, gate="one", **how)
+        reasons = reasons or ask(case, draws, f"seed {turn}", gate="both", **how)
+        reasons = reasons or written_weights(case, case.model)
+        if reasons:
+            return reasons
+        names = list(case.errors)
+    return over_limit(case, names)
+
+
+def over_limit(case: Case, names: list[str]) -> list[str]:
+    """Gate 2 over all answers so far."""
+    if case.dtype == torch.float64:
+        return []
+    return [f"{name}: {complaint}" for name in names for complaint in case.errors[name].over_limit(case.dtype)]
+
+
+def written_weights(case: Case, model) -> list[str]:
+    theirs = model.state_dict()
+    written = [name for name, tensor in weights_of(case, model).items() if not same_bits(tensor, theirs[name])]
+    return [f"writes {name}, which a forward pass must leave alone" for name in written]
+
+
+def repeated(case: Case) -> list[str]:
+    """An answer stays what it was while others are asked for, and the first inputs get the first answer again."""
+    order = (0, *[1] * 8, 0)
+    return ask(case, [case.draw(0), case.draw(20)], "kept while it was called again", order=order, keep=(0, len(order) - 1), must=True)
+
+
+def moved(case: Case) -> list[str]:
+    """The answer does not depend on where the weights lie: `.to` moves them."""
+    case.worker.ask("move_weights")
+    return ask(case, [case.draw(0)], "after the weights moved in memory, as .to moves them", must=True)
+
+
+def modes(case: Case) -> list[str]:
+    """Gradients recorded or not, inference mode, and training mode where the Model draws no random numbers there."""
+    draws = [case.draw(21)]
+    reasons = ask(case, draws, "with gradients recorded", direction="forward_recorded", carries=False)
+    reasons = reasons or ask(case, draws, "in inference mode", mode="inference")
+    if reasons:
+        return reasons
+    with other_weights(case, lambda model: None):  # training mode may move running means, in both alike
+        return ask(case, draws, "in training mode", mode="train")
+
+
+def instances(case: Case) -> list[str]:
+    """Two modules with weights of their own take turns: nothing made from one's weights may serve the other."""
+    other = copy.deepcopy(case.model)
+    perturb(other, case.seed + 22)
+    give_weights(case, case.model, instance=0)  # as often: nor may what is made be told apart by a version
+    give_weights(case, other, instance=1)
+    when = "two instances with other weights in turns"
+    return ask(case, [case.draw(22)], when, model=other, instance=1) or ask(case, [case.draw(22)], when)
+
+
+def values(case: Case) -> list[str]:
+    """Other values than a benchmark draws, where the Model has finite answers."""
+
+    def spread(x: torch.Tensor) -> None:
+        x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3))
+
+    def shift_biases(model: torch.nn.Module) -> None:
+        for name, tensor in model.named_parameters():
+            if name.endswith("bias"):
+                tensor.data.add_(30.0)
+
+    with other_weights(case, partial(perturb, seed=case.seed + 23, signs=True)):
+        reasons = ask(case, [case.draw(23, spread)], "values of both signs", finite=True)
+    with other_weights(case, shift_biases):
+        reasons = reasons or ask(case, [case.draw(24, lambda x: x.add_(100.0))], "values whose mean is large", finite=True)
+    reasons = reasons or ask(case, [case.draw(25, lambda x: x.mul_(1e-3))], "small values", finite=True)
+    return reasons or ask(case, [case.draw(26, lambda x: x.fill_(0.5))], "inputs that are all equal", finite=True)
+
+
+def not_finite(case: Case) -> list[str]:
+    """One NaN, one infinity: each spreads as far as it does in the Model, and no further."""
+
+    def put(value: float, x: torch.Tensor) -> None:
+        x.view(-1)[random.Random(case.seed).randrange(x.numel())] = value
+
+    reasons = ask(case, [case.draw(27, partial(put, float("nan")))], "one NaN in each input")
+    return reasons or ask(case, [case.draw(28, partial(put, float("inf")))], "one infinity in each input", gate="finite")
+
+
+def streams(case: Case) -> list[str]:
+    """On a stream that is not the default one, with inputs that are written late there."""
+    return ask(case, [case.draw(29)], "on another stream", stream=True) if case.device == "cuda" else []
+
+
+def layouts(case: Case) -> list[str]:
+    """The same values elsewhere in memory: the same answer. Who refuses a layout with an error is not wrong. The Model gets all of it dense."""
+    reasons = []
+    for layout in list(LAYOUTS)[1:]:
+        try:
+            reasons = reasons or ask(case, [case.draw(30)], f"inputs that are {layout}", layout=layout)
+        except Raised as raised:
+            case.note(f"refuses inputs that are {layout}: {raised}")
+    return reasons
+
+
+def batches(case: Case) -> list[str]:
+    """Other numbers of samples, drawn at random, none and one among them."""
+    if case.batch is None:
+        return []
+    drawn = [random.SystemRandom().randint(1, case.batch + 1) for _ in range(2)]
+    for batch in sorted({0, 1, case.batch - case.batch // 3, case.batch + 1, *drawn} - {case.batch}):
+        if reasons := ask(case, [case.draw(31, batch=batch)], f"batch {batch}"):
+            return reasons
+    return []
+
+
+def graphs(case: Case) -> list[str]:
+    """What lies between a forward pass and its backward pass in a training program."""
+    draws, both = [case.draw(0), case.draw(32)], {"direction": "forward_backward"}
+    reasons = ask(case, draws, "two forward passes before two backward passes", order=(0, 1), keep=(0, 1), **both)
+    reasons = reasons or ask(case, draws[:1], "the backward pass of one graph asked for twice", again=True, **both)
+    reasons = reasons or ask(case, draws[:1], "only the parameters' gradients wanted", whose="parameters", **both)
+    return reasons or ask(case, draws[:1], "only the inputs' gradients wanted", whose="inputs", **both)
+
+
+def expanded(case: Case) -> list[str]:
+    """An incoming gradient that is expanded, as behind a sum or a mean."""
+    try:
+        return ask(case, [case.draw(33)], "an incoming gradient that is expanded", direction="forward_backward", expanded=True)
+    except Raised as raised:
+        case.note(f"refuses an incoming gradient that is expanded: {raised}")
+        return []
+
+
+def check(case: Case, direction: str, say: Callable[[str], None]) -> list[str]:
+    """Everything at the shape and in the layout that is timed. What follows a reason is not asked: it would only echo it."""
+    steps = {
+        "forward": [repeated, moved, modes, instances, values, not_finite, streams],
+        "forward_recorded": [],
+        "forward_backward": [graphs, expanded],
+    }[direction]
+    reasons = seeds(case, direction, say)
+    for each in steps:
+        reasons = reasons or each(case)
+    return reasons
+
+
+def check_after(case: Case) -> list[str]:
+    """What a compiler may make anew, for other layouts and batches, comes last; and the first inputs get their answer again."""
+    reasons = ask(case, [case.draw(0)], "after it was timed", must=True)
+    for each in (layouts, batches):
+        reasons = reasons or each(case)
+    return reasons
+
+
+class Ring:
+    """The inputs of one turn, which are drawn anew for each round, and where the answers go."""
+
+    def __init__(self, case: Case, direction: str):
+        self.case, self.direction, self.reasons = case, direction, []
+        inputs = case.draw(0)()
+        self.expected = answer_of(case.model, inputs, direction, partial(random_like, seed=case.seed))
+        self.names = [name for name in self.expected.leaves if name.startswith("gradient") == bool(self.expected.incoming)]
+        answers = [x for name, x in self.expected.leaves.items() if name in self.names and isinstance(x, torch.Tensor)]
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        slots = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, sum(x.nbytes for x in tensors + answers))))
+        places = iter(case.arena.place([(x, None, False) for x in tensors * slots + self.expected.incoming + answers]))
+        self.slots = [[place_and_fill(case.arena, x, places) for x in inputs] for _ in range(slots)]
+        incoming = [place_and_fill(case.arena, x, places) for x in self.expected.incoming]
+        self.answers = list(places)
+        self.draws = [case.draw(0)] * slots
+        self.ready = {"ring": self.slots, "incoming": incoming, "direction": direction}
+        self.expected.leaves = {}  # their memory is needed
+
+    def renew(self) -> None:
+        """New inputs, by seeds that nobody can foresee, scaled for a file whose inputs are always the same."""
+        secret = random.SystemRandom()
+        for i, places in enumerate(self.slots):
+            factor = secret.uniform(0.9, 1.0)
+            self.draws[i] = self.case.draw(secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
+            for x, place in zip(self.draws[i](), places):
+                if isinstance(x, torch.Tensor):
+                    self.case.arena.view(place).copy_(x)
+        release(self.case.device)
+
+    def blank(self) -> None:
+        for place in self.answers:
+            fill_with_nan(self.case.arena.view(place))
+        synchronize(self.case.device)
+
+    def inspect(self, index: int, reply: dict) -> None:
+        """Holds an answer that was given while the clock ran against the Model's, by both gates."""
+        case, draw, incoming = self.case, self.draws[index], self.expected.incoming
+        expected = answer_of(case.model, draw(), self.direction, lambda roots: incoming)
+        kept = [i for i, name in enumerate(expected.leaves) if name in self.names]
+        exact = reference_of(case, case.model, draw, self.direction, incoming, "eval", "all")
+        expected.forms = [expected.forms[i] | {"requires_grad": False} for i in kept]
+        expected.leaves = {name: x for name, x in expected.leaves.items() if name in self.names}
+        wrong = different_forms(expected, reply["forms"][0], expected.tree, strides=True)
+        given = [case.arena.view(place) for place in self.answers]
+        wrong = wrong or different_values(case, expected, given, lambda: exact and [exact[i] for i in kept], "both")
+        wrong = wrong or over_limit(case, self.names)
+        wrong += [what for what in reply["changed"]]
+        for x, place in zip(draw(), self.slots[index]):
+            if isinstance(x, torch.Tensor) and not same_bits(x, case.arena.view(place)):
+                wrong.append("writes its inputs")
+        self.reasons += [reason for what in wrong if (reason := f"{what} (while it was timed)") not in self.reasons]
+
+
+@contextlib.contextmanager
+def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
+    """Both have these weights inside."""
+    kept = copy.deepcopy(case.model.state_dict())
+    with torch.no_grad():
+        change(case.model)
+    give_weights(case, case.model)
+    yield
+    case.model.load_state_dict(kept)
+    give_weights(case, case.model)
