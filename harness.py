@@ -10,9 +10,13 @@ Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not 
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 
 given = os.environ.get("OMP_WAIT_POLICY")
+if __name__ == "__main__":  # the workers' ancestor loads torch meanwhile
+    multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+    multiprocessing.forkserver.ensure_running()
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is loaded: the judge's idle threads leave the cores to the contenders
 
 import argparse  # noqa: E402
@@ -291,14 +295,19 @@ class Judge:
             worker.see(self.arena)
         tell(f"timing {run.direction}: {', '.join(contenders)}")
         clocks_before = record.clocks(case.device)
+        measured: list[bench.Samples] = []
         try:
-            samples = bench.measure(contenders, ring, case.device, self.options.seconds, self.options.flush_bytes)
+            for _ in range(4):  # what disturbed the first may look like time that the candidate hides
+                measured.append(bench.measure(contenders, ring, case.device, self.options.seconds, self.options.flush_bytes))
+                if ring.reasons or not bench.hidden_time(measured, case.device):
+                    break
         finally:
             for worker in contenders.values():
                 if worker.alive():
                     worker.ask("release")
         must_be_empty(ring.reasons)
-        if hidden := bench.hidden_time(samples, case.device):
+        samples = measured[-1]
+        if hidden := bench.hidden_time(measured, case.device):
             raise Rejected(hidden)
         if case.worker.strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")

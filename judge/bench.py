@@ -74,14 +74,14 @@ def measure(contenders: dict[str, Worker], ring, device: str, seconds: float, fl
                 ring.inspect(index, reply)
 
 
-def hidden_time(samples: Samples, device: str) -> str | None:
+def hidden_time(samples: list[Samples], device: str) -> str | None:
     """Whether the candidate's turns take longer than its own clock says, by more than eager's do: a clock or an answer that is not what it seems."""
-    apart = [new - eager for new, eager in zip(samples.beyond["new"], samples.beyond["eager"])]
-    low, _ = interval(apart)
-    claimed = samples.calls * statistics.median(samples.ms["new"])
-    if low <= HIDDEN_SHARE * claimed + HIDDEN_MS[device]:
+    both = [pair for each in samples for pair in zip(each.beyond["new"], each.beyond["eager"])]
+    apart = statistics.median(new - eager for new, eager in both)
+    claimed = samples[0].calls * statistics.median(samples[0].ms["new"])
+    if apart <= HIDDEN_SHARE * claimed + HIDDEN_MS[device]:
         return None
-    return f"its own clock says {claimed:.3f} ms for the calls of a turn, the judge's {statistics.median(apart):.3f} ms more than beside eager's"
+    return f"its own clock says {claimed:.3f} ms for the calls of a turn, in which the judge's sees {apart:.3f} ms more than in eager's turns"
 
 
 def interval(values: list[float]) -> list[float]:

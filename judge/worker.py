@@ -170,13 +170,13 @@ def gradients(result, wanted: list, incoming: list, again: bool = False) -> tupl
     return torch.autograd.grad(roots_of(result), wanted, incoming, allow_unused=True)
 
 
-def wanted_of(module: torch.nn.Module, inputs: list, whose: str = "all") -> dict[str, torch.Tensor]:
-    """What gradients are asked of, by name. All others stop to record one."""
-    wanted = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())}
-    for x in wanted.values():
-        x.requires_grad_(whose != "parameters")
-    wanted = wanted if whose != "parameters" else {}
-    return wanted if whose == "inputs" else {**wanted, **{name: p for name, p in module.named_parameters() if p.requires_grad}}
+def wanted_of(module: torch.nn.Module, inputs: list, whose: str) -> dict[str, torch.Tensor]:
+    """What gradients are asked of, by name; the inputs record one if theirs are."""
+    floating = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())}
+    for x in floating.values():
+        x.requires_grad_(whose in ("all", "inputs"))
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return (floating if whose in ("all", "inputs") else {}) | (trained if whose in ("all", "parameters") else {})
 
 
 def step(module, inputs: list, direction: str, wanted: list, incoming: list | None) -> list:
@@ -338,6 +338,8 @@ class Contender:
         whose="all", poison=False, stream=False, again=False,
     ) -> dict:  # fmt: skip
         """All forward passes of `order`, then all backward passes; copies the answers of the calls to `keep` to where they are asked for."""
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.config.recompile_limit = 64  # so many kinds of calls are asked for: none must end in eager mode
         module = self.modules[instance].train(mode == "train")
         sets, incoming = ([[self._tensor(x) for x in each] for each in places] for places in (sets, incoming))
         wanted = [wanted_of(module, each, whose if any(incoming) else "parameters") for each in sets]
@@ -350,7 +352,8 @@ class Contender:
         random_state, self.settings = random_states(), settings()
         queue = self._late(sets) if stream else contextlib.nullcontext()
         fill = poisoned(self.device, [view(self.memory.storage, place) for place in answers[0]]) if poison else contextlib.nullcontext()
-        with queue, fill, torch.inference_mode(mode == "inference"):
+        inference = torch.inference_mode() if mode == "inference" else contextlib.nullcontext()
+        with queue, fill, inference:
             results, forms = {}, {}
             for position, i in enumerate(order):
                 result = forward(module, sets[i], direction)

@@ -370,8 +370,8 @@ class Lazy(torch.Tensor):
         ),
     ),
     "no_epsilon": Candidate(
-        "Forgets the norm's epsilon, which a benchmark's values do not need.",
-        rejected="the Model's",
+        "Forgets the norm's epsilon.",
+        rejected="error against float64",
         model=NORM,
         replaced=(("nn.InstanceNorm2d(4, affine=True)", "nn.InstanceNorm2d(4, affine=True, eps=1e-12)"),),
     ),
@@ -687,11 +687,10 @@ class Function(torch.autograd.Function):
         "Writes a verdict into every pipe it has.",
         """
         for fd in os.listdir("/proc/self/fd"):
-            if os.path.exists(f"/proc/self/fd/{fd}") or os.readlink(f"/proc/self/fd/{fd}").startswith(("pipe", "socket")):
-                try:
-                    os.write(int(fd), b"ok" * 64)
-                except OSError:
-                    pass
+            try:
+                int(fd) > 2 and os.write(int(fd), b"ok" * 64)
+            except OSError:
+                pass
         return self.right(x)
         """,
         "into the pipe of its answers",
@@ -751,7 +750,7 @@ class SwishAndBias(torch.autograd.Function):
     ),
     "other_last_bits": Candidate(
         "The last bits change from call to call, as with atomic additions.",
-        "return self.right(x) * (1 + 6e-8 * (time.monotonic_ns() // 1000 % 2))",
+        "out = self.right(x)\nreturn out + (out * 6e-8 * (time.monotonic_ns() // 1000 % 2)).detach()",
         top="import time\n",
     ),
     "pickled_before": Candidate(
