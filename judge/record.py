@@ -99,15 +99,14 @@ class Table:
             self._print(["---"] * len(head))
 
     def row(self, run: Result) -> None:
-        error = f"{run.error['new_max']:.1e} / {run.error['eager_max']:.1e}" if run.error else "-"
-        if run.error and run.error["eager_max"] is None:
-            error = f"{run.error['new_max']:.1e} / -"
+        error = " / ".join("-" if run.error[key] is None else f"{run.error[key]:.1e}" for key in ("new_max", "eager_max")) if run.error else "-"
         cells = [run.model, run.way(), SHOWN[run.status], *(_number(run.ms.get(name)) for name in ["new", *self.rivals])]
         for name in self.rivals:
             if name != "new_cudagraph":
                 low, high = run.speedup_ci.get(name, (0, 0))
                 cells.append(f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}" if name in run.speedup else "-")
-        self._print([*cells, f"{run.roof['percent']:.0f}%" if run.roof else "-", error])
+        above = " (!)" * any(note.startswith("above 100% of the floor") for note in run.notes)
+        self._print([*cells, f"{run.roof['percent']:.0f}%{above}" if run.roof else "-", error])
         said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
         self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
 

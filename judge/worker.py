@@ -43,6 +43,10 @@ class Raised(Rejected):
     """A call ended in an exception; the process goes on."""
 
 
+class NoRoom(Raised):
+    """There was too little memory."""
+
+
 class BuildFailed(Rejected):
     """The candidate could not be compiled."""
 
@@ -63,9 +67,10 @@ class Arena:
     """The parent's block of memory: of a GPU by CUDA IPC or, where that is not to be had, of the host, copied outside the clock."""
 
     def __init__(self, device: str, ipc: bool = True):
-        self.on_gpu = device == "cuda" and ipc
+        self.device, self.on_gpu = device, device == "cuda" and ipc
         self.memory: Memory | None = None
         self.nbytes = 0
+        self.viewers: set[Worker] = set()
 
     def place(self, requests: list) -> list[Place]:
         """Room for all tensors of a request at once, each given with its strides (None: dense) and whether it is off any alignment."""
@@ -76,10 +81,15 @@ class Arena:
             extent = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides)) if like.numel() else 0
             places.append(Place(str(like.dtype).removeprefix("torch."), tuple(like.shape), strides, start))
             end = start + extent * like.element_size()
-        if end > self.nbytes:
-            self.memory, self.nbytes = None, end  # the old block is freed before there is a new one
+        if end > self.nbytes or end < self.nbytes // 2 and self.nbytes > MANY_BYTES:
+            for worker in list(self.viewers):  # the old block is freed, by all who have it open, before there is a new one
+                worker.see(None)
+            self.memory, self.nbytes = None, end
             self.memory = Memory.of_gpu(end) if self.on_gpu else Memory.of_host(end)
         return places
+
+    def read(self, place: Place) -> torch.Tensor:
+        return self.view(place).to(self.device)
 
     def view(self, place: Place) -> torch.Tensor:
         return view(self.memory.storage, place)
@@ -102,6 +112,7 @@ class Memory:
     def of_gpu(cls, nbytes: int) -> Memory:
         """Of the driver, not of PyTorch's allocator: a process that was killed while it had the block open must not keep it from being freed."""
         block, pointer, handle = cls(), ctypes.c_uint64(), IpcHandle()
+        torch.cuda.synchronize()  # there is a context now
         torch.cuda.empty_cache()
         call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
         call_driver("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
@@ -117,6 +128,7 @@ class Memory:
         if isinstance(name, str):
             block.storage, block.free = torch.UntypedStorage.from_file(name, True, nbytes), lambda: None
         else:
+            torch.cuda.synchronize()
             pointer = ctypes.c_uint64()
             call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), IpcHandle.from_buffer_copy(name), ctypes.c_uint(1))
             block.storage, block.free = storage_at(pointer.value, nbytes), partial(call_driver, "cuIpcCloseMemHandle", pointer)
@@ -250,7 +262,7 @@ SETTINGS = {
     "the torch dispatch modes": torch._C._len_torch_dispatch_stack,
     "the hooks on all modules": lambda: len(torch.nn.modules.module._global_forward_hooks) + len(torch.nn.modules.module._global_forward_pre_hooks),
     "the current directory": os.getcwd,
-    "the current stream": lambda: str(torch.cuda.current_stream()) if torch.cuda.is_initialized() else "",
+    "the current stream": lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0,
 }
 
 
@@ -310,7 +322,7 @@ class Contender:
 
     def share(self, handle) -> dict:
         self.ring, self.memory = [], None
-        self.memory = Memory.opened(handle)
+        self.memory = Memory.opened(handle) if handle else None
         return {}
 
     def set_weights(self, places: dict, instance: int | None) -> dict:
@@ -443,7 +455,7 @@ class Contender:
             if on_gpu == (self.device == "cuda"):
                 row = kernels.setdefault(event.name, [0, 0.0])
                 row[0] += 1
-                row[1] += event.device_time if on_gpu else event.self_cpu_time_total
+                row[1] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         return {"rows": [[name, count / calls, us / calls] for name, (count, us) in kernels.items()]}
 
     def _step(self, index: int) -> list:
@@ -519,16 +531,16 @@ class Contender:
     def _late(self, sets: list):
         """Another stream, on which the inputs are NaN until long after the calls were launched."""
         tensors = [x for each in sets for x in each if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        values = [x.detach().clone() for x in tensors]
+        values = [x.data.clone() for x in tensors]
         for x in tensors:
-            x.detach().fill_(float("nan"))
+            x.data.fill_(float("nan"))  # .data: these writes are not the candidate's
         busy = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(64):
                 busy.zero_()  # milliseconds of work ahead: whoever does not wait for this stream reads the NaN
             for x, value in zip(tensors, values):
-                x.detach().copy_(value)
+                x.data.copy_(value)
             yield
         torch.cuda.synchronize()
 
@@ -574,14 +586,20 @@ def serve(role: str, device: str, requests, replies) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
+    own = {0, 1, 2, requests.fileno(), replies.fileno()}
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - own:  # those of the judge's other processes
+        with contextlib.suppress(OSError):
+            os.close(fd)
     warnings.filterwarnings("ignore")
     contender = Contender(role, device)
     while True:
         command, arguments = requests.recv()
         try:
             reply = getattr(contender, command)(**arguments)
+            if command not in ("time", "answer") and device == "cuda" and torch.cuda.memory_reserved() > MANY_BYTES:
+                torch.cuda.empty_cache()
         except torch.OutOfMemoryError as error:
-            reply = {"raised": last_line(error)}
+            reply = {"raised": last_line(error), "memory": True}
             contender.release()
         except RAISED as error:
             reply = {"raised": last_line(error), "build": build_failure(error, at_import=command == "load")}
@@ -598,7 +616,7 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "judge.worker"])
         self.role, self.timeout, self.asked, self.pending = role, timeout, None, False
-        self._memory: Memory | None = None
+        self._arena: Arena | None = None
         theirs, self._requests = context.Pipe(duplex=False)
         self._replies, mine = context.Pipe(duplex=False)
         self._process = context.Process(target=serve, args=(role, device, theirs, mine), daemon=True)
@@ -634,23 +652,30 @@ class Worker:
         if reply.get("build"):
             raise BuildFailed(f"build failed: {reply['build']}")
         if "raised" in reply:
-            raise Raised(f"raised {reply['raised']}" + " at import" * (self.asked == "load"))
+            raise (NoRoom if reply.get("memory") else Raised)(f"raised {reply['raised']}" + " at import" * (self.asked == "load"))
         return reply
 
     def ask(self, command: str, **arguments) -> dict:
         self.send(command, **arguments)
         return self.hear()
 
-    def see(self, arena: Arena) -> None:
-        """Opens the parent's memory, if that is another block than before."""
-        if self._memory is not arena.memory:
-            self.ask("share", handle=arena.memory.handle)
-            self._memory = arena.memory
+    def see(self, arena: Arena | None) -> None:
+        """Opens the parent's memory, if that is another block than before; with None closes what is open."""
+        if self._arena and self._arena is not arena or arena and self not in arena.viewers:
+            if self._arena:
+                self._arena.viewers.discard(self)
+            if self.alive():
+                self.ask("share", handle=arena and arena.memory.handle)
+            self._arena = arena
+            if arena:
+                arena.viewers.add(self)
 
     def alive(self) -> bool:
         return self._process.is_alive()
 
     def kill(self) -> None:
+        if self._arena:
+            self._arena.viewers.discard(self)
         for pid in [*self.strays(), self._process.pid]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

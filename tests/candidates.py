@@ -588,7 +588,8 @@ class Function(torch.autograd.Function):
     ),
     "clock_that_runs_slowly": Candidate(
         "Exchanges the clock of its process, the C function and all that hold it.",
-        rejected="its own clock says",
+        "time.sleep(0.01)\nreturn self.right(x)",
+        "its own clock says",
         top="""
         import time
         import judge.worker
@@ -604,10 +605,11 @@ class Function(torch.autograd.Function):
             if type(thing).__name__ == "Contender" and not self.done:
                 self.done, real = True, thing._claims
                 thing._claims = lambda count, flushes: [1e-3 * ms for ms in real(count, flushes)]
+        time.sleep(0.01)
         return self.right(x)
         """,
         "its own clock says",
-        top="import gc\n",
+        top="import gc\nimport time\n",
         init="self.done = False",
     ),
     "lazy_in_the_copy": Candidate(
@@ -619,12 +621,12 @@ class Function(torch.autograd.Function):
         """,
         "its own clock says",
         top="""
+        import time
         waiting, real = {}, torch.Tensor.copy_
 
         def slowly(module, x):
-            for _ in range(20):
-                out = module.right(x)
-            return out
+            time.sleep(0.03)
+            return module.right(x)
 
         def copy(self, other, *args, **kwargs):
             compute = waiting.pop(other.data_ptr(), None) if isinstance(other, torch.Tensor) else None

@@ -7,7 +7,6 @@ against the doubts of its row and column and flags those that may be off, and a 
 it the same kernels are as exact on ordinary data, and wrong on badly scaled ones; both are checked before anything is timed.
 """
 
-import functools
 import hashlib
 import re
 import sys
@@ -22,9 +21,10 @@ from test_float32_gemm import PAIRS, balanced, worst
 
 sys.path.insert(0, str(ROOT))
 
-from judge import timing
-from judge.machine import PRECISIONS, precision
-from judge.pairs import Problem
+sys.path.append(str(ROOT / "tests" / "tools"))
+
+from in_turns import compare
+from judge.problem import Problem
 
 # What is cut out of a kernel file, each pattern once, and what stands there instead.
 GUARD = {
@@ -86,23 +86,12 @@ def check(modules: dict) -> None:
         assert errors["guarded"] < 2 and (errors["bare"] < 2) == (name == "ordinary")
 
 
-@torch.no_grad()
 def main(seconds_each: float = 1.5) -> None:
     for stem in PAIRS:
-        modules = {"guarded": solution(stem), "bare": unguarded(stem)}
+        check({"guarded": solution(stem), "bare": unguarded(stem)})
+        bare = Path(unguarded(stem).__file__)
         problem = Problem(ROOT / "models" / f"{stem}.py")
-        check(modules)
-        inputs = problem.inputs(problem.benchmark_batch, "cuda", torch.float32, 0)
-        for level in PRECISIONS:
-            networks = {which: problem.make(module.ModelNew, 0).cuda() for which, module in modules.items()}
-            networks["bare"].load_state_dict(networks["guarded"].state_dict(), assign=True)  # where weights lie in memory is worth half a percent
-            contenders = {which: functools.partial(network, *inputs) for which, network in networks.items()}
-            with precision(level):
-                samples = timing.measure(contenders, lambda factor: None, "cuda", seconds_each, 0)
-            cost, interval = samples.speedup("bare", over="guarded"), samples.speedup_interval("bare", over="guarded", seed=0)
-            ms = {which: f"{samples.median(which):.4f} ({' to '.join(f'{t:.4f}' for t in samples.spread(which))})" for which in modules}
-            print(f"{stem}, {level}: {ms['guarded']} ms, without the guard {ms['bare']} ms, {len(samples.ms['bare'])} rounds:", end=" ")
-            print(f"it costs {cost - 1:.2%} ({interval[0] - 1:.2%} to {interval[1] - 1:.2%})", flush=True)
+        print("\n".join(compare(problem, [ROOT / "kernels" / f"{stem}.py", bare], problem.benchmark_batch, seconds_each)))
 
 
 if __name__ == "__main__":

@@ -1,43 +1,39 @@
-"""Times a Model against itself, again and again: how many of the intervals hold 1.0, and what the verdicts are.
+"""Times a Model against itself, again and again, each time in two new processes: how many of the intervals hold 1.0.
 
-python tests/a_against_a.py [RUNS] [SECONDS_EACH]       100 runs, 0.3 seconds for each contender
+python tests/tools/a_against_a.py [RUNS] [SECONDS_EACH] [NAME]       100 runs, 0.3 seconds for each contender, linear_swish_group_norm
 """
 
-import functools
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).parent))
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from contend import DEVICE, ROOT, Contest, Problem, bench  # noqa: E402
 
-from judge import timing  # noqa: E402
-from judge.observe import relocate  # noqa: E402
-from judge.pairs import Problem  # noqa: E402
+SMALL = {"linear_swish_group_norm": 2048, "instance_norm": 4, "conv_sigmoid_group_norm": 8, "linear_instance_norm_residual": 64}
 
 
-def main(runs: int = 100, seconds_each: float = 0.3) -> int:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    problem = Problem(ROOT / "models" / "linear_swish_group_norm.py")
-    inputs = problem.inputs(32, device, torch.float32, 0)
-    first, second = (problem.make(problem.model_class, 0).to(device) for _ in range(2))
-    contenders = {"new": lambda: first(*inputs), "eager": lambda: second(*inputs)}
-    move = functools.partial(relocate, first, second)
-    verdicts, disturbed, widths = Counter(), 0, []
-    for seed in range(runs):
-        with torch.no_grad():
-            samples = timing.measure(contenders, lambda factor: None, device, seconds_each, seed, move=move)
-        interval = samples.speedup_interval("new", over="eager", seed=seed)
-        verdicts[timing.verdict(interval)] += 1
-        disturbed += bool(samples.interference())
-        widths.append(interval[1] - interval[0])
-        print(f"{seed + 1:4} [{interval[0]:.3f}, {interval[1]:.3f}] {timing.verdict(interval)}", file=sys.stderr, flush=True)
-    print(f"{verdicts[timing.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {sorted(widths)[runs // 2]:.3f};")
+def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_norm") -> int:
+    contest = Contest(Problem(ROOT / "models" / f"{name}.py"), SMALL[name] if DEVICE == "cuda" else SMALL[name] // 4)
+    verdicts, disturbed, ratios, widths = Counter(), 0, [], []
+    for run in range(runs):
+        with contest.workers({"new": None, "eager": None}) as workers:
+            samples = contest.measure(workers, seconds)
+        ratio, (low, high) = bench.speedup(samples, "eager", DEVICE)
+        verdicts[bench.verdict(low, high, False)] += 1
+        disturbed += bool(bench.interference(samples))
+        ratios.append(abs(ratio - 1))
+        widths.append(high - low)
+        hidden = bench.hidden_time([samples], DEVICE)[0] or ""
+        print(f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}", file=sys.stderr, flush=True)
+    ratios.sort()
+    print(f"{verdicts[bench.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {statistics.median(widths):.4f};")
+    print(f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {ratios[int(0.95 * runs) - 1]:.4f} in 95 of 100;")
     print(f"{disturbed} of {runs} runs say that they were disturbed")
-    return 0 if verdicts[timing.AMBIGUOUS] >= 0.95 * runs else 1
+    return 0 if verdicts[bench.AMBIGUOUS] >= 0.95 * runs else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(kind(value) for kind, value in zip((int, float), sys.argv[1:]))))
+    sys.exit(main(*(kind(value) for kind, value in zip((int, float, str), sys.argv[1:]))))
