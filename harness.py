@@ -33,7 +33,7 @@ import torch  # noqa: E402
 from judge import bench, check, record, roofline  # noqa: E402
 from judge.problem import DIRECTIONS, DTYPES, PRECISIONS, RAISED, Options, Pair, Problem, discover, last_line, precision  # noqa: E402
 from judge.record import BUILD, WRONG, Result, tidy  # noqa: E402
-from judge.worker import Arena, BuildFailed, Memory, Rejected, Worker  # noqa: E402
+from judge.worker import Arena, BuildFailed, Rejected, Worker, has_ipc  # noqa: E402
 
 if given is None:
     del os.environ["OMP_WAIT_POLICY"]
@@ -157,7 +157,7 @@ class Judge:
         self.options, self.ceilings, self.tell = options, ceilings, tell
         roles = dict.fromkeys(["eager", *options.baselines])  # eager is timed in any case: a worker's clock is held against its
         self.workers = {role: Worker(role, options.device, options.timeout) for role in roles if not options.profile}
-        self.arena = Arena(options.device, options.device == "cuda" and shares_gpu_memory(options))
+        self.arena = Arena(options.device, ipc=has_ipc(options.device, options.timeout))
 
     def __enter__(self) -> Judge:
         return self
@@ -195,7 +195,6 @@ class Judge:
                 reject(runs.values(), Rejected(f"the Model itself raised {last_line(error)}"))
             for run in runs.values():
                 run.notes += [note for note in case.notes if note not in run.notes]
-                run.shapes = case.shapes
             yield from runs.values()
 
     def _judge(self, pair: Pair, case: check.Case, runs: dict[str, Result], tell: Callable[[str], None]) -> None:
@@ -238,7 +237,8 @@ class Judge:
         for run in runs.values():
             run.import_seconds = case.worker.import_seconds
         must_be_empty(check.start(case))
-        case.shapes = [list(x.shape) for x in case.draw(0)() if isinstance(x, torch.Tensor)]
+        for run in runs.values():
+            run.shapes = [list(x.shape) for x in case.draw(0)() if isinstance(x, torch.Tensor)]
 
     def _prepare(self, case: check.Case) -> dict[str, Worker]:
         """Sets the baselines up; compilers begin to work while the candidate is checked."""
@@ -258,8 +258,7 @@ class Judge:
             worker.hear()
         dtype, path, constants = str(case.dtype).removeprefix("torch."), case.problem.path, case.problem.constants
         worker.ask("make", level=case.precision, dtype=dtype, seed=case.seed, path=path, constants=constants)
-        worker.ask("to_device")
-        worker.send("prepare", batch=case.batch, directions=self.options.directions, seed=case.seed)
+        worker.send("prepare", batch=case.batch, dtype=dtype, directions=self.options.directions, seed=case.seed)
 
     def _finish(self, rivals: dict[str, Worker], case: check.Case, tell: Callable[[str], None]) -> dict[str, Worker]:
         """Waits for the compilers. On a GPU they compile again, alone, and find most of it done: what they choose by timing is chosen now."""
@@ -284,7 +283,6 @@ class Judge:
         worker.ask("load", path=pair.new_path)
         dtype, arguments = str(case.dtype).removeprefix("torch."), case.problem.arguments(case.seed)
         worker.ask("make", level=case.precision, dtype=dtype, seed=case.seed, arguments=arguments)
-        worker.ask("to_device")
         return worker
 
     def _time(self, run: Result, pair: Pair, case: check.Case, rivals: dict[str, Worker], tell: Callable[[str], None]) -> None:
@@ -292,7 +290,7 @@ class Judge:
         if "cudagraph" in self.workers:
             contenders["new_cudagraph"] = self._captured(pair, case)
         for worker in contenders.values():
-            check.give_weights(case, case.model, worker=worker)
+            check.give_weights(case, worker=worker)
         ring = check.Ring(case, run.direction)
         for worker in contenders.values():
             worker.see(self.arena)
@@ -398,18 +396,6 @@ def set_errors(run: Result, case: check.Case) -> None:
     if run.direction == "forward_backward":
         run.gradient_error = {name.removeprefix("gradient of "): errors for name, errors in known.items() if name.startswith("gradient")}
 
-
-def shares_gpu_memory(options: Options) -> bool:
-    """Whether CUDA IPC is to be had here."""
-    worker = Worker("eager", options.device, options.timeout)
-    try:
-        worker.ask("share", handle=Memory.of_gpu(1 << 20).handle)
-    except (Rejected, RuntimeError) as error:
-        say(f"no CUDA IPC here ({error}): tensors go through the host's memory, outside the clock")
-        return False
-    finally:
-        worker.kill()
-    return True
 
 
 # ---- all of it

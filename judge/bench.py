@@ -48,7 +48,7 @@ def measure(contenders: dict[str, Worker], ring, device: str, seconds: float, fl
     flushes = 1
     if device == "cuda":  # for as long as the slowest host needs to launch a call, or two milliseconds
         hidden = min(1.5 * max(said["host_us"] for said in samples.ready.values()) + 50, LONGEST_FLUSH_US)
-        flushes = math.ceil(hidden / min(said["flush_us"] for said in samples.ready.values()))
+        flushes = math.ceil(hidden / (1e3 * min(said["flush_ms"] for said in samples.ready.values())))
     secret, inspected, begin = random.SystemRandom(), 0, time.perf_counter()
     deadline = begin + seconds * len(contenders)
     for turn in itertools.count():

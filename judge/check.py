@@ -18,7 +18,9 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge.problem import Problem, last_line, to_dtype
-from judge.worker import MANY_BYTES, WHOSE, Arena, NoRoom, Raised, Worker, form_of, forward, gradients, random_states, roots_of, same_bits, synchronize, wanted_of
+from judge.worker import (
+    MANY_BYTES, WHOSE, Arena, NoRoom, Place, Raised, Worker, form_of, forward, give_back, gradients, random_states, roots_of, same_bits, synchronize, wanted_of
+)  # fmt: skip
 
 SEEDS, MOST_SEEDS = 3, 16  # more where gate 2 is not met by few: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
@@ -35,6 +37,9 @@ TOLERANCE = {
 }
 
 
+# ---- the two gates
+
+
 @dataclass
 class Errors:
     """Errors of one output or gradient against float64, pooled over answers."""
@@ -49,23 +54,25 @@ class Errors:
 
     def add(self, other: Errors) -> None:
         for name, value in vars(other).items():
-            mine = getattr(self, name)
-            setattr(self, name, max(mine, value) if name.endswith("max") else mine + value)
+            setattr(self, name, max(getattr(self, name), value) if name.endswith("max") else getattr(self, name) + value)
 
-    def rms(self, squares: float) -> float:
-        return (squares / self.count) ** 0.5 if self.count else 0.0
+    def rms(self, whose: str) -> float:
+        return (getattr(self, f"{whose}_squares") / max(1, self.count)) ** 0.5
 
     def as_dict(self, dtype: torch.dtype) -> dict[str, float | None]:
         """For the record. In float64 nothing is higher: what is known is the distance to the Model, and nothing of its own error."""
-        eager = [self.eager_max, self.rms(self.eager_squares)] if dtype != torch.float64 else [None, None]
-        return dict(zip(("new_max", "new_rms", "eager_max", "eager_rms"), (self.new_max, self.rms(self.new_squares), *eager)))
+        known = dtype != torch.float64
+        eager = {"eager_max": self.eager_max if known else None, "eager_rms": self.rms("eager") if known else None}
+        return {"new_max": self.new_max, "new_rms": self.rms("new"), **eager}
 
     def over_limit(self, dtype: torch.dtype) -> list[str]:
         """Gate 2. Half an ulp at the output's scale is always allowed: where the Model is exact, rounding the result is not an error."""
-        half_ulp, complaints = torch.finfo(dtype).eps / 2, []
-        rms = [self.rms(squares) for squares in (self.new_squares, self.eager_squares, self.reference_squares)]
-        for kind, new, eager, scale in (("largest", self.new_max, self.eager_max, self.reference_max), ("rms", *rms)):
-            limit = max(ERROR_RATIO * eager, half_ulp * scale)
+        complaints = []
+        for kind, new, eager, scale in (
+            ("largest", self.new_max, self.eager_max, self.reference_max),
+            ("rms", self.rms("new"), self.rms("eager"), self.rms("reference")),
+        ):
+            limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
             if not new <= limit:
                 complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
         return complaints
@@ -86,30 +93,25 @@ def compare(new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | No
 
     Without a reference the candidate's error is its distance from the Model.
     """
-    flat = [as_real(x.detach()).reshape(-1) for x in (new, eager, reference) if x is not None]
-    size, found, zero = CHUNK[new.device.type], [], torch.zeros((), dtype=torch.float64, device=new.device)
+    real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in (new, eager, reference) if x is not None]
+    flat, size, found = [x.reshape(-1) for x in real], CHUNK[new.device.type], []
     for start in range(0, flat[0].numel(), size):
         n, e, *exact = (x[start : start + size].double() for x in flat)
-        apart, errors = distance(n, e), []
+        apart = distance(n, e)
         far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0, 0.0))
+        errors = [apart, torch.zeros_like(apart), torch.zeros_like(apart)]
         for r in exact:
             of_eager, of_new = distance(e, r), distance(n, r)
-            of_new.masked_fill_(of_eager.isinf(), 0.0)  # where the Model overflows, its error says nothing of what others may have
-            of_eager.masked_fill_(of_eager.isinf(), 0.0)
-            errors = [of_new, of_eager, r.abs().nan_to_num(0.0, 0.0, 0.0)]
-        largest = [x.max() for x in [apart, *(errors or [apart])]]
-        sums = [far.sum().double(), (n.isnan() != e.isnan()).sum().double(), *(x.square().sum() for x in errors or [apart])]
-        found.append((torch.stack(largest + [zero] * (4 - len(largest))), torch.stack(sums + [zero] * (5 - len(sums)))))
+            overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
+            errors = [of_new.masked_fill_(overflows, 0.0), of_eager.masked_fill_(overflows, 0.0), r.abs().nan_to_num(0.0, 0.0, 0.0)]
+        sums = [far.sum(), (n.isnan() != e.isnan()).sum(), *(x.square().sum() for x in errors)]
+        found.append((torch.stack([apart.max(), *(x.max() for x in errors)]), torch.stack([x.double() for x in sums])))
     if not found:
         return Difference()
     apart, *most = torch.stack([largest for largest, _ in found]).amax(0).tolist()
     wrong, nan_apart, *squares = torch.stack([sums for _, sums in found]).sum(0).tolist()
-    pairs = [figure for both in zip(most, squares) for figure in both]
-    return Difference(int(wrong), apart, int(nan_apart), Errors(*pairs, count=flat[0].numel()))
-
-
-def as_real(x: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    pooled = [figure for both in zip(most, squares) for figure in both]
+    return Difference(int(wrong), apart, int(nan_apart), Errors(*pooled, count=flat[0].numel()))
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -118,7 +120,7 @@ def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(float("inf"), float("inf"))
 
 
-# ---- one call, asked of the candidate and of the Model
+# ---- one request, asked of the candidate and of the Model
 
 
 @dataclass
@@ -126,7 +128,7 @@ class Case:
     """One candidate at one shape, dtype and precision, and what was found so far."""
 
     problem: Problem
-    worker: Worker
+    worker: Worker | None
     arena: Arena
     device: str
     dtype: torch.dtype
@@ -136,13 +138,8 @@ class Case:
     model: torch.nn.Module | None = None
     errors: dict[str, Errors] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    shapes: list = field(default_factory=list)
 
-    @property
-    def tolerance(self) -> float:
-        return TOLERANCE[self.dtype][self.precision]
-
-    def draw(self, seed: int, change: Callable[[list], None] | None = None, batch: int | None = None) -> Callable[[], list]:
+    def draw(self, seed: int, change: Callable | None = None, batch: int | None = None) -> Callable[[], list]:
         """Gives the same inputs on every call: they are drawn again rather than kept, which would take as much memory."""
 
         def inputs() -> list:
@@ -155,8 +152,7 @@ class Case:
         return inputs
 
     def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+        self.notes += [text] if text not in self.notes else []
 
 
 @dataclass
@@ -173,9 +169,8 @@ class Answer:
         return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
-def answer_of(model, inputs: list, direction: str, incoming: Callable, mode="eval", whose="all", again=False) -> Answer:
-    wanted = wanted_of(model, inputs, whose if direction == "forward_backward" else WHOSE[direction])
-    states = random_states()
+def answer_of(model, inputs: list, direction: str, incoming: Callable, mode="eval", whose=None, again=False) -> Answer:
+    wanted, states = wanted_of(model, inputs, whose or WHOSE[direction]), random_states()
     with torch.inference_mode() if mode == "inference" else contextlib.nullcontext():
         result = forward(model, inputs, direction)
     leaves, tree = tree_flatten(result)
@@ -184,8 +179,9 @@ def answer_of(model, inputs: list, direction: str, incoming: Callable, mode="eva
     forms = [form_of(leaf) for leaf in leaves]
     if given:
         found = gradients(result, list(wanted.values()), given, again)
-        named.update({f"gradient of {name}": gradient for name, gradient in zip(wanted, found)})
+        named |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, found)}
         forms += [form_of(gradient) for gradient in found]
+    named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in named.items()}
     return Answer(named, forms, str(tree), given, random_states() != states)
 
 
@@ -198,113 +194,106 @@ def random_like(tensors: list[torch.Tensor], seed: int = 0, expanded: bool = Fal
     return drawn
 
 
-def as_transposed(x: torch.Tensor) -> tuple:
+def transposed(shape: torch.Size) -> tuple:
     """Strides with which the first dimension is the innermost in memory."""
-    x = x.to("meta")
-    return x.transpose(0, -1).contiguous().transpose(0, -1).stride() if x.dim() > 1 else x.stride()
+    return torch.empty(shape, device="meta").transpose(0, -1).contiguous().transpose(0, -1).stride() if len(shape) > 1 else (1,)
 
 
-def as_slice(x: torch.Tensor) -> tuple:
+def sliced(shape: torch.Size) -> tuple:
     """Strides of a slice of something wider."""
-    return torch.empty(*x.shape[:-1], x.shape[-1] + 3, device="meta")[..., :-3].stride() if x.dim() else ()
+    return torch.empty(*shape[:-1], shape[-1] + 3, device="meta").stride() if shape else ()
 
 
-LAYOUTS = {"dense": (None, False), "transposed": (as_transposed, False), "a slice": (as_slice, False), "off any alignment": (None, True)}
+LAYOUTS = {"dense": (None, False), "transposed": (transposed, False), "a slice": (sliced, False), "off any alignment": (None, True)}
 
 
 def ask(case: Case, draws: list, when: str, *, must=False, **how) -> list[str]:
-    """`ask_both`, where there is room for it."""
+    """`ask_both`, where there is room for it and the Model takes such inputs, unless it `must`."""
     try:
-        return ask_both(case, draws, when, must=must, **how)
+        return ask_both(case, draws, when, **how)
+    except ModelRefuses as refused:
+        if must:
+            raise refused.__cause__ from None
     except (NoRoom, torch.OutOfMemoryError):
         if must:
             raise
-    case.note(f"not asked for want of memory: {when}")
-    release(case.device)
+        case.note(f"not asked for want of memory: {when}")
+    give_back(case.device)
     return []
+
+
+class ModelRefuses(Exception):
+    pass
 
 
 def ask_both(
     case: Case, draws: list, when: str, *, direction="forward", order=(0,), keep=(0,), layout="dense", expanded=False, gate="either",
-    model: torch.nn.Module | None = None, mode="eval", instance=0, whose="all", again=False, poison=False, stream=False, must=False,
-    finite=False, carries=True,
+    model: torch.nn.Module | None = None, mode="eval", instance=0, whose=None, again=False, poison=False, stream=False, finite=False, carries=True,
 ) -> list[str]:  # fmt: skip
     """Asks both for the answers to the inputs that `draws` give, in this order, and says what is wrong with those to `keep`.
 
-    `gate` is how they are held against the Model's: by both gates, by gate 1 alone, by either (who is as near to float64 as gate 2 asks is not
-    wrong for being far from a Model that is itself far off), or by either with all that is not finite taken as equal.
-    Inputs that the Model refuses are not asked for, unless they `must`; with `finite` nor are those for which it has NaN or infinities.
-    Without `carries` an output that records no gradient is noted.
+    `gate`: "both"; "one", gate 1 alone; "either", where who is as near to float64 as gate 2 asks is not wrong for being far from a Model that is
+    itself far off; "finite", the same with all that is not finite taken as equal. With `finite` inputs for which the Model has NaN or
+    infinities are not asked for. Without `carries` an output that records no gradient is noted.
     """
     model, incoming = model or case.model, partial(random_like, seed=case.seed, expanded=expanded)
     model.train(mode == "train")
     try:
         expected = [answer_of(model, draws[order[i]](), direction, incoming, mode, whose, again) for i in keep]
-    except Exception as error:  # noqa: BLE001 - a Model may refuse what it likes
-        if must or isinstance(error, torch.OutOfMemoryError):
-            raise
-        return []
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ModelRefuses from error
     finally:
         model.eval()
     if finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors()) or mode == "train" and expected[0].draws:
         return []
-    sets, incoming_of = [draw() for draw in draws], {order[i]: answer.incoming for i, answer in zip(keep, expected)}
-    strides, odd = LAYOUTS[layout]
-    requests = [(x, strides and strides(x), odd) for each in sets for x in each if isinstance(x, torch.Tensor)]
-    given = [x for i in range(len(sets)) for x in incoming_of.get(i, [])]
-    requests += [(x[:1] if expanded and x.dim() else x, None, False) for x in given]
+
+    # Inputs, incoming gradients and room for the answers, in the arena.
+    sets, strides, odd = [draw() for draw in draws], *LAYOUTS[layout]
+    given = [expected[keep.index(order.index(i))].incoming if expected[0].incoming else [] for i in range(len(sets))]
+    requests = [(x, strides and strides(x.shape), odd) for each in sets for x in each if isinstance(x, torch.Tensor)]
+    requests += [(x[:1] if expanded and x.dim() else x, None, False) for each in given for x in each]
     requests += [(x, None, False) for answer in expected for x in answer.tensors()]
-    places = case.arena.place(requests)
-    rest = iter(places)
-    set_places = [[place_and_fill(case.arena, x, rest) for x in each] for each in sets]
-    incoming_places = [[widened(place_and_fill(case.arena, x, rest), x) for x in incoming_of.get(i, [])] for i in range(len(sets))]
-    answer_places = [[next(rest) for _ in answer.tensors()] for answer in expected]
-    for place in sum(answer_places, []):
+    places = iter(case.arena.place(requests))
+    set_places, given_places = ([[filled(case.arena, x, places) for x in each] for each in all_] for all_ in (sets, given))
+    answers = [[next(places) for _ in answer.tensors()] for answer in expected]
+    for place in sum(answers, []):
         fill_with_nan(case.arena.view(place))
-    del sets, given, requests
-    release(case.device)
-    case.worker.see(case.arena)
+    del sets, requests
+    give_back(case.device)
     synchronize(case.device)
+    case.worker.see(case.arena)
     reply = case.worker.ask(
-        "call", sets=set_places, answers=answer_places, incoming=incoming_places if any(incoming_places) else [], order=order, keep=keep,
-        direction=direction, mode=mode, instance=instance, whose=whose, poison=poison, stream=stream, again=again,
+        "call", sets=set_places, answers=answers, incoming=given_places if expected[0].incoming else [], order=order, keep=keep, mode=mode,
+        direction=direction, instance=instance, whose=whose or WHOSE[direction], poison=poison, stream=stream, again=again,
     )  # fmt: skip
 
-    reasons = [f"{what} ({when})" for what in reply["changed"]]
+    reasons = list(reply["changed"])
     if reply["late"]:
-        reasons.append(f"the answer changes after the call has returned: work goes on elsewhere ({when})")
+        reasons.append("the answer changes after the call has returned: work goes on elsewhere")
     if reply["draws"] and not expected[0].draws:
-        reasons.append(f"changes PyTorch's random state, which the Model leaves alone ({when})")
+        reasons.append("changes PyTorch's random state, which the Model leaves alone")
     for draw, at in zip(draws, set_places):
-        for i, (x, place) in enumerate(zip(draw(), at)):
-            if isinstance(x, torch.Tensor) and not same_bits(case.arena.read(place), x):
-                reasons.append(f"writes input {i}, which a call must leave alone ({when})")
-    for answer, position, forms, at in zip(expected, keep, reply["forms"], answer_places, strict=True):
-        if not carries and any(not form.get("requires_grad") and known.get("requires_grad") for form, known in zip(forms, answer.forms)):
+        reasons += written_inputs(case, draw, at)
+    for answer, position, forms, at in zip(expected, keep, reply["forms"], answers, strict=True):
+        if not carries and any(known.get("requires_grad") and not form.get("requires_grad") for known, form in zip(answer.forms, forms)):
             case.note("outputs carry no gradient, the Model's do")
-            answer.forms, forms = ([without_gradient(form) for form in each] for each in (answer.forms, forms))
+            answer.forms, forms = without_gradient(answer.forms), without_gradient(forms)
         wrong = different_forms(answer, forms, reply["tree"], strides=layout == "dense" and not expanded)
-        if not wrong:
-            reference = partial(reference_of, case, model, draws[order[position]], direction, answer.incoming, mode, whose)
-            wrong = different_values(case, answer, [case.arena.read(place) for place in at], reference, gate)
-        reasons += [f"{what} ({when})" for what in wrong]
-    if not reasons and len(keep) > 1 and order[keep[0]] == order[keep[1]]:
-        if not all(same_bits(case.arena.view(first), case.arena.view(again)) for first, again in zip(*answer_places[:2])):
-            case.note("gives other bits when it is called again with the same inputs, within the gates")
-    return list(dict.fromkeys(reasons))
+        reference = partial(reference_of, case, model, draws[order[position]], direction, answer.incoming, mode, whose)
+        reasons += wrong or different_values(case, answer, [case.arena.read(place) for place in at], reference, gate)
+    if not reasons and len(keep) > 2 and not all(same_bits(case.arena.view(a), case.arena.view(b)) for a, b in zip(*answers[:2])):
+        case.note("gives other bits when it is called again with the same inputs, within the gates")
+    return [f"{reason} ({when})" for reason in dict.fromkeys(reasons)]
 
 
-def place_and_fill(arena: Arena, x, places):
+def filled(arena: Arena, x, places):
+    """The place of a tensor, which is copied there. Of an expanded one the first row is, and stands for all."""
     if not isinstance(x, torch.Tensor):
         return x
     place = next(places)
-    target = arena.view(place)
-    target.copy_(x[: len(target)] if x.dim() else x)
-    return place
-
-
-def widened(place, x: torch.Tensor):
-    """The place of the first row, as all of its rows."""
+    arena.view(place).copy_(x[: place.shape[0]] if x.dim() else x)
     return place if place.shape == tuple(x.shape) else place._replace(shape=tuple(x.shape), strides=(0, *place.strides[1:]))
 
 
@@ -312,23 +301,21 @@ def fill_with_nan(x: torch.Tensor) -> None:
     x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 1)
 
 
-def release(device: str) -> None:
-    """Gives unused memory back, where it is much: the worker may need it."""
-    if device == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > 1 << 30:
-        torch.cuda.empty_cache()
+def written_inputs(case: Case, draw: Callable, places: list) -> list[str]:
+    pairs = [(i, x, place) for i, (x, place) in enumerate(zip(draw(), places)) if isinstance(place, Place)]
+    return [f"writes input {i}, which a call must leave alone" for i, x, place in pairs if not same_bits(case.arena.read(place), x)]
 
 
-def reference_of(case: Case, model, draw, direction, incoming, mode, whose) -> list | None:
+def reference_of(case: Case, model, draw, direction, incoming, mode="eval", whose=None) -> list | None:
     """The Model's answer in float64, or None where it has none."""
     if case.dtype == torch.float64:
         return None
     try:
         exact = copy.deepcopy(model).double().train(mode == "train")
-        inputs = [to_dtype(x, torch.float64) for x in draw()]
-        return list(answer_of(exact, inputs, direction, lambda roots: [to_dtype(x, torch.float64) for x in incoming], mode, whose).leaves.values())
+        inputs, given = [to_dtype(x, torch.float64) for x in draw()], [to_dtype(x, torch.float64) for x in incoming]
+        return list(answer_of(exact, inputs, direction, lambda roots: given, mode, whose).leaves.values())
     except torch.OutOfMemoryError:
-        release(case.device)
-        case.note("no room for the Model in float64 at this batch: gate 2 was asked at a quarter of it")
+        case.note("gate 2 was not asked of every answer: no room for the Model in float64")
     except Exception as error:  # noqa: BLE001 - a Model for one dtype
         case.note(f"no gate 2: the Model does not run in float64: {last_line(error)}")
     return None
@@ -339,18 +326,16 @@ def different_forms(answer: Answer, forms: list[dict], tree: str, strides: bool)
     if tree != answer.tree or len(forms) != len(answer.forms):
         return [f"gives {len(forms)} values as {tree}, the Model {len(answer.forms)} as {answer.tree}"]
     for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
-        gradient = name.startswith("gradient")
+        skipped = {"stride", "requires_grad"} if name.startswith("gradient") else set() if strides else {"stride"}
         for what, value in theirs.items():
-            skipped = (what == "stride" and (gradient or not strides)) or (what == "requires_grad" and gradient)
-            if mine.get(what) != value and not skipped:
-                if what == "type":
-                    return [f"{name} is a {mine.get(what)}, the Model's is a {value}"]
-                return [f"{name} has {what} {mine.get(what)}, the Model's has {value}"]
+            if mine.get(what) != value and what not in skipped:
+                verb, article = ("is", "a ") if what == "type" else (f"has {what}", "")
+                return [f"{name} {verb} {article}{mine.get(what)}, the Model's {verb.split()[0]} {article}{value}"]
     return []
 
 
-def without_gradient(form: dict) -> dict:
-    return {what: False if what == "requires_grad" else value for what, value in form.items()}
+def without_gradient(forms: list[dict]) -> list[dict]:
+    return [{what: value for what, value in form.items() if what != "requires_grad"} for form in forms]
 
 
 def different_values(case: Case, answer: Answer, given: list, reference: Callable, gate: str) -> list[str]:
@@ -359,16 +344,16 @@ def different_values(case: Case, answer: Answer, given: list, reference: Callabl
     for i, (name, eager) in enumerate(answer.leaves.items()):
         if not isinstance(eager, torch.Tensor):
             continue  # a number or a string was compared as part of the form
-        new, tolerance, scale = next(given), case.tolerance, scale_of(name, eager)
-        if not (eager.is_floating_point() or eager.is_complex()):
-            tolerance = 0.0
-        if gate == "finite" and tolerance:
+        new, scale = next(given), scale_of(name, eager)
+        inexact = eager.is_floating_point() or eager.is_complex()
+        tolerance = TOLERANCE[case.dtype][case.precision] if inexact else 0.0
+        if gate == "finite" and inexact:
             new, eager = (x.masked_fill(~x.isfinite(), float("nan")) for x in (new, eager))
         found = compare(new, eager, exact and exact[i], tolerance, scale)
-        if tolerance and (exact or gate == "both" and case.dtype == torch.float64):
+        if gate == "both" and inexact and (exact or case.dtype == torch.float64):
             case.errors.setdefault(name, Errors()).add(found.errors)
-        if found.wrong and gate in ("either", "finite") and tolerance and not found.nan_apart:
-            exact = reference()
+        if found.wrong and gate in ("either", "finite") and inexact and not found.nan_apart:
+            exact = exact or reference()
             if exact and not compare(new, eager, exact[i], tolerance, scale).errors.over_limit(case.dtype):
                 continue
         if found.nan_apart:
@@ -376,8 +361,8 @@ def different_values(case: Case, answer: Answer, given: list, reference: Callabl
         elif found.wrong and is_constant(new) and not is_constant(eager):
             reasons.append(f"{name} is constant, the Model's is not")
         elif found.wrong:
-            distance = f"largest difference {found.largest:.2e}, tolerance {tolerance * scale:.1e}"
-            reasons.append(f"{name}: {found.wrong} of {eager.numel()} elements are not close to the Model's ({distance})")
+            far = f"largest difference {found.largest:.2e}, tolerance {tolerance * scale:.1e}"
+            reasons.append(f"{name}: {found.wrong} of {eager.numel()} elements are not close to the Model's, {far}")
     return reasons
 
 
@@ -392,54 +377,44 @@ def is_constant(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 1 and bool((tensor == tensor.reshape(-1)[0]).all())
 
 
-# ---- the start, and the weights
+# ---- weights
 
 
 def start(case: Case) -> list[str]:
     """The same seed gives both the same state, in the same order, and each loads the other's, strictly."""
-    arguments = case.problem.arguments(case.seed)
-    case.model = case.problem.model(case.seed)
-    dtype = str(case.dtype).removeprefix("torch.")
+    dtype, arguments = str(case.dtype).removeprefix("torch."), case.problem.arguments(case.seed)
+    case.model = case.problem.model(case.seed).to(case.device, case.dtype)
     reply = case.worker.ask("make", level=case.precision, dtype=dtype, seed=case.seed, arguments=arguments, instances=2)
     reasons, mine, theirs = reply["changed"], reply["state"], case.model.state_dict()
+    trained = {name: p.requires_grad for name, p in case.model.named_parameters()}
     if list(mine) != list(theirs):
         return [*reasons, f"state_dict: its keys are {list(mine)}, the Model's are {list(theirs)}"]
-    trained = {name: p.requires_grad for name, p in case.model.named_parameters()}
-    kinds = {True: "a parameter with a gradient", False: "a parameter without a gradient", None: "no parameter"}
     for name, tensor in theirs.items():
-        kind, shape, is_trained = mine[name]
-        if [kind, shape] != [str(tensor.dtype), list(tensor.shape)]:
-            return [f"state_dict: {name} is {kind} of shape {shape}, the Model's is {tensor.dtype} of shape {list(tensor.shape)}"]
-        if is_trained != trained.get(name):
-            reasons.append(f"{name} is {kinds[is_trained]}, the Model's is {kinds[trained.get(name)]}")
-    if reasons or not theirs:
-        case.model.to(case.device, case.dtype)
-        case.worker.ask("to_device")
-        return reasons
-    for name, tensor in weights_of(case, case.model).items():
-        if not same_bits(tensor.cpu(), theirs[name]):
-            reasons.append(f"state_dict: the same seed does not give the Model's {name}")
-    give_weights(case, case.model)
-    case.model.to(case.device, case.dtype)
-    case.worker.ask("to_device")
+        known = [list(tensor.shape), str(tensor.dtype), trained.get(name)]
+        for what, is_, should in zip(("shape", "dtype", "requires_grad (null: no parameter)"), mine[name], known):
+            if is_ != should:
+                reasons.append(f"state_dict: {name} has {what} {is_}, the Model's has {should}")
+    if not reasons and theirs:
+        drawn = weights_of(case).items()
+        reasons = [f"state_dict: the same seed does not give the Model's {name}" for name, x in drawn if not same_bits(x, theirs[name])]
+        give_weights(case)
     return reasons
 
 
-def give_weights(case: Case, model: torch.nn.Module, instance: int | None = None, worker: Worker | None = None) -> None:
-    """To one instance, or to all."""
-    state = model.state_dict()
+def give_weights(case: Case, model: torch.nn.Module | None = None, instance: int | None = None, worker: Worker | None = None) -> None:
+    """The Model's, or this model's, to one instance or to all."""
+    state, worker = (model or case.model).state_dict(), worker or case.worker
     places = dict(zip(state, case.arena.place([(x, None, False) for x in state.values()])))
     for name, tensor in state.items():
         case.arena.view(places[name]).copy_(tensor)
     synchronize(case.device)
-    worker = worker or case.worker
     worker.see(case.arena)
     worker.ask("set_weights", places=places, instance=instance)
 
 
-def weights_of(case: Case, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The candidate's state, in the forms that this model's has."""
-    state = model.state_dict()
+def weights_of(case: Case) -> dict[str, torch.Tensor]:
+    """The candidate's state."""
+    state = case.model.state_dict()
     places = dict(zip(state, case.arena.place([(x, None, False) for x in state.values()])))
     case.worker.see(case.arena)
     case.worker.ask("get_weights", places=places)
@@ -451,7 +426,7 @@ def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
 
     With `signs`, about half of the parameters' values get the other sign; buffers, a variance say, keep theirs.
     """
-    parameters = {name for name, _ in model.named_parameters()} if signs else set()
+    parameters = dict(model.named_parameters()) if signs else {}
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             generator = torch.Generator(tensor.device).manual_seed(seed + sum(map(ord, name)))
@@ -461,46 +436,66 @@ def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
             tensor.mul_(factors) if tensor.any() else tensor.copy_(factors.sub_(1.0))
 
 
+@contextlib.contextmanager
+def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
+    """Both have these weights inside."""
+    kept = copy.deepcopy(case.model.state_dict())
+    with torch.no_grad():
+        change(case.model)
+    give_weights(case)
+    yield
+    case.model.load_state_dict(kept)
+    give_weights(case)
+
+
 # ---- the checks
 
 
-def seeds(case: Case, direction: str, say: Callable[[str], None]) -> list[str]:
+def check(case: Case, direction: str, tell: Callable[[str], None]) -> list[str]:
+    """Everything at the shape and in the layout that is timed. What follows a reason is not asked: it would only echo it."""
+    more = {"forward": (repeated, moved, modes, instances, values, not_finite, streams), "forward_backward": (graphs, expanded)}
+    reasons = seeds(case, direction, tell)
+    for each in more.get(direction, ()):
+        reasons = reasons or each(case)
+    return reasons
+
+
+def check_after(case: Case) -> list[str]:
+    """What a compiler may make anew, for other layouts and batches, comes last; and the first inputs get their answer again."""
+    return ask(case, [case.draw(0)], "after it was timed") or layouts(case) or batches(case)
+
+
+def seeds(case: Case, direction: str, tell: Callable[[str], None]) -> list[str]:
     """Both gates over several seeds, with weights and inputs drawn anew."""
-    names = []
     for turn in range(MOST_SEEDS):
-        if turn >= SEEDS and not over_limit(case, names):
+        if turn >= SEEDS and not over_limit(case):
             return []
-        say(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
+        tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
         perturb(case.model, case.seed + turn)
-        give_weights(case, case.model)
-        draws, how = [case.draw(turn)], {"direction": direction, "must": True}
+        give_weights(case)
         # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: gate 1 and the NaN alone.
-        reasons = ask(case, draws, f"from memory full of NaN, seed {turn}", poison=True, gate="one", **how)
-        reasons = reasons or ask(case, draws, f"seed {turn}", gate="both", **how)
-        reasons = reasons or written_weights(case, case.model)
+        how = {"direction": direction, "must": True}
+        reasons = ask(case, [case.draw(turn)], f"from memory full of NaN, seed {turn}", poison=True, gate="one", **how)
+        reasons = reasons or ask(case, [case.draw(turn)], f"seed {turn}", gate="both", **how)
+        theirs = case.model.state_dict()
+        written = [name for name, x in weights_of(case).items() if not same_bits(x, theirs[name])] if not reasons and theirs else []
+        reasons += [f"writes {name}, which a forward pass must leave alone" for name in written]
         if reasons:
             return reasons
-        names = list(case.errors)
-    return over_limit(case, names)
+    return over_limit(case)
 
 
-def over_limit(case: Case, names: list[str]) -> list[str]:
+def over_limit(case: Case) -> list[str]:
     """Gate 2 over all answers so far."""
     if case.dtype == torch.float64:
         return []
-    return [f"{name}: {complaint}" for name in names if name in case.errors for complaint in case.errors[name].over_limit(case.dtype)]
-
-
-def written_weights(case: Case, model) -> list[str]:
-    theirs = model.state_dict()
-    written = [name for name, tensor in weights_of(case, model).items() if not same_bits(tensor, theirs[name])]
-    return [f"writes {name}, which a forward pass must leave alone" for name in written]
+    return [f"{name}: {complaint}" for name, errors in case.errors.items() for complaint in errors.over_limit(case.dtype)]
 
 
 def repeated(case: Case) -> list[str]:
     """An answer stays what it was while others are asked for, and the first inputs get the first answer again."""
-    order, keep = (0, *[1] * 8, 0, *[1] * 8), (0, 9, 17)
-    return ask(case, [case.draw(0), case.draw(20)], "kept while it was called again", order=order, keep=keep)
+    order = (0, *[1] * 8, 0, *[1] * 8)
+    return ask(case, [case.draw(0), case.draw(20)], "kept while it was called again", order=order, keep=(0, 9, 17))
 
 
 def moved(case: Case) -> list[str]:
@@ -514,19 +509,16 @@ def modes(case: Case) -> list[str]:
     draws = [case.draw(21)]
     reasons = ask(case, draws, "with gradients recorded", direction="forward_recorded", carries=False)
     reasons = reasons or ask(case, draws, "in inference mode", mode="inference")
-    if reasons:
-        return reasons
     with other_weights(case, lambda model: None):  # training mode may move running means, in both alike
-        return ask(case, draws, "in training mode", mode="train")
+        return reasons or ask(case, draws, "in training mode", mode="train", carries=False)
 
 
 def instances(case: Case) -> list[str]:
     """Two modules with weights of their own take turns: nothing made from one's weights may serve the other."""
-    other = copy.deepcopy(case.model)
+    other, when = copy.deepcopy(case.model), "two instances with other weights in turns"
     perturb(other, case.seed + 22)
-    give_weights(case, case.model, instance=0)  # as often: nor may what is made be told apart by a version
+    give_weights(case, instance=0)  # as often as to the other: nor may what is made be told apart by a version
     give_weights(case, other, instance=1)
-    when = "two instances with other weights in turns"
     return ask(case, [case.draw(22)], when, model=other, instance=1) or ask(case, [case.draw(22)], when)
 
 
@@ -544,9 +536,14 @@ def values(case: Case) -> list[str]:
     with other_weights(case, partial(perturb, seed=case.seed + 23, signs=True)):
         reasons = ask(case, [case.draw(23, spread)], "values of both signs", finite=True)
     with other_weights(case, shift_biases):
-        reasons = reasons or ask(case, [case.draw(24, lambda x: x.add_(100.0))], "values whose mean is large", finite=True)
-    reasons = reasons or ask(case, [case.draw(25, lambda x: x.mul_(1e-3))], "small values", finite=True)
-    return reasons or ask(case, [case.draw(26, lambda x: x.fill_(0.5))], "inputs that are all equal", finite=True)
+        reasons = reasons or ask(case, [case.draw(24)], "biases whose mean is large", finite=True)
+    for when, change in (
+        ("values whose mean is large", lambda x: x.add_(100.0)),
+        ("small values", lambda x: x.mul_(1e-3)),
+        ("inputs that are all equal", lambda x: x.fill_(0.5)),
+    ):
+        reasons = reasons or ask(case, [case.draw(25, change)], when, finite=True)
+    return reasons
 
 
 def not_finite(case: Case) -> list[str]:
@@ -564,14 +561,20 @@ def streams(case: Case) -> list[str]:
     return ask(case, [case.draw(29)], "on another stream", stream=True) if case.device == "cuda" else []
 
 
+def unless_refused(case: Case, draws: list, when: str, **how) -> list[str]:
+    """Who refuses it with an error is not wrong."""
+    try:
+        return ask(case, draws, when, **how)
+    except Raised as raised:
+        case.note(f"refuses {when}: {raised}")
+        return []
+
+
 def layouts(case: Case) -> list[str]:
-    """The same values elsewhere in memory: the same answer. Who refuses a layout with an error is not wrong. The Model gets all of it dense."""
+    """The same values elsewhere in memory: the same answer. The Model gets all of it dense."""
     reasons = []
     for layout in list(LAYOUTS)[1:]:
-        try:
-            reasons = reasons or ask(case, [case.draw(30)], f"inputs that are {layout}", layout=layout)
-        except Raised as raised:
-            case.note(f"refuses inputs that are {layout}: {raised}")
+        reasons = reasons or unless_refused(case, [case.draw(30)], f"inputs that are {layout}", layout=layout)
     return reasons
 
 
@@ -579,74 +582,45 @@ def batches(case: Case) -> list[str]:
     """Other numbers of samples, drawn at random, none and one among them."""
     if case.batch is None:
         return []
-    drawn = [random.SystemRandom().randint(1, case.batch + 1) for _ in range(2)]
+    drawn, reasons = [random.SystemRandom().randint(1, case.batch + 1) for _ in range(2)], []
     for batch in sorted({0, 1, case.batch - case.batch // 3, case.batch + 1, *drawn} - {case.batch}):
-        if reasons := ask(case, [case.draw(31, batch=batch)], f"batch {batch}"):
-            return reasons
-    return []
+        reasons = reasons or ask(case, [case.draw(31, batch=batch)], f"batch {batch}")
+    return reasons
 
 
 def graphs(case: Case) -> list[str]:
     """What lies between a forward pass and its backward pass in a training program."""
-    draws, both = [case.draw(0), case.draw(32)], {"direction": "forward_backward"}
-    reasons = ask(case, draws, "two forward passes before two backward passes", order=(0, 1), keep=(0, 1), **both)
-    try:
-        reasons = reasons or ask(case, draws[:1], "the backward pass of one graph asked for twice", again=True, **both)
-    except Raised as raised:
-        case.note(f"refuses a second backward pass of one graph: {raised}")
-    reasons = reasons or ask(case, draws[:1], "only the parameters' gradients wanted", whose="parameters", **both)
-    return reasons or ask(case, draws[:1], "only the inputs' gradients wanted", whose="inputs", **both)
+    draws, how = [case.draw(0), case.draw(32)], {"direction": "forward_backward"}
+    reasons = ask(case, draws, "two forward passes before two backward passes", order=(0, 1), keep=(0, 1), **how)
+    reasons = reasons or unless_refused(case, draws[:1], "a second backward pass of one graph", again=True, **how)
+    reasons = reasons or ask(case, draws[:1], "only the parameters' gradients wanted", whose="parameters", **how)
+    return reasons or ask(case, draws[:1], "only the inputs' gradients wanted", whose="inputs", **how)
 
 
 def expanded(case: Case) -> list[str]:
-    """An incoming gradient that is expanded, as behind a sum or a mean."""
-    try:
-        return ask(case, [case.draw(33)], "an incoming gradient that is expanded", direction="forward_backward", expanded=True)
-    except Raised as raised:
-        case.note(f"refuses an incoming gradient that is expanded: {raised}")
-        return []
+    """As behind a sum or a mean."""
+    return unless_refused(case, [case.draw(33)], "an incoming gradient that is expanded", direction="forward_backward", expanded=True)
 
 
-def check(case: Case, direction: str, say: Callable[[str], None]) -> list[str]:
-    """Everything at the shape and in the layout that is timed. What follows a reason is not asked: it would only echo it."""
-    steps = {
-        "forward": [repeated, moved, modes, instances, values, not_finite, streams],
-        "forward_recorded": [],
-        "forward_backward": [graphs, expanded],
-    }[direction]
-    reasons = seeds(case, direction, say)
-    for each in steps:
-        reasons = reasons or each(case)
-    return reasons
-
-
-def check_after(case: Case) -> list[str]:
-    """What a compiler may make anew, for other layouts and batches, comes last; and the first inputs get their answer again."""
-    reasons = ask(case, [case.draw(0)], "after it was timed", must=True)
-    for each in (layouts, batches):
-        reasons = reasons or each(case)
-    return reasons
+# ---- while the clock runs
 
 
 class Ring:
-    """The inputs of one turn, which are drawn anew for each round, and where the answers go."""
+    """The inputs of one turn, drawn anew for each round, and where the answers go."""
 
     def __init__(self, case: Case, direction: str):
         self.case, self.direction, self.reasons = case, direction, []
         inputs = case.draw(0)()
-        self.expected = answer_of(case.model, inputs, direction, partial(random_like, seed=case.seed))
-        self.names = [name for name in self.expected.leaves if name.startswith("gradient") == bool(self.expected.incoming)]
-        answers = [x for name, x in self.expected.leaves.items() if name in self.names and isinstance(x, torch.Tensor)]
+        expected = answer_of(case.model, inputs, direction, partial(random_like, seed=case.seed))
+        self.incoming = expected.incoming
+        self.names = [name for name in expected.leaves if name.startswith("gradient") == bool(self.incoming)]
+        answers = [x for name, x in expected.leaves.items() if name in self.names and isinstance(x, torch.Tensor)]
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         slots = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, sum(x.nbytes for x in tensors + answers))))
-        places = iter(case.arena.place([(x, None, False) for x in tensors * slots + self.expected.incoming + answers]))
-        self.slots = [[place_and_fill(case.arena, x, places) for x in inputs] for _ in range(slots)]
-        incoming = [place_and_fill(case.arena, x, places) for x in self.expected.incoming]
-        self.answers = list(places)
-        self.draws = [case.draw(0)] * slots
-        self.ready = {"ring": self.slots, "incoming": incoming, "direction": direction}
-        self.expected.leaves = {}  # their memory is needed
-        self.large = case.arena.nbytes > MANY_BYTES
+        places = iter(case.arena.place([(x, None, False) for x in tensors * slots + self.incoming + answers]))
+        self.slots = [[filled(case.arena, x, places) for x in inputs] for _ in range(slots)]
+        self.ready = {"ring": self.slots, "incoming": [filled(case.arena, x, places) for x in self.incoming], "direction": direction}
+        self.answers, self.draws, self.large = list(places), [case.draw(0)] * slots, case.arena.nbytes > MANY_BYTES
 
     def renew(self) -> None:
         """New inputs, by seeds that nobody can foresee, scaled for a file whose inputs are always the same."""
@@ -655,9 +629,9 @@ class Ring:
             factor = secret.uniform(0.9, 1.0)
             self.draws[i] = self.case.draw(secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
             for x, place in zip(self.draws[i](), places):
-                if isinstance(x, torch.Tensor):
+                if isinstance(place, Place):
                     self.case.arena.view(place).copy_(x)
-        release(self.case.device)
+        give_back(self.case.device)
 
     def blank(self) -> None:
         for place in self.answers:
@@ -666,30 +640,14 @@ class Ring:
 
     def inspect(self, index: int, reply: dict) -> None:
         """Holds an answer that was given while the clock ran against the Model's, by both gates."""
-        case, draw, incoming = self.case, self.draws[index], self.expected.incoming
-        expected = answer_of(case.model, draw(), self.direction, lambda roots: incoming)
+        case, draw = self.case, self.draws[index]
+        expected = answer_of(case.model, draw(), self.direction, lambda roots: self.incoming)
         kept = [i for i, name in enumerate(expected.leaves) if name in self.names]
-        exact = reference_of(case, case.model, draw, self.direction, incoming, "eval", "all")
-        expected.forms = [without_gradient(expected.forms[i]) for i in kept]
-        expected.leaves = {name: x for name, x in expected.leaves.items() if name in self.names}
-        wrong = different_forms(expected, reply["forms"][0], expected.tree, strides=True)
+        exact = reference_of(case, case.model, draw, self.direction, self.incoming)
+        expected.forms = without_gradient([expected.forms[i] for i in kept])
+        expected.leaves = {name: expected.leaves[name] for name in self.names}
+        wrong = different_forms(expected, reply["forms"], expected.tree, strides=True)
         given = [case.arena.read(place) for place in self.answers]
-        wrong = wrong or different_values(case, expected, given, lambda: exact and [exact[i] for i in kept], "both")
-        wrong = wrong or over_limit(case, self.names)
-        wrong += [what for what in reply["changed"]]
-        for x, place in zip(draw(), self.slots[index]):
-            if isinstance(x, torch.Tensor) and not same_bits(x, case.arena.read(place)):
-                wrong.append("writes its inputs")
+        wrong = wrong or different_values(case, expected, given, lambda: exact and [exact[i] for i in kept], "both") or over_limit(case)
+        wrong += reply["changed"] + written_inputs(case, draw, self.slots[index])
         self.reasons += [reason for what in wrong if (reason := f"{what} (while it was timed)") not in self.reasons]
-
-
-@contextlib.contextmanager
-def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
-    """Both have these weights inside."""
-    kept = copy.deepcopy(case.model.state_dict())
-    with torch.no_grad():
-        change(case.model)
-    give_weights(case, case.model)
-    yield
-    case.model.load_state_dict(kept)
-    give_weights(case, case.model)

@@ -354,7 +354,7 @@ class Lazy(torch.Tensor):
         h = (h - h.mean(2, keepdim=True)) * torch.rsqrt(variance.relu() + self.group_norm.eps)
         return h.flatten(1) * self.group_norm.weight + self.group_norm.bias
         """,
-        "the Model's",
+        "biases whose mean is large",
     ),
     "mean_of_squares_of_an_instance": Candidate(
         "The same for InstanceNorm2d, near enough where the mean is small.",

@@ -10,10 +10,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from harness import shares_gpu_memory  # noqa: E402
 from judge import bench, check  # noqa: E402
 from judge.problem import DTYPES, Options, Problem  # noqa: E402
-from judge.worker import Arena, Worker  # noqa: E402
+from judge.worker import Arena, Worker, has_ipc  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -23,7 +22,7 @@ class Contest:
 
     def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
         self.options = Options(device=DEVICE)
-        self.arena = Arena(DEVICE, DEVICE == "cuda" and shares_gpu_memory(self.options))
+        self.arena = Arena(DEVICE, ipc=has_ipc(DEVICE, 600.0))
         self.case = check.Case(problem, None, self.arena, DEVICE, DTYPES[dtype], "highest", batch, 0)
         self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
         self.direction, self.dtype = direction, dtype
@@ -41,8 +40,7 @@ class Contest:
                 else:
                     worker.ask("load", path=files[name])
                     worker.ask("make", arguments=problem.arguments(0), **made)
-                worker.ask("to_device")
-                check.give_weights(self.case, self.case.model, worker=worker)
+                check.give_weights(self.case, worker=worker)
             self.ring = check.Ring(self.case, self.direction)
             for worker in workers.values():
                 worker.see(self.arena)
