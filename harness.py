@@ -31,9 +31,9 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 
 from judge import bench, check, record, roofline  # noqa: E402
-from judge.problem import DIRECTIONS, DTYPES, PRECISIONS, RAISED, Options, Pair, Problem, discover, last_line, precision  # noqa: E402
+from judge.problem import DIRECTIONS, DTYPES, PRECISIONS, RAISED, Options, Pair, Problem, discover, last_line, set_precision  # noqa: E402
 from judge.record import BUILD, WRONG, Result, tidy  # noqa: E402
-from judge.worker import Arena, BuildFailed, Rejected, Worker, has_ipc  # noqa: E402
+from judge.worker import Arena, Rejected, Worker, has_ipc  # noqa: E402
 
 if given is None:
     del os.environ["OMP_WAIT_POLICY"]
@@ -157,7 +157,7 @@ class Judge:
         self.options, self.ceilings, self.tell = options, ceilings, tell
         roles = dict.fromkeys(["eager", *options.baselines])  # eager is timed in any case: a worker's clock is held against its
         self.workers = {role: Worker(role, options.device, options.timeout) for role in roles if not options.profile}
-        self.arena = Arena(options.device, ipc=has_ipc(options.device, options.timeout))
+        self.arena = Arena(options.device, ipc=options.device == "cuda" and has_ipc())
 
     def __enter__(self) -> Judge:
         return self
@@ -187,14 +187,15 @@ class Judge:
             try:
                 if failure:
                     raise Rejected(failure)
-                with precision(level):
-                    self._judge(pair, case, runs, lambda text, way=way: self.tell(f"{way}: {text}"))
+                set_precision(level)
+                self._judge(pair, case, runs, lambda text, way=way: self.tell(f"{way}: {text}"))
             except Rejected as rejected:
                 reject(runs.values(), rejected)
             except RAISED as error:
                 reject(runs.values(), Rejected(f"the Model itself raised {last_line(error)}"))
             for run in runs.values():
                 run.notes += [note for note in case.notes if note not in run.notes]
+            set_precision("highest")
             yield from runs.values()
 
     def _judge(self, pair: Pair, case: check.Case, runs: dict[str, Result], tell: Callable[[str], None]) -> None:
@@ -385,7 +386,7 @@ def must_be_empty(reasons: list[str]) -> None:
 
 def reject(runs, rejected: Rejected) -> None:
     for run in runs:
-        run.reject(list(rejected.args), BUILD if isinstance(rejected, BuildFailed) else WRONG)
+        run.reject(list(rejected.args), BUILD if rejected.kind == BUILD else WRONG)
 
 
 def set_errors(run: Result, case: check.Case) -> None:

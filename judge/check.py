@@ -18,9 +18,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge.problem import Problem, last_line, to_dtype
-from judge.worker import (
-    MANY_BYTES, WHOSE, Arena, NoRoom, Place, Raised, Worker, form_of, forward, give_back, gradients, random_states, roots_of, same_bits, synchronize, wanted_of
-)  # fmt: skip
+from judge.worker import MANY_BYTES, WHOSE, Arena, Place, Rejected, Worker, form_of, forward, give_back, gradients, random_states
+from judge.worker import roots_of, same_bits, synchronize, wanted_of
 
 SEEDS, MOST_SEEDS = 3, 16  # more where gate 2 is not met by few: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
@@ -194,65 +193,53 @@ def random_like(tensors: list[torch.Tensor], seed: int = 0, expanded: bool = Fal
     return drawn
 
 
-def transposed(shape: torch.Size) -> tuple:
-    """Strides with which the first dimension is the innermost in memory."""
-    return torch.empty(shape, device="meta").transpose(0, -1).contiguous().transpose(0, -1).stride() if len(shape) > 1 else (1,)
-
-
-def sliced(shape: torch.Size) -> tuple:
-    """Strides of a slice of something wider."""
-    return torch.empty(*shape[:-1], shape[-1] + 3, device="meta").stride() if shape else ()
-
-
-LAYOUTS = {"dense": (None, False), "transposed": (transposed, False), "a slice": (sliced, False), "off any alignment": (None, True)}
+# The strides of an input of this shape, and whether it lies off any alignment.
+LAYOUTS = {
+    "transposed": (lambda shape: torch.empty(shape, device="meta").transpose(0, -1).contiguous().transpose(0, -1).stride(), False),
+    "a slice": (lambda shape: torch.empty(*shape[:-1], shape[-1] + 3, device="meta").stride(), False),
+    "off any alignment": (None, True),
+}
 
 
 def ask(case: Case, draws: list, when: str, *, must=False, **how) -> list[str]:
-    """`ask_both`, where there is room for it and the Model takes such inputs, unless it `must`."""
+    """`ask_both`, where there is room for it."""
     try:
-        return ask_both(case, draws, when, **how)
-    except ModelRefuses as refused:
-        if must:
-            raise refused.__cause__ from None
-    except (NoRoom, torch.OutOfMemoryError):
-        if must:
+        return ask_both(case, draws, when, must=must, **how)
+    except (Rejected, torch.OutOfMemoryError) as error:
+        if must or getattr(error, "kind", "memory") != "memory":
             raise
-        case.note(f"not asked for want of memory: {when}")
+    case.note(f"not asked for want of memory: {when}")
     give_back(case.device)
     return []
 
 
-class ModelRefuses(Exception):
-    pass
-
-
 def ask_both(
     case: Case, draws: list, when: str, *, direction="forward", order=(0,), keep=(0,), layout="dense", expanded=False, gate="either",
-    model: torch.nn.Module | None = None, mode="eval", instance=0, whose=None, again=False, poison=False, stream=False, finite=False, carries=True,
+    model: torch.nn.Module | None = None, mode="eval", instance=0, whose=None, again=False, poison=False, stream=False, finite=False, carries=True, must=False,
 ) -> list[str]:  # fmt: skip
     """Asks both for the answers to the inputs that `draws` give, in this order, and says what is wrong with those to `keep`.
 
     `gate`: "both"; "one", gate 1 alone; "either", where who is as near to float64 as gate 2 asks is not wrong for being far from a Model that is
-    itself far off; "finite", the same with all that is not finite taken as equal. With `finite` inputs for which the Model has NaN or
-    infinities are not asked for. Without `carries` an output that records no gradient is noted.
+    itself far off; "finite", the same with all that is not finite taken as equal. Inputs that the Model refuses are not asked for, unless they
+    `must`; with `finite` nor are those for which it has NaN or infinities. Without `carries` an output that records no gradient is noted.
     """
     model, incoming = model or case.model, partial(random_like, seed=case.seed, expanded=expanded)
     model.train(mode == "train")
     try:
         expected = [answer_of(model, draws[order[i]](), direction, incoming, mode, whose, again) for i in keep]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ModelRefuses from error
+    except Exception as error:  # noqa: BLE001 - a Model may refuse what it likes
+        if must or isinstance(error, torch.OutOfMemoryError):
+            raise
+        return []
     finally:
         model.eval()
     if finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors()) or mode == "train" and expected[0].draws:
         return []
 
     # Inputs, incoming gradients and room for the answers, in the arena.
-    sets, strides, odd = [draw() for draw in draws], *LAYOUTS[layout]
+    sets, (strides, odd) = [draw() for draw in draws], LAYOUTS.get(layout, (None, False))
     given = [expected[keep.index(order.index(i))].incoming if expected[0].incoming else [] for i in range(len(sets))]
-    requests = [(x, strides and strides(x.shape), odd) for each in sets for x in each if isinstance(x, torch.Tensor)]
+    requests = [(x, strides and x.dim() and strides(x.shape) or None, odd) for each in sets for x in each if isinstance(x, torch.Tensor)]
     requests += [(x[:1] if expanded and x.dim() else x, None, False) for each in given for x in each]
     requests += [(x, None, False) for answer in expected for x in answer.tensors()]
     places = iter(case.arena.place(requests))
@@ -565,7 +552,9 @@ def unless_refused(case: Case, draws: list, when: str, **how) -> list[str]:
     """Who refuses it with an error is not wrong."""
     try:
         return ask(case, draws, when, **how)
-    except Raised as raised:
+    except Rejected as raised:
+        if raised.kind != "raised":
+            raise
         case.note(f"refuses {when}: {raised}")
         return []
 
@@ -573,7 +562,7 @@ def unless_refused(case: Case, draws: list, when: str, **how) -> list[str]:
 def layouts(case: Case) -> list[str]:
     """The same values elsewhere in memory: the same answer. The Model gets all of it dense."""
     reasons = []
-    for layout in list(LAYOUTS)[1:]:
+    for layout in LAYOUTS:
         reasons = reasons or unless_refused(case, [case.draw(30)], f"inputs that are {layout}", layout=layout)
     return reasons
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import inspect
@@ -134,21 +133,10 @@ def to_dtype(x, dtype: torch.dtype, device: str | None = None):
     return x.to(device=device or x.device, dtype=dtype)
 
 
-@contextlib.contextmanager
-def precision(level: str):
+def set_precision(level: str) -> None:
     """PyTorch's float32 switches, the same for all contenders: `highest` is strict float32, `high` allows TF32 everywhere."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    set_precision(level, level == "high", level == "high")
-    try:
-        yield
-    finally:
-        set_precision(*before)
-
-
-def set_precision(matmul_precision: str, matmul_tf32: bool, cudnn_tf32: bool) -> None:
-    torch.set_float32_matmul_precision(matmul_precision)
-    torch.backends.cuda.matmul.allow_tf32 = matmul_tf32
-    torch.backends.cudnn.allow_tf32 = cudnn_tf32
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = level == "high"
 
 
 def last_line(error: BaseException) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 OK, WRONG, BUILD = "ok", "wrong", "build failed"
-SHOWN = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
 ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
 SHORT = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}
 THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
@@ -87,26 +86,25 @@ class Table:
     """Prints a row as soon as it is there; the widths are those that usual figures need."""
 
     def __init__(self, baselines: list[str], markdown: bool = False):
-        self.rivals = sorted(baselines, key=ORDER.index)
-        self.markdown, self.remarks = markdown, []
-        timed = ["new", *self.rivals]
-        head = ["model", "run", "result", *(f"{name} ms" for name in timed)]
-        head += [*(f"x {name} [95%]" for name in self.rivals if name != "new_cudagraph"), "of floor", "error new / eager"]
-        self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in timed)]
-        self.widths += [30 for name in self.rivals if name != "new_cudagraph"] + [9, 17]
-        self._print(head)
+        self.markdown, self.remarks, self.timed = markdown, [], ["new", *sorted(baselines, key=ORDER.index)]
+        self.rivals = [name for name in self.timed if not name.startswith("new")]
+        head = ["model", "run", "result", *(f"{name} ms" for name in self.timed), *(f"x {name} [95%]" for name in self.rivals)]
+        self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in self.timed), *(30 for _ in self.rivals), 9, 17]
+        self._print([*head, "of floor", "error new / eager"])
         if markdown:
-            self._print(["---"] * len(head))
+            self._print(["---"] * len(self.widths))
 
     def row(self, run: Result) -> None:
-        error = " / ".join("-" if run.error[key] is None else f"{run.error[key]:.1e}" for key in ("new_max", "eager_max")) if run.error else "-"
-        cells = [run.model, run.way(), SHOWN[run.status], *(_number(run.ms.get(name)) for name in ["new", *self.rivals])]
+        shown = [run.ms.get(name) for name in self.timed]
+        cells = [run.model, run.way(), {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]]
+        cells += ["-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in shown]
         for name in self.rivals:
-            if name != "new_cudagraph":
-                low, high = run.speedup_ci.get(name, (0, 0))
-                cells.append(f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}" if name in run.speedup else "-")
+            low, high = run.speedup_ci.get(name, (0, 0))
+            cells.append(f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}" if name in run.speedup else "-")
         above = " (!)" * any(note.startswith("above 100% of the floor") for note in run.notes)
-        self._print([*cells, f"{run.roof['percent']:.0f}%{above}" if run.roof else "-", error])
+        errors = [run.error.get(key) for key in ("new_max", "eager_max")] if run.error else []
+        cells += [f"{run.roof['percent']:.0f}%{above}" if run.roof else "-"]
+        self._print([*cells, " / ".join("-" if error is None else f"{error:.1e}" for error in errors) or "-"])
         said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
         self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
 
@@ -115,14 +113,8 @@ class Table:
             print(f"- {remark}" if self.markdown and remark else remark, flush=True)
 
     def _print(self, cells: list[str]) -> None:
-        if self.markdown:
-            print(f"| {' | '.join(cells)} |", flush=True)
-        else:
-            print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+        aligned = "  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip()
+        print(f"| {' | '.join(cells)} |" if self.markdown else aligned, flush=True)
 
 
 # ---- the JSON file
@@ -158,18 +150,20 @@ def environment(device: str, ceilings, command: list[str], root: Path, clocks_be
     }
 
 
+def _said(*command: str) -> list[str]:
+    """What a command says, in lines; nothing where it is not to be had or fails."""
+    if not shutil.which(command[0]):
+        return []
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.splitlines() if answer.returncode == 0 else []
+
+
 @functools.cache
 def _git(root: Path) -> dict | None:
     """The revision, and whether the files differ from it; None outside a git checkout."""
-
-    def ask(*question: str) -> str | None:
-        if not shutil.which("git"):
-            return None
-        answer = subprocess.run(["git", "-C", str(root), *question], capture_output=True, text=True, check=False)
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    revision = ask("rev-parse", "HEAD")
-    return revision and {"revision": revision, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return {"revision": revision[0], "dirty": bool(changed)} if revision else None
 
 
 @functools.cache
@@ -181,18 +175,14 @@ def device_name(device: str) -> str:
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def _nvidia_smi(question: str) -> list[str]:
+    return _said("nvidia-smi", question, "--format=csv,noheader,nounits", f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}")
+
+
 def query_gpu(*fields: str) -> dict[str, str] | None:
     """What nvidia-smi says of the GPU in use, or None where it cannot say."""
     said = _nvidia_smi(f"--query-gpu={','.join(fields)}")
     return dict(zip(fields, (value.strip() for value in said[0].split(",")))) if said else None
-
-
-def _nvidia_smi(question: str) -> list[str]:
-    if not shutil.which("nvidia-smi"):
-        return []
-    chosen = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-    answer = subprocess.run(["nvidia-smi", question, "--format=csv,noheader,nounits", chosen], capture_output=True, text=True, check=False)
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
 
 
 def clocks(device: str) -> dict[str, str] | None:
@@ -200,9 +190,7 @@ def clocks(device: str) -> dict[str, str] | None:
     if device != "cuda":
         return None
     state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", THROTTLE_FIELD)
-    if state:
-        state["throttle"] = throttle_reasons(state.pop(THROTTLE_FIELD))
-    return state
+    return state and {**state, "throttle": throttle_reasons(state.pop(THROTTLE_FIELD))}
 
 
 def throttle_reasons(mask: str) -> str:

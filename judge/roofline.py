@@ -7,14 +7,15 @@ the Model, on the meta device: no memory, no time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from judge.problem import DTYPES, Problem, precision
+from judge.problem import DTYPES, Problem
 
 GIB = 1 << 30
 # Strict float32 on tensor cores takes at least three half-precision products (hi*hi + hi*lo + lo*hi of operands split in two): the
@@ -25,8 +26,7 @@ MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     bytes: int
     flops: int
 
@@ -43,40 +43,37 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         outputs = tree_flatten(model(*inputs))[0]
         roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-        if backward and roots:  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
+        if roots:  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
     moved = nbytes(inputs) + nbytes([*model.parameters(), *model.buffers()]) + nbytes(outputs)
-    if backward:
-        moved = 2 * moved + nbytes([*differentiable, *model.parameters()])
-    return Work(moved, counter.get_total_flops())
+    return Work(2 * moved + nbytes([*differentiable, *model.parameters()]) if backward else moved, counter.get_total_flops())
 
 
 class Ceilings:
     """What this machine reached in this run: copy bandwidth (bytes/s, read + written) and matrix rates (FLOP/s, by dtype)."""
 
     def __init__(self, device: str, dtypes: tuple[str, ...]):
-        self.device, self.dtypes = device, dtypes
-        self.copy_bandwidth = 0.0
+        self.device, self.dtypes, self.copy_bandwidth = device, dtypes, 0.0
         self.matrix_rate: dict[str, float] = {}
 
     def measure(self) -> None:
         """Measures, and keeps the better of this time and any time before."""
-        self.copy_bandwidth = max(self.copy_bandwidth, self._copy_bandwidth())
+        source = torch.ones(4 * GIB if self.device == "cuda" else GIB // 4, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / self._best_seconds(lambda: target.copy_(source)))
         for name in sorted({product for dtype in self.dtypes for product in self._products_of(dtype)}):
-            self.matrix_rate[name] = max(self.matrix_rate.get(name, 0.0), self._matrix_rate(DTYPES[name]))
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+            for side in MATRIX_SIDES[self.device]:
+                left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
+                seconds = self._best_seconds(lambda left=left, right=right: torch.mm(left, right))
+                self.matrix_rate[name] = max(self.matrix_rate.get(name, 0.0), 2 * side**3 / seconds)
 
     def floor_ms(self, work: Work, dtype: str, level: str) -> float:
         return 1e3 * max(work.bytes / self.copy_bandwidth, work.flops / self.flop_rate(dtype, level))
 
     def flop_rate(self, dtype: str, level: str) -> float:
         """FLOP/s of the best known way to multiply in this dtype at this precision."""
-        split = self.device == "cuda" and dtype == "float32"
-        return max(
-            self.matrix_rate[product] / (PRODUCTS_PER_FLOAT32[level] if split and product == "float16" else 1)
-            for product in self._products_of(dtype)
-        )
+        split = PRODUCTS_PER_FLOAT32[level] if self.device == "cuda" and dtype == "float32" else 1
+        return max(self.matrix_rate[product] / (split if product == "float16" else 1) for product in self._products_of(dtype))
 
     def _products_of(self, dtype: str) -> tuple[str, ...]:
         """What a product in this dtype may be made of. A CPU without half-precision units does best to multiply in float32."""
@@ -85,37 +82,15 @@ class Ceilings:
         return (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
 
     def _best_seconds(self, call, repeats: int = 8) -> float:
-        return min(_seconds(call, self.device) for _ in range(repeats))
-
-    def _copy_bandwidth(self) -> float:
-        source = torch.ones(4 * GIB if self.device == "cuda" else GIB // 4, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * len(source) / self._best_seconds(lambda: target.copy_(source))
-
-    def _matrix_rate(self, dtype: torch.dtype) -> float:
-        best = 0.0
-        for side in MATRIX_SIDES[self.device]:
-            left, right = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(2))
-            out = torch.empty_like(left)
-            with precision("highest"):
-                seconds = self._best_seconds(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), 5)
-            best = max(best, 2 * side**3 / seconds)
+        best, gpu = float("inf"), self.device == "cuda"
+        for _ in range(repeats):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
+            begin = time.perf_counter()
+            gpu and events[0].record()
+            call()
+            gpu and (events[1].record(), torch.cuda.synchronize())
+            best = min(best, events[0].elapsed_time(events[1]) / 1e3 if gpu else time.perf_counter() - begin)
         return best
-
-
-def _seconds(call, device: str) -> float:
-    import time
-
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
 
 
 def cache_bytes(device: str) -> int:

@@ -37,19 +37,13 @@ Event, perf_counter = torch.cuda.Event, time.perf_counter
 
 
 class Rejected(Exception):
-    """The candidate is wrong, for the reasons that are the arguments."""
+    """The candidate is wrong, for the reasons that are the arguments. `kind` tells a build, a call that raised, and one without memory."""
 
+    kind = "wrong"
 
-class BuildFailed(Rejected):
-    """The candidate could not be compiled."""
-
-
-class Raised(Rejected):
-    """A call ended in an exception; the process goes on."""
-
-
-class NoRoom(Raised):
-    """There was too little memory."""
+    def of(self, kind: str) -> Rejected:
+        self.kind = kind
+        return self
 
 
 # ---- memory that both sides see
@@ -144,18 +138,13 @@ class Arena:
     def read(self, place: Place) -> torch.Tensor:
         return self.view(place).to(self.device)
 
-    def write(self, x: torch.Tensor, place: Place) -> None:
-        """Of a tensor that is repeated along its first dimension the first row."""
-        self.view(place).copy_(x[: place.shape[0]] if x.dim() else x)
 
-
-def has_ipc(device: str, timeout: float) -> bool:
+def has_ipc() -> bool:
     """Whether another process can open this one's GPU memory."""
-    worker = Worker("eager", device, timeout)
+    worker = Worker("eager", "cuda", 20.0)
     try:
-        block = Block(1 << 20, device == "cuda")
-        worker.ask("share", nbytes=1 << 20, on_gpu=device == "cuda", handle=block.handle)
-        return device == "cuda"
+        block = Block(1 << 20, on_gpu=True)
+        return worker.ask("share", nbytes=1 << 20, on_gpu=True, handle=block.handle) == {}
     except (Rejected, RuntimeError):
         return False
     finally:
@@ -210,14 +199,8 @@ def form_of(leaf) -> dict:
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal to the last bit: NaN equals the same NaN, and 0 is not -0."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.is_complex():
-        left, right = torch.view_as_real(left), torch.view_as_real(right)
-    if left.is_floating_point():
-        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-        left, right = left.view(bits), right.view(bits)
-    return torch.equal(left, right)
+    same_form = left.shape == right.shape and left.dtype == right.dtype
+    return same_form and torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
 
 
 def random_states() -> list:
@@ -235,17 +218,12 @@ def give_back(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-@contextlib.contextmanager
-def poisoned(device: str, like: list):
-    """Memory is full of NaN inside: blocks of these sizes are filled and freed, and PyTorch fills what torch.empty hands out."""
-    blocks = [torch.full_like(x, float("nan"), device=device) for x in like if x.is_floating_point()]
+def poison_memory(device: str, like: list, on: bool) -> None:
+    """Memory is full of NaN from here on: blocks of these sizes are filled and freed, and PyTorch fills what torch.empty hands out."""
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = on
+    blocks = [torch.full_like(x, float("nan"), device=device) for x in like if on and x.is_floating_point()]
     del blocks
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # What a candidate must leave as it was, for whoever else runs in its process.
@@ -290,7 +268,7 @@ class Contender:
     def make(self, level: str, dtype: str, seed: int, arguments=None, path=None, constants=None, instances=1) -> dict:
         """Instances of the module, and the form of their state. A `path` is of the Model's own file, `arguments` are for a candidate."""
         self.modules, self.ring, self.kept = [], [], []
-        set_precision(level, level == "high", level == "high")
+        set_precision(level)
         self._note_settings()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
@@ -350,13 +328,12 @@ class Contender:
         versions = {name: x._version for name, x in watched.items()}
         for p in module.parameters() if incoming else ():
             p.grad = torch.full_like(p, 0.5)
+        poison_memory(self.device, [view(self.block.storage, place) for place in answers[0]], poison)
         states, results, forms = random_states(), {}, {}
         self._note_settings()
         with contextlib.ExitStack() as stack:
             if stream:
                 stack.enter_context(self._late(sets))
-            if poison:
-                stack.enter_context(poisoned(self.device, [view(self.block.storage, place) for place in answers[0]]))
             if mode == "inference":
                 stack.enter_context(torch.inference_mode())
             for position, i in enumerate(order):
@@ -374,6 +351,7 @@ class Contender:
             if p.grad is None or bool((p.grad != 0.5).any()):
                 changed.append(f"writes the .grad of {name}, which torch.autograd.grad leaves alone")
             p.grad = None
+        poison_memory(self.device, [], False)
         module.eval()
         draws = random_states() != states
         return {"forms": list(forms.values()), "tree": str(tree), "changed": changed, "late": late, "draws": draws}
@@ -381,6 +359,7 @@ class Contender:
     def ready(self, ring: list, incoming: list, direction: str, seconds: float, flush_bytes: int) -> dict:
         """Sets up the calls to be timed and makes them until the seconds are over: handles, clocks and caches come to rest."""
         self.direction, self.places, self.graph, self.buffer = direction, ring, None, None
+        poison_memory(self.device, [], False)
         self.ring = [[self._tensor(x) for x in each] for each in ring]
         self.wanted = [list(wanted_of(self.module, each, WHOSE[direction]).values()) for each in self.ring]
         self.incoming = [self._tensor(place) for place in incoming]
@@ -599,9 +578,10 @@ class Worker:
             raise Rejected("wrote something of its own into the pipe of its answers")
         self._signal(signal.SIGSTOP)
         if reply.get("build"):
-            raise BuildFailed(f"build failed: {reply['build']}")
+            raise Rejected(f"build failed: {reply['build']}").of("build failed")
         if "raised" in reply:
-            raise (NoRoom if reply.get("memory") else Raised)(f"raised {reply['raised']}" + " at import" * (self.asked == "load"))
+            kind = "memory" if reply.get("memory") else "raised"
+            raise Rejected(f"raised {reply['raised']}" + " at import" * (self.asked == "load")).of(kind)
         return reply
 
     def ask(self, command: str, **arguments) -> dict:

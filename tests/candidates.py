@@ -224,7 +224,7 @@ class Lazy(torch.Tensor):
     "one_more_parameter": Candidate("One parameter more.", rejected="state_dict: its keys are", init="self.gamma = nn.Parameter(torch.ones(3))"),
     "buffer_for_a_parameter": Candidate(
         "The bias is in the state_dict, but nobody could train it.",
-        rejected="bias is no parameter, the Model's is a parameter with a gradient",
+        rejected="state_dict: bias has requires_grad",
         init="del self.bias\nself.register_buffer('bias', torch.randn(0))\nself.bias = torch.zeros(out_features)",
     ),
     "other_initial_weights": Candidate(

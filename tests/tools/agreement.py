@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import ROOT, Contest, Problem  # noqa: E402
 
-from judge.problem import discover, load, make, precision  # noqa: E402
+from judge.problem import discover, load, make, set_precision  # noqa: E402
 
 TURNS, SECONDS = 3, 0.25
 
@@ -47,9 +47,9 @@ def compare(name: str, constants: dict) -> bool:
 
 
 def main(names: list[str]) -> int:
-    with precision("highest"):
-        shapes = [(name, shape) for name in names or discover(ROOT) for shape in ({}, Problem(ROOT / "models" / f"{name}.py").sweep[0])]
-        return int(not all([compare(name, shape) for name, shape in shapes]))
+    set_precision("highest")
+    shapes = [(name, shape) for name in names or discover(ROOT) for shape in ({}, Problem(ROOT / "models" / f"{name}.py").sweep[0])]
+    return int(not all([compare(name, shape) for name, shape in shapes]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Contest:
 
     def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
         self.options = Options(device=DEVICE)
-        self.arena = Arena(DEVICE, ipc=has_ipc(DEVICE, 600.0))
+        self.arena = Arena(DEVICE, ipc=DEVICE == "cuda" and has_ipc())
         self.case = check.Case(problem, None, self.arena, DEVICE, DTYPES[dtype], "highest", batch, 0)
         self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
         self.direction, self.dtype = direction, dtype
