@@ -8,9 +8,7 @@ VENV = .venv
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
 
-# matplotlib is for --plot alone: where it cannot be had, the tests of the charts are skipped.
 test: $(VENV)/installed
-	-$(VENV)/bin/pip install --quiet matplotlib
 	$(VENV)/bin/python -m pytest
 
 # The CPU tests with older versions of PyTorch, and gigabytes of wheels for them; see tests/versions.py.
@@ -24,15 +22,14 @@ RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
 	    $(RECORD) --precision highest,high --backward --json results/h200/$$name.json; \
-	    if grep -q "def freeze_weight" kernels/$$name.py; then $(RECORD) --precision highest,high --frozen --json results/h200/$${name}_frozen.json; fi; \
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
 # The README's table and charts, from the committed measurements.
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
-	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/sweep/*.json)) --plot results/sweep.svg > /dev/null
-	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/h200/*.json)) --plot results/h200.svg --markdown
+	$(VENV)/bin/python tests/tools/plot.py
+	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/h200/*.json)) --markdown
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)

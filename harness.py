@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the workers' ancestor loads torch meanwhile
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is loaded: the judge's idle threads leave the cores to the contenders
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import difflib  # noqa: E402
 import itertools  # noqa: E402
 import statistics  # noqa: E402
@@ -255,8 +256,8 @@ class Judge:
         return rivals
 
     def _make_rival(self, worker: Worker, case: check.Case) -> None:
-        if worker.pending:  # of a candidate that was wrong before it was to be timed
-            worker.hear()
+        with contextlib.suppress(Rejected):  # what was compiled for a candidate that was wrong before it was to be timed
+            worker.pending and worker.hear()
         dtype, path, constants = str(case.dtype).removeprefix("torch."), case.problem.path, case.problem.constants
         worker.ask("make", level=case.precision, dtype=dtype, seed=case.seed, path=path, constants=constants)
         worker.send("prepare", batch=case.batch, dtype=dtype, directions=self.options.directions, seed=case.seed)

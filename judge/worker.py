@@ -100,7 +100,7 @@ class Block:
 
 def call_driver(name: str, *arguments) -> None:
     if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
-        raise RuntimeError(f"{name} failed with error {error}")
+        raise (torch.OutOfMemoryError if error == 2 else RuntimeError)(f"{name} failed with error {error}")
 
 
 def view(storage: torch.UntypedStorage, place: Place) -> torch.Tensor:
@@ -128,8 +128,8 @@ class Arena:
         if end > self.nbytes or end < self.nbytes // 2 and self.nbytes > MANY_BYTES:
             for worker in list(self.viewers):  # all who have the old block open close it, before there is a new one
                 worker.see(None)
-            self.block, self.nbytes = None, end
-            self.block = Block(end, self.on_gpu)
+            self.block, self.nbytes = None, 0
+            self.block, self.nbytes = Block(end, self.on_gpu), end
         return places
 
     def view(self, place: Place) -> torch.Tensor:
