@@ -219,7 +219,7 @@ class Judge:
         if right:
             try:
                 self._begin(pair, case, runs, tell)
-                must_be_empty(check.check_after(case))
+                must_be_empty(check.check(case, "after", tell))
             except Rejected as rejected:
                 reject(right, rejected)
         for run in right:

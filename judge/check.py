@@ -41,7 +41,7 @@ TOLERANCE = {
 
 @dataclass
 class Errors:
-    """Errors of one output or gradient against float64, pooled over answers."""
+    """Errors of one output or gradient against float64, and how far it is from the Model's, pooled over answers."""
 
     new_max: float = 0.0
     new_squares: float = 0.0
@@ -49,6 +49,9 @@ class Errors:
     eager_squares: float = 0.0
     reference_max: float = 0.0
     reference_squares: float = 0.0
+    apart_max: float = 0.0  # from the Model's
+    wrong: int = 0  # elements beyond gate 1
+    nan_apart: int = 0
     count: int = 0
 
     def add(self, other: Errors) -> None:
@@ -77,17 +80,7 @@ class Errors:
         return complaints
 
 
-@dataclass
-class Difference:
-    """How far one tensor of the candidate is from the Model's, and both from float64."""
-
-    wrong: int = 0
-    largest: float = 0.0
-    nan_apart: int = 0
-    errors: Errors = field(default_factory=Errors)
-
-
-def compare(new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float = 1.0) -> Difference:
+def compare(new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float = 1.0) -> Errors:
     """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the sums of gate 2, in chunks that stay on the device until the end.
 
     Without a reference the candidate's error is its distance from the Model.
@@ -106,11 +99,11 @@ def compare(new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | No
         sums = [far.sum(), (n.isnan() != e.isnan()).sum(), *(x.square().sum() for x in errors)]
         found.append((torch.stack([apart.max(), *(x.max() for x in errors)]), torch.stack([x.double() for x in sums])))
     if not found:
-        return Difference()
+        return Errors()
     apart, *most = torch.stack([largest for largest, _ in found]).amax(0).tolist()
     wrong, nan_apart, *squares = torch.stack([sums for _, sums in found]).sum(0).tolist()
     pooled = [figure for both in zip(most, squares) for figure in both]
-    return Difference(int(wrong), apart, int(nan_apart), Errors(*pooled, count=flat[0].numel()))
+    return Errors(*pooled, apart, int(wrong), int(nan_apart), flat[0].numel())
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -201,21 +194,27 @@ LAYOUTS = {
 }
 
 
-def ask(case: Case, draws: list, when: str, *, must=False, **how) -> list[str]:
-    """`ask_both`, where there is room for it."""
+def ask(case: Case, when: str, *, seed=0, change=None, batch=None, weights=None, refusable=False, must=False, **how) -> list[str]:
+    """`ask_both` about inputs drawn by the seed and changed so, with the weights changed so, where there is room for it.
+
+    With `refusable` who refuses it with an error is not wrong.
+    """
+    draws = [case.draw(seed, change, batch), case.draw(seed + 100, change, batch)][: max(how.get("order", (0,))) + 1]
     try:
-        return ask_both(case, draws, when, must=must, **how)
+        with other_weights(case, weights) if weights else contextlib.nullcontext():
+            return ask_both(case, draws, when, must=must, **how)
     except (Rejected, torch.OutOfMemoryError) as error:
-        if must or getattr(error, "kind", "memory") != "memory":
+        kind = getattr(error, "kind", "memory")
+        if must or kind not in ("memory", "raised") or kind == "raised" and not refusable:
             raise
-    case.note(f"not asked for want of memory: {when}")
+        case.note(f"not asked for want of memory: {when}" if kind == "memory" else f"refuses {when}: {error}")
     give_back(case.device)
     return []
 
 
 def ask_both(
     case: Case, draws: list, when: str, *, direction="forward", order=(0,), keep=(0,), layout="dense", expanded=False, gate="either",
-    model: torch.nn.Module | None = None, mode="eval", instance=0, whose=None, again=False, poison=False, stream=False, finite=False, carries=True, must=False,
+    model: torch.nn.Module | None = None, mode="eval", instance=0, whose=None, again=False, poison=False, stream=False, finite=False, carries=True, must=False, command="",
 ) -> list[str]:  # fmt: skip
     """Asks both for the answers to the inputs that `draws` give, in this order, and says what is wrong with those to `keep`.
 
@@ -223,6 +222,10 @@ def ask_both(
     itself far off; "finite", the same with all that is not finite taken as equal. Inputs that the Model refuses are not asked for, unless they
     `must`; with `finite` nor are those for which it has NaN or infinities. Without `carries` an output that records no gradient is noted.
     """
+    if stream and case.device != "cuda":
+        return []
+    if command:
+        case.worker.ask(command)
     model, incoming = model or case.model, partial(random_like, seed=case.seed, expanded=expanded)
     model.train(mode == "train")
     try:
@@ -338,17 +341,17 @@ def different_values(case: Case, answer: Answer, given: list, reference: Callabl
             new, eager = (x.masked_fill(~x.isfinite(), float("nan")) for x in (new, eager))
         found = compare(new, eager, exact and exact[i], tolerance, scale)
         if gate == "both" and inexact and (exact or case.dtype == torch.float64):
-            case.errors.setdefault(name, Errors()).add(found.errors)
+            case.errors.setdefault(name, Errors()).add(found)
         if found.wrong and gate in ("either", "finite") and inexact and not found.nan_apart:
             exact = exact or reference()
-            if exact and not compare(new, eager, exact[i], tolerance, scale).errors.over_limit(case.dtype):
+            if exact and not compare(new, eager, exact[i], tolerance, scale).over_limit(case.dtype):
                 continue
         if found.nan_apart:
             reasons.append(f"{name}: {found.nan_apart} of {eager.numel()} elements are NaN in one and not in the other")
         elif found.wrong and is_constant(new) and not is_constant(eager):
             reasons.append(f"{name} is constant, the Model's is not")
         elif found.wrong:
-            far = f"largest difference {found.largest:.2e}, tolerance {tolerance * scale:.1e}"
+            far = f"largest difference {found.apart_max:.2e}, tolerance {tolerance * scale:.1e}"
             reasons.append(f"{name}: {found.wrong} of {eager.numel()} elements are not close to the Model's, {far}")
     return reasons
 
@@ -430,26 +433,67 @@ def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
     with torch.no_grad():
         change(case.model)
     give_weights(case)
-    yield
-    case.model.load_state_dict(kept)
-    give_weights(case)
+    try:
+        yield
+    finally:
+        case.model.load_state_dict(kept)
+        if case.worker.alive():
+            give_weights(case)
 
 
 # ---- the checks
 
 
+def spread(x: torch.Tensor) -> None:
+    x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3))
+
+
+def put(value: float, x: torch.Tensor) -> None:
+    x.view(-1)[x.numel() // 3] = value
+
+
+def shift_biases(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(getattr(module, "bias", None), torch.Tensor) and "Norm" not in type(module).__name__:
+            module.bias.data.add_(100.0)
+
+
+BOTH = {"direction": "forward_backward"}
+# What is asked besides the seeds, at the shape and in the layout that is timed, and after it was timed what a compiler may make anew.
+REQUESTS = {
+    "forward": {
+        "kept while it was called again": {"order": (0, *[1] * 8, 0, *[1] * 8), "keep": (0, 9, 17)},
+        "after the weights moved in memory, as .to moves them": {"command": "move_weights"},
+        "with gradients recorded": {"direction": "forward_recorded", "carries": False},
+        "in inference mode": {"mode": "inference"},
+        "in training mode": {"mode": "train", "carries": False, "weights": lambda model: None},  # it may move running means, in both alike
+        "values of both signs": {"change": spread, "weights": partial(perturb, seed=23, signs=True), "finite": True},
+        "biases whose mean is large": {"weights": shift_biases, "finite": True},
+        "values whose mean is large": {"change": lambda x: x.add_(100.0), "finite": True},
+        "small values": {"change": lambda x: x.mul_(1e-3), "finite": True},
+        "inputs that are all equal": {"change": lambda x: x.fill_(0.5), "finite": True},
+        "one NaN in each input": {"change": partial(put, float("nan"))},
+        "one infinity in each input": {"change": partial(put, float("inf")), "gate": "finite"},
+        "on another stream": {"stream": True},
+    },
+    "forward_recorded": {},
+    "forward_backward": {
+        "two forward passes before two backward passes": {"order": (0, 1), "keep": (0, 1), **BOTH},
+        "a second backward pass of one graph": {"again": True, "refusable": True, **BOTH},
+        "only the parameters' gradients wanted": {"whose": "parameters", **BOTH},
+        "only the inputs' gradients wanted": {"whose": "inputs", **BOTH},
+        "an incoming gradient that is expanded": {"expanded": True, "refusable": True, **BOTH},
+    },
+    "after": {"after it was timed": {}, **{f"inputs that are {layout}": {"layout": layout, "refusable": True} for layout in LAYOUTS}},
+}
+
+
 def check(case: Case, direction: str, tell: Callable[[str], None]) -> list[str]:
-    """Everything at the shape and in the layout that is timed. What follows a reason is not asked: it would only echo it."""
-    more = {"forward": (repeated, moved, modes, instances, values, not_finite, streams), "forward_backward": (graphs, expanded)}
-    reasons = seeds(case, direction, tell)
-    for each in more.get(direction, ()):
-        reasons = reasons or each(case)
-    return reasons
-
-
-def check_after(case: Case) -> list[str]:
-    """What a compiler may make anew, for other layouts and batches, comes last; and the first inputs get their answer again."""
-    return ask(case, [case.draw(0)], "after it was timed") or layouts(case) or batches(case)
+    """Both gates, and all that is asked besides. What follows a reason is not asked: it would only echo it."""
+    reasons = seeds(case, direction, tell) if direction != "after" else []
+    for seed, (when, how) in enumerate(REQUESTS[direction].items(), 20):
+        reasons = reasons or ask(case, when, seed=seed, **how)
+    return reasons or (instances(case) if direction == "forward" else batches(case) if direction == "after" else [])
 
 
 def seeds(case: Case, direction: str, tell: Callable[[str], None]) -> list[str]:
@@ -461,9 +505,9 @@ def seeds(case: Case, direction: str, tell: Callable[[str], None]) -> list[str]:
         perturb(case.model, case.seed + turn)
         give_weights(case)
         # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: gate 1 and the NaN alone.
-        how = {"direction": direction, "must": True}
-        reasons = ask(case, [case.draw(turn)], f"from memory full of NaN, seed {turn}", poison=True, gate="one", **how)
-        reasons = reasons or ask(case, [case.draw(turn)], f"seed {turn}", gate="both", **how)
+        how = {"seed": turn, "direction": direction, "must": True}
+        reasons = ask(case, f"from memory full of NaN, seed {turn}", poison=True, gate="one", **how)
+        reasons = reasons or ask(case, f"seed {turn}", gate="both", **how)
         theirs = case.model.state_dict()
         written = [name for name, x in weights_of(case).items() if not same_bits(x, theirs[name])] if not reasons and theirs else []
         reasons += [f"writes {name}, which a forward pass must leave alone" for name in written]
@@ -479,116 +523,22 @@ def over_limit(case: Case) -> list[str]:
     return [f"{name}: {complaint}" for name, errors in case.errors.items() for complaint in errors.over_limit(case.dtype)]
 
 
-def repeated(case: Case) -> list[str]:
-    """An answer stays what it was while others are asked for, and the first inputs get the first answer again."""
-    order = (0, *[1] * 8, 0, *[1] * 8)
-    return ask(case, [case.draw(0), case.draw(20)], "kept while it was called again", order=order, keep=(0, 9, 17))
-
-
-def moved(case: Case) -> list[str]:
-    """The answer does not depend on where the weights lie: `.to` moves them."""
-    case.worker.ask("move_weights")
-    return ask(case, [case.draw(0)], "after the weights moved in memory, as .to moves them")
-
-
-def modes(case: Case) -> list[str]:
-    """Gradients recorded or not, inference mode, and training mode where the Model draws no random numbers there."""
-    draws = [case.draw(21)]
-    reasons = ask(case, draws, "with gradients recorded", direction="forward_recorded", carries=False)
-    reasons = reasons or ask(case, draws, "in inference mode", mode="inference")
-    with other_weights(case, lambda model: None):  # training mode may move running means, in both alike
-        return reasons or ask(case, draws, "in training mode", mode="train", carries=False)
-
-
 def instances(case: Case) -> list[str]:
     """Two modules with weights of their own take turns: nothing made from one's weights may serve the other."""
     other, when = copy.deepcopy(case.model), "two instances with other weights in turns"
     perturb(other, case.seed + 22)
     give_weights(case, instance=0)  # as often as to the other: nor may what is made be told apart by a version
     give_weights(case, other, instance=1)
-    return ask(case, [case.draw(22)], when, model=other, instance=1) or ask(case, [case.draw(22)], when)
-
-
-def values(case: Case) -> list[str]:
-    """Other values than a benchmark draws, where the Model has finite answers."""
-
-    def spread(x: torch.Tensor) -> None:
-        x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3))
-
-    def shift_biases(model: torch.nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(getattr(module, "bias", None), torch.Tensor) and "Norm" not in type(module).__name__:
-                module.bias.data.add_(100.0)
-
-    with other_weights(case, partial(perturb, seed=case.seed + 23, signs=True)):
-        reasons = ask(case, [case.draw(23, spread)], "values of both signs", finite=True)
-    with other_weights(case, shift_biases):
-        reasons = reasons or ask(case, [case.draw(24)], "biases whose mean is large", finite=True)
-    for when, change in (
-        ("values whose mean is large", lambda x: x.add_(100.0)),
-        ("small values", lambda x: x.mul_(1e-3)),
-        ("inputs that are all equal", lambda x: x.fill_(0.5)),
-    ):
-        reasons = reasons or ask(case, [case.draw(25, change)], when, finite=True)
-    return reasons
-
-
-def not_finite(case: Case) -> list[str]:
-    """One NaN, one infinity: each spreads as far as it does in the Model, and no further."""
-
-    def put(value: float, x: torch.Tensor) -> None:
-        x.view(-1)[random.Random(case.seed).randrange(x.numel())] = value
-
-    reasons = ask(case, [case.draw(27, partial(put, float("nan")))], "one NaN in each input")
-    return reasons or ask(case, [case.draw(28, partial(put, float("inf")))], "one infinity in each input", gate="finite")
-
-
-def streams(case: Case) -> list[str]:
-    """On a stream that is not the default one, with inputs that are written late there."""
-    return ask(case, [case.draw(29)], "on another stream", stream=True) if case.device == "cuda" else []
-
-
-def unless_refused(case: Case, draws: list, when: str, **how) -> list[str]:
-    """Who refuses it with an error is not wrong."""
-    try:
-        return ask(case, draws, when, **how)
-    except Rejected as raised:
-        if raised.kind != "raised":
-            raise
-        case.note(f"refuses {when}: {raised}")
-        return []
-
-
-def layouts(case: Case) -> list[str]:
-    """The same values elsewhere in memory: the same answer. The Model gets all of it dense."""
-    reasons = []
-    for layout in LAYOUTS:
-        reasons = reasons or unless_refused(case, [case.draw(30)], f"inputs that are {layout}", layout=layout)
-    return reasons
+    return ask(case, when, model=other, instance=1) or ask(case, when)
 
 
 def batches(case: Case) -> list[str]:
     """Other numbers of samples, drawn at random, none and one among them."""
-    if case.batch is None:
-        return []
-    drawn, reasons = [random.SystemRandom().randint(1, case.batch + 1) for _ in range(2)], []
-    for batch in sorted({0, 1, case.batch - case.batch // 3, case.batch + 1, *drawn} - {case.batch}):
-        reasons = reasons or ask(case, [case.draw(31, batch=batch)], f"batch {batch}")
+    batch, secret, reasons = case.batch or 0, random.SystemRandom(), []
+    drawn = {0, 1, batch - batch // 3, batch + 1, secret.randint(1, batch + 1), secret.randint(1, batch + 1)} - {batch}
+    for other in sorted(drawn) if case.batch else ():
+        reasons = reasons or ask(case, f"batch {other}", batch=other)
     return reasons
-
-
-def graphs(case: Case) -> list[str]:
-    """What lies between a forward pass and its backward pass in a training program."""
-    draws, how = [case.draw(0), case.draw(32)], {"direction": "forward_backward"}
-    reasons = ask(case, draws, "two forward passes before two backward passes", order=(0, 1), keep=(0, 1), **how)
-    reasons = reasons or unless_refused(case, draws[:1], "a second backward pass of one graph", again=True, **how)
-    reasons = reasons or ask(case, draws[:1], "only the parameters' gradients wanted", whose="parameters", **how)
-    return reasons or ask(case, draws[:1], "only the inputs' gradients wanted", whose="inputs", **how)
-
-
-def expanded(case: Case) -> list[str]:
-    """As behind a sum or a mean."""
-    return unless_refused(case, [case.draw(33)], "an incoming gradient that is expanded", direction="forward_backward", expanded=True)
 
 
 # ---- while the clock runs

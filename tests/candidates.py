@@ -513,7 +513,7 @@ class Function(torch.autograd.Function):
     "eats_what_it_saved": Candidate(
         "The backward pass writes over the tensors that the forward pass saved.",
         "return self.group_norm(Function.apply(self.matmul(x)) + self.bias)",
-        "the backward pass of one graph asked for twice",
+        "a second backward pass of one graph",
         top="""
 class Function(torch.autograd.Function):
     @staticmethod
@@ -604,7 +604,7 @@ class Function(torch.autograd.Function):
         for thing in gc.get_objects():
             if type(thing).__name__ == "Contender" and not self.done:
                 self.done, real = True, thing._claims
-                thing._claims = lambda count, flushes: [1e-3 * ms for ms in real(count, flushes)]
+                thing._claims = lambda *asked: [(1e-3 * ms, *rest) for ms, *rest in real(*asked)]
         time.sleep(0.01)
         return self.right(x)
         """,
