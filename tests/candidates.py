@@ -195,7 +195,7 @@ CANDIDATES = {
         storage = torch.UntypedStorage(64 * len(x) * x.element_size(), device=x.device)
         return torch.empty(0, dtype=x.dtype, device=x.device).set_(storage, 0, (len(x), 64), (64, 1))
         """,
-        "the Model's",
+        "elements are",
     ),
     # ---- another form
     "a_list": Candidate("Returns a list.", "return [self.right(x)]", "gives 1 values as"),

@@ -292,7 +292,7 @@ def test_copies_are_timed_in_turns(tmp_path):
     def figures(line):
         return float(line.split()[2]), float(line.split("error ")[1].split()[0])
 
-    slow = PLAIN.replace("return self.right(x)", "for _ in range(9): self.right(x)\n        return self.right(x)")
+    slow = PLAIN.replace("return self.right(x)", "import time; time.sleep(0.02)\n        return self.right(x)")
     texts = {"file": PLAIN, "same": PLAIN, "slow": slow, "wrong": PLAIN.replace("return self.right(x)", "return 1.01 * self.right(x)")}
     files = [tmp_path / f"{name}.py" for name in texts]
     for path, text in zip(files, texts.values()):
