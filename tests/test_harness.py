@@ -292,8 +292,10 @@ def test_copies_are_timed_in_turns(tmp_path):
     def figures(line):
         return float(line.split()[2]), float(line.split("error ")[1].split()[0])
 
-    slow = PLAIN.replace("return self.right(x)", "import time; time.sleep(0.02)\n        return self.right(x)")
-    texts = {"file": PLAIN, "same": PLAIN, "slow": slow, "wrong": PLAIN.replace("return self.right(x)", "return 1.01 * self.right(x)")}
+    def text(seconds: float, factor: float = 1.0) -> str:  # what sleeps differs by the same on a busy machine
+        return PLAIN.replace("return self.right(x)", f"import time; time.sleep({seconds})\n        return {factor} * self.right(x)")
+
+    texts = {"file": text(0.01), "same": text(0.01), "slow": text(0.06), "wrong": text(0.01, 1.01)}
     files = [tmp_path / f"{name}.py" for name in texts]
     for path, text in zip(files, texts.values()):
         path.write_text(text)
@@ -423,7 +425,7 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: measured.append(1))
     monkeypatch.setattr(roofline.Ceilings, "floor_ms", lambda self, *work: share * now["ms"])
     now = {}
-    monkeypatch.setattr(bench, "quartiles", lambda values: [now.setdefault("ms", statistics.median(values))] * 2)
+    monkeypatch.setattr(bench, "interference", lambda samples: [] if now.update(ms=statistics.median(samples.ms["new"])) else [])
     with harness.Judge(replace(HURRY, directions=("forward",)), ceilings_of("cpu"), lambda text: None) as judge:
         (run,) = judge.judge(write(tmp_path, "plain"))
     assert len(measured) == 2 and run.ok == ok
