@@ -362,8 +362,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         return place;
     };
-    // use(i) for those of this thread's places of a chunk that exist.
-    const auto each = [&](int c, const auto& use) {
+    const auto each = [&](int c, const auto& use) {  // use(i) for this thread's places of chunk c that exist
         const int packs = part.packs(c);
 #pragma unroll
         for (int i = 0; i < kMine; ++i) {
@@ -598,7 +597,6 @@ extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t el
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, cudaStream_t stream);
 
-// A part of another tensor may be neither.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
