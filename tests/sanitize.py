@@ -8,7 +8,6 @@ each pair and tool, several for racecheck, which is the slowest; all at once, on
 to launch every kernel. A line for each pair and tool says how many calls were made in the seconds, how many kernels they launched, and what
 the tool found; under it, where. Exit code 1 if any of that is ours, or if a tool did not get through all kernels. Every tensor is an
 allocation of its own, so that the tools know its borders.
-PORTABLE_PRODUCT=1 in the environment: the linear pairs by the loop that is for the chips before and after Hopper.
 
 What a tool finds in a library's kernel is ours as long as it is not shown that it is not: a race, where both accesses are a library's; a
 read of what nobody wrote, where the same instruction of the same kernel does it without our code too, in the same calls of the Model.
@@ -33,7 +32,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import test_backward
 import test_convolution_gradients
 import test_float32_gemm
 import test_gpu
@@ -74,7 +72,7 @@ def drawn(case: Case) -> tuple[nn.Module, nn.Module, list]:
 
 def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], None]]]:
     """Each with its name: with gradients and without, of ordinary values, and with some that are infinite, NaN or the type's largest, which are
-    computed anew; for the float32 products also with TF32, a frozen weight, badly scaled rows, and an x of one sign, for which TF32's one product
+    computed anew; for the float32 products also with TF32, badly scaled rows, and an x of one sign, for which TF32's one product
     rounds W otherwise.
 
     plain: of the Model instead of ModelNew, so with none of our code.
@@ -89,13 +87,6 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
             call(new, change(new, inputs))
 
         calls.append((f"{case} in {dtype}, {how}", whole))
-
-    def add_tail(tail, dtype):
-        def whole():
-            model, ours, (*inputs, gradient) = tail.build("cuda", dtype)
-            (model if plain else ours)(*(t.requires_grad_() for t in inputs)).backward(gradient)
-
-        calls.append((f"{tail} in {dtype}", whole))
 
     def train(new, inputs):
         out = new(*(t.requires_grad_() for t in inputs))
@@ -114,16 +105,8 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
     def badly_scaled(new, inputs):
         return [test_float32_gemm.balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
 
-    def frozen(new, inputs):
-        if not plain:
-            new.eval().freeze_weight()
-        return inputs
-
     def of_one_sign(new, inputs):
         return [inputs[0].abs(), *inputs[1:]]
-
-    def frozen_and_of_one_sign(new, inputs):
-        return of_one_sign(new, frozen(new, inputs))
 
     for case in cases_of(stem):
         for dtype in DTYPES:
@@ -131,16 +114,10 @@ def calls_of(stem: str, plain: bool = False) -> list[tuple[str, Callable[[], Non
                 add(case, dtype, how, call)
                 add(case, dtype, f"extremes, {how}", call, extremes)
         for tf32 in (False, True) if case in PRODUCTS else ():
-            add(case, torch.float32, f"frozen, TF32 {tf32}", infer, frozen, tf32)
             add(case, torch.float32, f"badly scaled, no gradients, TF32 {tf32}", infer, badly_scaled, tf32)
             add(case, torch.float32, f"badly scaled, gradients, TF32 {tf32}", train, badly_scaled, tf32)
         if case in PRODUCTS:
             add(case, torch.float32, "x of one sign, TF32 True", infer, of_one_sign, True)
-            add(case, torch.float32, "frozen, x of one sign, TF32 True", infer, frozen_and_of_one_sign, True)
-    kinds = {tail.kind for tail in test_backward.TAILS if tail.groups}
-    for tail in [*test_backward.TAILS, *(test_backward.Tail(kind, "groups of 1500 features", (3, 3000), 2) for kind in kinds)]:
-        for dtype in DTYPES if tail.kind.stem == stem else ():
-            add_tail(tail, dtype)
     return calls
 
 

@@ -258,7 +258,8 @@ def test_operators_satisfy_opcheck(stem, device):
         form = tree_map_only(torch.Tensor, lambda t: (t.shape, t.stride()), args)
         seen.setdefault(function, {})[str(form)] = (args, kwargs)
     here = {name for name in operators(stem) if has_kernel(f"{solution(stem).NAMESPACE}::{name}", device.type.upper())}
-    assert {function.name().split("::")[1] for function in seen} == here - {"freeze"}  # what it returns depends on the chip
+    trained_plainly = {"backward"} if stem.startswith("linear_") else set()  # but for large float32 products on sm_90
+    assert here - {function.name().split("::")[1] for function in seen} <= trained_plainly
     for function, calls in seen.items():
         by_size = sorted(calls.values(), key=lambda call: max(t.numel() for t in tree_leaves(call[0]) if isinstance(t, torch.Tensor)))
         for args, kwargs in by_size[:8]:

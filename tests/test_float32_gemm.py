@@ -3,12 +3,7 @@
 Every shape here is one that the tensor cores take on sm_90; elsewhere the same tests hold ATen's product to the same bounds.
 """
 
-import copy
 import functools
-import os
-import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -44,7 +39,7 @@ CASES = [rows_case(M, N, K), grouped_case(M, N, K)]
 # Enough for one product to pay beside cuBLAS's TF32.
 LARGE = [rows_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024), grouped_case(4000, 4096, 1024, 1024)]
 # fmt: off
-FEW = [rows_case(1, 4096, 1024), rows_case(37, 2112, 1032), grouped_case(3, 2112, 2056), grouped_case(64, 4096, 512)]  # rows: a kernel of their own
+FEW = [rows_case(1, 4096, 1024), rows_case(37, 2112, 1032), grouped_case(3, 2112, 2056), grouped_case(64, 4096, 512)]  # rows: cuBLAS's product
 ODD = [
     *FEW,
     rows_case(1000, 1026, 1100), rows_case(4097, 2050, 132), rows_case(129, 8192, 1028), rows_case(2000, 640, 9000), grouped_case(1000, 1088, 1100),
@@ -148,7 +143,8 @@ def product(kind, m: int = M, n: int = N, k: int = K):
     torch.manual_seed(3)
     x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
     b = torch.zeros(n, device="cuda")
-    ours = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE).linear(x, w, b)
+    operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
+    ours = operators.forward(x, w, b, torch.zeros(m, n, device="cuda"), 1e-5, True)[1]  # h, which a backward needs
     return ours, torch.nn.functional.linear(x, w, b), x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
 
 
@@ -168,12 +164,6 @@ KINDS = [
 def test_no_scale_costs_accuracy(kind):
     ours, eager, right, terms = product(kind)
     assert bool(ours[right.abs() < 3.3e38].isfinite().all())
-    assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=[f"{i} {kind.__name__}" for i, kind in enumerate(KINDS)])
-def test_no_scale_costs_accuracy_in_few_rows(kind):
-    ours, eager, right, terms = product(kind, 53, 2112, 1032)
     assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
 
 
@@ -208,16 +198,6 @@ def test_one_product_errs_as_tf32_does(kind, m, n, k, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     ours, eager, right, _ = product(kind, m, n, k)
     assert bool((largest_and_rms(ours, right) <= largest_and_rms(eager, right) * torch.tensor([1.01, 1.004])).all())
-
-
-@on_hopper
-@pytest.mark.parametrize("kind", [uniform, far_from_zero])
-@pytest.mark.parametrize(("m", "n", "k"), [(4000, 4096, 1024), (1024, 8192, 8192), (4096, 4096, 516), (2048, 4096, 20000)])
-def test_one_product_errs_less_than_tf32_where_x_is_of_one_sign(kind, m, n, k, monkeypatch):
-    """W's roundings are balanced there. Of its error and that of x's rounding, as large, at best the latter remains: 0.71."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    ours, eager, right, _ = product(kind, m, n, k)
-    assert bool((largest_and_rms(ours, right) <= largest_and_rms(eager, right) * torch.tensor([0.99, 0.85])).all())
 
 
 def test_integers_are_exact():
@@ -269,12 +249,6 @@ def test_networks_of_16_bits_are_as_accurate_as_eager(case, dtype):
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 100, 127, 128])
-@pytest.mark.parametrize("make", [rows_case, grouped_case], ids=["row norm", "group norm"])
-def test_few_rows(make, rows):
-    assert_as_accurate_as_eager(forward, [build(make(rows, 2048, 4096), "cuda")])
-
-
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_tf32_where_it_is_allowed(case, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
@@ -304,42 +278,15 @@ def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    ("case", "dtype"), [(case, dtype) for case in CASES for dtype in (torch.float32, torch.float16, torch.bfloat16)], ids=str
-)
+@cases
 @torch.no_grad()
-def test_the_tensor_cores_run(case, dtype):
+def test_the_tensor_cores_run(case):
     """The product's kernel is ours."""
-    _, new, inputs = build(case, "cuda", dtype)
+    _, new, inputs = build(case, "cuda")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         new(*inputs)
         torch.cuda.synchronize()
-    wanted = "multiply_portably<" if os.environ.get("PORTABLE_PRODUCT") == "1" else "multiply<"
-    assert any(wanted in event.name for event in profile.events())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 8, reason="for sm_80 and newer")
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float32) for case in FEW), *((FEW[i], dtype) for i in (0, 2) for dtype in (torch.float16, torch.bfloat16))],
-    ids=str,
-)
-@torch.no_grad()
-def test_the_kernel_of_few_rows_runs(case, dtype):
-    _, new, inputs = build(case, "cuda", dtype)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        new(*inputs)
-        torch.cuda.synchronize()
-    assert any("multiply_few<" in event.name for event in profile.events())
-
-
-@on_hopper
-def test_the_loop_of_other_chips():
-    """It is built and judged by the tests above, in a process of its own."""
-    names = "no_scale_costs or better_than_eagers or integers or one_bad_row or networks_are_as_accurate or tensor_cores_run"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", f"({names}) and not float16 and not 8192"]
-    done = subprocess.run(command, check=False, env=os.environ | {"PORTABLE_PRODUCT": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert any("multiply<" in event.name for event in profile.events())
 
 
 @pytest.mark.parametrize("case", CASES + FEW, ids=str)
@@ -437,169 +384,11 @@ def test_nothing_is_written_beside_the_output(case):
     del neighbours, out
 
 
-@on_hopper
-@pytest.mark.parametrize(("m", "n"), [(1088, 2048), (2048, 1088)])
-@pytest.mark.parametrize("make", [rows_case, grouped_case], ids=["row norm", "group norm"])
-@torch.no_grad()
-def test_nothing_is_written_behind_the_workspace(make, m, n):
-    """Where all is uncertain, and tiles reach over the last row or column: the flags lie at the end, and a whole slab has none."""
-    _, new, inputs = build(make(m, n, 512), "cuda")
-    new.eval().freeze_weight()
-    inputs[0] = balanced(inputs[0], inputs[0])[0]
-    new(*inputs)
-    pool, size = torch.cuda.MemPool(), 2**28
-    with torch.cuda.use_mem_pool(pool):
-        block = torch.full((size,), 77, dtype=torch.uint8, device="cuda")
-        begin = block.data_ptr()
-        del block
-        torch.cuda.memory._record_memory_history("all", context=None)
-        try:
-            new(*inputs)
-            events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        finally:
-            torch.cuda.memory._record_memory_history(None)
-        block = torch.empty(size, dtype=torch.uint8, device="cuda")
-    assert block.data_ptr() == begin
-    asked = [(e["addr"] - begin, e["size"]) for e in events if e["action"] == "alloc" and 0 <= e["addr"] - begin < size]
-    assert len(asked) >= 2  # the output and the workspace
-    for at, length in asked:
-        block[at : at + length] = 77
-    strange = (block != 77).sum().item()
-    del block
-    assert strange == 0
-
-
 @cases
 @torch.no_grad()
 def test_float64_keeps_its_own_way(case):
     model, new, inputs = build(case, "cuda", torch.float64)
     torch.testing.assert_close(new(*inputs), in_float64(model)(*converted(inputs, dtype=torch.float64)))
-
-
-# ---- frozen weights
-
-
-def weight_of(module) -> torch.nn.Parameter:
-    return next(m for m in module.modules() if isinstance(m, torch.nn.Linear)).weight
-
-
-def frozen_wrongly(case):
-    """A frozen module whose split holds nonsense: whoever reads it shows it. And one that is not frozen."""
-    _, new, inputs = build(case, "cuda")
-    new.eval()
-    other = copy.deepcopy(new)
-    new.freeze_weight()
-    new._frozen[0].zero_()
-    return new, other, inputs
-
-
-def stepped(new, other):
-    for module in (new, other):
-        weight_of(module).grad = torch.ones_like(weight_of(module))
-        torch.optim.SGD([weight_of(module)], 0.01).step()
-    return new
-
-
-def copied(new, other):
-    for module in (new, other):
-        weight_of(module).copy_(weight_of(module).flip(0))
-    return new
-
-
-def loaded(assign):
-    def load(new, other):
-        other.load_state_dict({name: value / 2 for name, value in other.state_dict().items()})
-        new.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
-        return new
-
-    return load
-
-
-def replaced(new, other):
-    next(m for m in new.modules() if isinstance(m, torch.nn.Linear)).weight = torch.nn.Parameter(weight_of(other).clone())
-    return new
-
-
-CHANGES = {
-    "an optimizer's step": stepped,
-    "copy_": copied,
-    "load_state_dict": loaded(False),
-    "load_state_dict by assignment": loaded(True),
-    "another parameter": replaced,
-    "train": lambda new, other: new.train(),
-    "to another dtype and back": lambda new, other: new.double().float(),
-    "to the CPU and back": lambda new, other: new.cpu().cuda(),
-    "deepcopy": lambda new, other: copy.deepcopy(new),
-    "pickle": lambda new, other: pickle.loads(pickle.dumps(new)),
-}
-
-
-@on_hopper
-@pytest.mark.parametrize("case", LARGE, ids=str)
-@pytest.mark.parametrize("tf32", [False, True], ids=["highest", "high"])
-@pytest.mark.parametrize("mean", [0, 2])
-@torch.no_grad()
-def test_a_frozen_weight_gives_the_same_bits(case, tf32, mean, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
-    _, new, inputs = build(case, "cuda")
-    inputs[0] += mean
-    expected = new.eval()(*inputs)
-    new.freeze_weight()
-    assert torch.equal(new(*inputs), expected)
-    new._frozen[0].zero_()
-    assert not torch.equal(new(*inputs), expected), "it was not used"
-    new.freeze_weight()
-    assert torch.equal(new(*inputs), expected)
-
-
-@on_hopper
-@cases
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-@torch.no_grad()
-def test_a_frozen_weight_is_forgotten(case, change):
-    new, other, inputs = frozen_wrongly(case)
-    new = change(new, other)
-    assert torch.equal(new(*inputs), other(*inputs))
-
-
-@on_hopper
-@pytest.mark.parametrize("case", LARGE, ids=str)
-def test_a_frozen_weight_serves_its_precision_and_no_gradients(case, monkeypatch):
-    new, other, inputs = frozen_wrongly(case)
-    assert torch.equal(new(*inputs), other(*inputs))
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    with torch.no_grad():
-        assert torch.equal(new(*inputs), other(*inputs))
-
-
-@on_hopper
-@cases
-@torch.no_grad()
-def test_a_frozen_weight_in_a_compiled_graph(case):
-    torch._dynamo.reset()
-    _, new, inputs = build(case, "cuda")
-    new.eval().freeze_weight()
-    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
-    expected = new(*inputs)
-    assert torch.equal(compiled(*inputs), expected)
-    new._frozen[0].zero_()
-    assert not torch.equal(compiled(*inputs), expected)
-    weight_of(new).copy_(weight_of(new).clone())
-    assert torch.equal(compiled(*inputs), expected)
-
-
-@cases
-def test_what_cannot_be_frozen(case):
-    new = build(case, "cuda")[1]
-    with pytest.raises(RuntimeError, match="training"):
-        new.train().freeze_weight()
-    with torch.inference_mode():
-        made_there = copy.deepcopy(new).eval()
-    with pytest.raises(RuntimeError, match="[Ii]nference"):
-        made_there.freeze_weight()
-    for module in (new.cpu().eval(), new.cuda().half()):
-        module.freeze_weight()
-        assert module._frozen == ()
 
 
 # ---- the main loop's speed: python tests/test_float32_gemm.py
@@ -621,14 +410,14 @@ def kernel_ms(call, name: str = "", calls: int = 20) -> float:
 def main() -> None:
     """TFLOP/s of the product's kernel alone, and of cuBLAS's float16 product over as many terms."""
     operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
-    for m, n, k in ((1024, 8192, 8192), (2048, 32768, 1024)):  # rows that are split before the product begins, as is a frozen weight
+    for m, n, k in ((1024, 8192, 8192), (2048, 32768, 1024)):
         x, w = torch.rand(m, k, device="cuda"), (2 * torch.rand(n, k, device="cuda") - 1) * k**-0.5
-        b, stamp = torch.zeros(n, device="cuda"), [w._version, w.data_ptr()]
+        b, y = torch.zeros(n, device="cuda"), torch.zeros(m, n, device="cuda")
         for products in (3, 1):
             torch.backends.cuda.matmul.allow_tf32 = products == 1
-            ours, frozen = functools.partial(operators.linear, x, w, b), operators.freeze(w)
+            ours = functools.partial(operators.forward, x, w, b, y, 1e-5, False)
             theirs = functools.partial(torch.nn.functional.linear, *(torch.cat([t.half()] * products, 1) for t in (x, w)))
-            rounds = [(kernel_ms(functools.partial(ours, False, frozen, stamp), "multiply<"), kernel_ms(theirs)) for _ in range(5)]
+            rounds = [(kernel_ms(ours, "multiply<"), kernel_ms(theirs)) for _ in range(5)]
             ours, theirs = (2e-9 * m * n * k / sorted(times)[2] for times in zip(*rounds, strict=True))
             print(f"{m} x {n} x {k}, products: {products}; ours {ours:.0f} TFLOP/s, cuBLAS's float16 {theirs:.0f}: {ours / theirs:.1%}")
 
