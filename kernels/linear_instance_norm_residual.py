@@ -85,8 +85,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
-// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, small products first,
-// and is then added to float32 registers ("promoted").
+// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, with small products
+// first, and is then added to float32 registers ("promoted").
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 //
@@ -118,13 +118,6 @@ constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: h
 constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
-// Every kernel begins so: the next one's blocks may come to their SMs as room is made, and wait here, as these do, until
-// the kernel before has ended and its stores are seen. It hides launches: MEASURED of the residual pair's forward.
-__device__ __forceinline__ void begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and scale and 1 / scale are normal numbers.
@@ -134,7 +127,8 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 // The smallest of many exponents, found by atomicMax in a word that begins as 0.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
-__host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kTerms - 1) / kTerms * kTerms; }
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
 // v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
@@ -191,7 +185,6 @@ constexpr int kSplitThreads = 256, kSplitItems = 8;
 __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
-    begin();
     const Operand& own = blockIdx.x < blocks_x ? x : w;
     const int lane = threadIdx.x % group, step = group * kSplitItems;
     const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
@@ -324,7 +317,8 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 // The products of a line, 16 of K at a time; steps and low pieces in the descriptors' units of 16 bytes.
-template <bool A, bool B> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
     wgmma<A, B>(d, a + kLowA, b, keep);
     wgmma<A, B>(d, a, b + kLowB, 1);
@@ -360,6 +354,7 @@ __device__ __forceinline__ void consumer(
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
     const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
+    constexpr int kStep = sizeof(Stage) / 16;
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
@@ -380,7 +375,7 @@ __device__ __forceinline__ void consumer(
             for (int s = 0; s < kStages; ++s) {
                 mbarrier_wait(&shared.full[s], phase);
                 wgmma_fence();
-                multiply_line<TURNED_A, TURNED_B>(part, a + s * (sizeof(Stage) / 16), b + s * (sizeof(Stage) / 16), keep);
+                multiply_line<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, keep);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (keep) free_stage((s + kStages - 1) % kStages);
@@ -439,7 +434,6 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         fence_mbarrier_init();
     }
     __syncthreads();
-    begin();
     if (warpgroup == 3) {
         fewer_registers<kProducerRegisters>();
         if (threadIdx.x % 128 == 0) producer<TURNED_A, TURNED_B>(shared, &map_a, &map_b, tiles, lines);
@@ -466,24 +460,38 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
         else *to = make_float4(own[0], own[1], own[2], own[3]);
     }
 }
-// Memory that the product needs while it runs; `known` stays for a backward.
+// Memory that the product needs while it runs, in one workspace.
 struct Workspace {
     __half *pieces_x, *pieces_w;
     RowScale* scales;      // of W's rows, then of x's
-    unsigned char* flags;  // of each strip, across the columns first; begin as 0
-    Known* known;          // begins as 0
+    unsigned char* flags;  // of each strip, across the columns first
+    int64_t strips, bytes = 0;
+    Workspace(char* memory, int64_t m, int64_t n, int64_t k) {
+        const auto take = [&](int64_t size) {
+            char* const at = memory + bytes;
+            bytes += divide_up(size, 256) * 256;
+            return at;
+        };
+        strips = divide_up(m, kStripRows) * divide_up(n, kBlockSide);
+        pieces_x = reinterpret_cast<__half*>(take(m * padded_k(k) * 4));
+        pieces_w = reinterpret_cast<__half*>(take(n * padded_k(k) * 4));
+        scales = reinterpret_cast<RowScale*>(take((n + m) * sizeof(RowScale)));
+        flags = reinterpret_cast<unsigned char*>(take(strips));
+    }
 };
+extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k) { return Workspace(nullptr, m, n, k).bytes; }
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
     float* out;
     int m, n, k;
+    Known* known;
     Workspace work;
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return work.known->few != 0; }
+    __device__ __forceinline__ bool has_few_terms() const { return known->few != 0; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = work.scales, *rows = columns + n;
@@ -517,55 +525,58 @@ struct LinearProduct {
         return true;
     }
 };
-// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns;
-// a warp has a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
+// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns,
+// lists the uncertain ones of a flagged strip, and works out one after the other.
 constexpr int kRecomputeThreads = 256;
-template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) recompute(const Epilogue epilogue) {
-    __shared__ int flagged[kRecomputeThreads], count;
-    begin();
-    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, lane = threadIdx.x % 32;
-    const int across = (n + kBlockSide - 1) / kBlockSide, strips = (m + kStripRows - 1) / kStripRows * across;
-    const auto recomputed = [&](int row, int column) {
-        const auto* x = reinterpret_cast<const float4*>(epilogue.x + int64_t(row) * k);
+template <class Epilogue>
+__global__ void __launch_bounds__(kRecomputeThreads) recompute(const __grid_constant__ Epilogue epilogue) {
+    __shared__ int flagged[kRecomputeThreads], places[kStripRows * kBlockSide], flags, uncertain;
+    __shared__ float warp_values[kRecomputeThreads / 32];
+    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, across = int(divide_up(n, kBlockSide));
+    const int strips = int(epilogue.work.strips);
+    const auto compute = [&](int64_t row, int column) {
+        const auto* x = reinterpret_cast<const float4*>(epilogue.x + row * k);
         const auto* w = reinterpret_cast<const float4*>(epilogue.weight + int64_t(column) * k);
         float sum[4] = {};
 #pragma unroll 8
-        for (int at = lane; at < k / 4; at += 32) {
+        for (int at = threadIdx.x; at < k / 4; at += kRecomputeThreads) {
             const float4 a = x[at], b = w[at];
             sum[0] = fmaf(a.x, b.x, sum[0]), sum[1] = fmaf(a.y, b.y, sum[1]);
             sum[2] = fmaf(a.z, b.z, sum[2]), sum[3] = fmaf(a.w, b.w, sum[3]);
         }
-        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum()) + epilogue.bias[column];
+        const float all = reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), kRecomputeThreads, warp_values, Sum());
+        if (threadIdx.x == 0) epilogue.out[row * n + column] = all + epilogue.bias[column];
     };
     for (int first = blockIdx.x; first < strips; first += gridDim.x * kRecomputeThreads) {
         const int own = first + threadIdx.x * gridDim.x;  // a thread looks at one flag
-        if (threadIdx.x == 0) count = 0;
+        if (threadIdx.x == 0) flags = 0;
         __syncthreads();
-        if (own < strips && epilogue.work.flags[own] != 0) flagged[atomicAdd(&count, 1)] = own;
+        if (own < strips && epilogue.work.flags[own] != 0) flagged[atomicAdd(&flags, 1)] = own;
         __syncthreads();
-        for (int i = 0; i < count * kStripRows; ++i) {
-            const int strip = flagged[i / kStripRows], row = strip / across * kStripRows + i % kStripRows;
-            const int column = strip % across * kBlockSide + lane * 2;
-            if (i % (kRecomputeThreads / 32) != threadIdx.x / 32 || row >= m) continue;
-            const auto* at = reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column);
-            float2 h = column < n ? *at : make_float2(0, 0);
-            for (int which = 0; which < 2; ++which) {
-                float& mine = which == 0 ? h.x : h.y;
-                unsigned uncertain = __ballot_sync(~0u, __float_as_uint(mine) == kUncertain);
-                for (; uncertain != 0; uncertain &= uncertain - 1) {
-                    const int owner = __ffs(uncertain) - 1;
-                    const float sum = recomputed(row, column + (owner - lane) * 2 + which);
-                    if (lane == owner) mine = sum;
-                }
+        for (int i = 0; i < flags; ++i) {
+            const int first_row = flagged[i] / across * kStripRows, first_column = flagged[i] % across * kBlockSide;
+            if (threadIdx.x == 0) uncertain = 0;
+            __syncthreads();
+            for (int at = threadIdx.x; at < kStripRows * kBlockSide; at += kRecomputeThreads) {
+                const int row = first_row + at / kBlockSide, column = first_column + at % kBlockSide;
+                const float* out = epilogue.out + int64_t(row) * n + column;
+                const bool exists = row < m && column < n;
+                if (exists && __float_as_uint(*out) == kUncertain) places[atomicAdd(&uncertain, 1)] = at;
             }
-            if (column < n) epilogue.finish_row(row, column, h);
+            __syncthreads();
+            for (int j = 0; j < uncertain; ++j) {
+                compute(first_row + places[j] / kBlockSide, first_column + places[j] % kBlockSide);
+            }
+            __syncthreads();
+            for (int r = threadIdx.x / 32; r < min(kStripRows, m - first_row); r += kRecomputeThreads / 32) {
+                epilogue.finish_row(first_row + r, first_column + threadIdx.x % 32 * 2);
+            }
         }
         __syncthreads();
     }
 }
 // ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
 
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -578,22 +589,14 @@ extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
-// Launches a kernel of ours after one of ours: its blocks may come to their SMs before the other has ended (see `begin`).
-template <typename... Types> static cudaError_t launch_after(
-    void (*kernel)(Types...), int64_t blocks, int threads, size_t shared, cudaStream_t stream, const Types&... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    const unsigned attributes = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-    cudaLaunchConfig_t config = {dim3(unsigned(blocks)), dim3(threads), shared, stream, &early, attributes};
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
 // Rows of x, and of W (may have none), of the same length.
 static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
-    const int64_t blocks_x = divide_up(x.rows, kSplitThreads / group), blocks_w = divide_up(w.rows, kSplitThreads / group);
-    return launch_after(split_rows, blocks_x + blocks_w, kSplitThreads, 0, stream, x, w, group, unsigned(blocks_x));
+    const int rows = kSplitThreads / group;  // of a block
+    const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
+    split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
+    return cudaGetLastError();
 }
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
 // strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
@@ -631,20 +634,25 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launc
     const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
     const int lines = int(divide_up(terms, kTerms * kStages) * kStages);
-    return launch_after(kernel, blocks, kMultiplyThreads, sizeof(MultiplyShared), stream, map_a, map_b, lines, epilogue);
+    kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
+    return cudaGetLastError();
 }
 // What all of h = x W^T + b takes: the splits, the product with its epilogue, and float32's sums for uncertain outputs.
 template <class Epilogue> static cudaError_t launch_linear(const Epilogue& epilogue, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
     const Workspace& work = epilogue.work;
-    const Operand x = {epilogue.x, work.pieces_x, m, k, work.scales + n, work.known, work.known->rows};
-    const Operand w = {epilogue.weight, work.pieces_w, n, k, work.scales, work.known};
-    cudaError_t error = launch_split(x, w, stream);
+    Known* const known = epilogue.known;
+    const Operand x = {epilogue.x, work.pieces_x, m, k, work.scales + n, known, known->rows};
+    const Operand w = {epilogue.weight, work.pieces_w, n, k, work.scales, known};
+    cudaError_t error = cudaMemsetAsync(work.flags, 0, work.strips, stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
     error = launch_multiply<false, false>({work.pieces_x, m, k}, {work.pieces_w, n, k}, k, epilogue, stream);
     if (error != cudaSuccess) return error;
-    return launch_after(recompute<Epilogue>, 4 * sm_count(), kRecomputeThreads, 0, stream, epilogue);
+    recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
+    return cudaGetLastError();
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
@@ -708,8 +716,7 @@ template <int COUNT> __device__ __forceinline__ void store_columns(float* to, co
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Adds a block's sums of columns to `total`, its own, after the rows of turn 63, 127, ... and its last: sums of sums, which
-// rounding disturbs less than one sum over all rows.
+// Adds a block's sums of columns to `total`, its own, every kTurns rows: rounding disturbs sums of sums less than one sum.
 constexpr int kTurns = 64;
 template <int COUNT>
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[COUNT], int n, bool first) {
@@ -770,9 +777,7 @@ struct StoreLinear : LinearProduct {
         unscale(v, corner, scales);
         store_part<false>(out, v, corner, m, n);
     }
-    __device__ __forceinline__ void finish_row(int row, int column, float2 h) const {
-        *reinterpret_cast<float2*>(out + int64_t(row) * n + column) = h;
-    }
+    __device__ __forceinline__ void finish_row(int, int) const {}
 };
 // out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
 // V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
@@ -781,7 +786,6 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
     constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
     __shared__ float warp_values[kRowThreads / 32];
-    begin();
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
     const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
     const auto* from = reinterpret_cast<const Pack<T, V>*>(h + row * n);
@@ -872,9 +876,10 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n,
-    int64_t k, const Workspace* work, cudaStream_t stream) {
-    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), *work}};
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, Known* known,
+    char* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const Workspace work(workspace, m, n, k);
+    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, work}};
     return launch_linear(epilogue, stream);
 }
 
@@ -882,8 +887,9 @@ template <typename T> static cudaError_t launch_rows(
     const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     int group = 8;
     while (group < kRowThreads && group * 32 < n) group *= 2;
-    return launch_after(finish_rows<T>, divide_up(rows, kRowThreads / group), kRowThreads, 0, stream,
+    finish_rows<T><<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
         static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
+    return cudaGetLastError();
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
 extern "C" int row_norm_residual(
@@ -902,7 +908,6 @@ extern "C" int split_row_gradient(const float* grad, const float* h, const float
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -913,7 +918,6 @@ CPP_SOURCE = r"""
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-#include <torch/version.h>
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -925,7 +929,7 @@ using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
 // h = x weight^T + bias, and what the product knows of x and weight.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
-    bool recorded) {
+    bool, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
@@ -957,9 +961,9 @@ void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out
     });
 }
 Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool) {
+    double eps, bool tf32, bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, false);
+    auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
     const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
     if (h.numel() > 0) finish_rows(h, single(y), result, eps);
     return {result.to(x.scalar_type()), none, nothing};
@@ -975,30 +979,16 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
         result(needs[2], weight.sym_sizes().slice(0, 1)), result(needs[3], y.sym_sizes())};
 }
 
-// Whether the user allows TF32 in matrix products.
-bool allows_tf32() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return precision == at::Float32Precision::TF32;
-#elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
-#else
-    return at::globalContext().allowTF32CuBLAS();
-#endif
-}
 #ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
 
-struct WorkspacePointers {  // the kernels' Workspace
-    void *pieces_x, *pieces_w, *scales, *flags;
-    int* known;
-};
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* known;
     int* own;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
+extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m);
@@ -1012,17 +1002,6 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-struct Workspace {
-    at::Tensor pieces_x, pieces_w, scales, flags;
-    WorkspacePointers pointers;
-    Workspace(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known) {
-        const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-        pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x), scales = at::empty({n + m, 2}, x.options());
-        flags = at::zeros({(m + 15) / 16 * ((n + 63) / 64)}, x.options().dtype(at::kByte));
-        pointers = {pieces_x.data_ptr(), pieces_w.data_ptr(), scales.data_ptr(), flags.data_ptr(),
-            known.data_ptr<int>()};
-    }
-};
 // dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
@@ -1040,26 +1019,26 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
     if (of_weight) multiply(true, x);
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int64_t m, int64_t n,
-    int64_t k, const WorkspacePointers* work, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int* known,
+    void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
     int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool recorded) {
-    if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, recorded);
+    double eps, bool tf32, bool recorded) {
+    if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const at::Tensor none = at::empty({0}, x.options());
     at::Tensor h, known = none.clone();
-    if (x.scalar_type() == at::kFloat && !allows_tf32() && product_fits(m, n, k)) {
+    if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        h = at::empty({m, n}, x.options()), known = at::zeros({2 + m}, x.options().dtype(at::kInt));
-        const Workspace work(x, weight, known);
-        check_launch(linear_forward(
-            floats(rows), floats(columns), floats(plus), floats(h), m, n, k, &work.pointers, current_stream()));
+        h = at::empty({m, n}, x.options()), known = at::empty({2 + m}, x.options().dtype(at::kInt));
+        const at::Tensor work = at::empty({workspace_bytes(m, n, k)}, x.options().dtype(at::kByte));
+        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), known.data_ptr<int>(),
+            work.data_ptr(), m, n, k, current_stream()));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
@@ -1092,11 +1071,10 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool recorded)"
+    m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded)"
           " -> (Tensor, Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor known, Tensor y, float eps, bool[4] needs)"
           " -> Tensor[]");
-    m.def("allows_tf32() -> bool", allows_tf32);
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1195,9 +1173,10 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
 
 
-@torch.compiler.assume_constant_result  # torch.compile compiles anew when the user's setting changes
+@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
-    return getattr(torch.ops, NAMESPACE).allows_tf32()
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
@@ -1237,11 +1216,11 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and what the product knows of x and weight. Second derivatives are ATen's."""
+    """The whole network. Also returns, and saves, h and what the product knows. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, bias, y, eps):
-        return _forward(x, weight, bias, y, eps, True)
+        return _forward(x, weight, bias, y, eps, False, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1282,4 +1261,4 @@ class ModelNew(nn.Module):
         arguments = (x, linear.weight, linear.bias, y, norm.eps)
         if _is_recorded(*arguments[:4]):
             return LinearRowNormResidual.apply(*arguments)[0]
-        return _forward(*arguments, False)[0]
+        return _forward(*arguments, _allows_tf32(), False)[0]

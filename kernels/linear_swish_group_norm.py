@@ -85,8 +85,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
-// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, small products first,
-// and is then added to float32 registers ("promoted").
+// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, with small products
+// first, and is then added to float32 registers ("promoted").
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 //
@@ -118,13 +118,6 @@ constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: h
 constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
-// Every kernel begins so: the next one's blocks may come to their SMs as room is made, and wait here, as these do, until
-// the kernel before has ended and its stores are seen. It hides launches: MEASURED of the residual pair's forward.
-__device__ __forceinline__ void begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
-#endif
-}
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
 // Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and scale and 1 / scale are normal numbers.
@@ -134,7 +127,8 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 // The smallest of many exponents, found by atomicMax in a word that begins as 0.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
-__host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kTerms - 1) / kTerms * kTerms; }
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
 // v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
@@ -191,7 +185,6 @@ constexpr int kSplitThreads = 256, kSplitItems = 8;
 __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
-    begin();
     const Operand& own = blockIdx.x < blocks_x ? x : w;
     const int lane = threadIdx.x % group, step = group * kSplitItems;
     const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
@@ -324,7 +317,8 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 // The products of a line, 16 of K at a time; steps and low pieces in the descriptors' units of 16 bytes.
-template <bool A, bool B> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
     wgmma<A, B>(d, a + kLowA, b, keep);
     wgmma<A, B>(d, a, b + kLowB, 1);
@@ -360,6 +354,7 @@ __device__ __forceinline__ void consumer(
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
     const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
+    constexpr int kStep = sizeof(Stage) / 16;
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
@@ -380,7 +375,7 @@ __device__ __forceinline__ void consumer(
             for (int s = 0; s < kStages; ++s) {
                 mbarrier_wait(&shared.full[s], phase);
                 wgmma_fence();
-                multiply_line<TURNED_A, TURNED_B>(part, a + s * (sizeof(Stage) / 16), b + s * (sizeof(Stage) / 16), keep);
+                multiply_line<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, keep);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (keep) free_stage((s + kStages - 1) % kStages);
@@ -439,7 +434,6 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         fence_mbarrier_init();
     }
     __syncthreads();
-    begin();
     if (warpgroup == 3) {
         fewer_registers<kProducerRegisters>();
         if (threadIdx.x % 128 == 0) producer<TURNED_A, TURNED_B>(shared, &map_a, &map_b, tiles, lines);
@@ -466,24 +460,38 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
         else *to = make_float4(own[0], own[1], own[2], own[3]);
     }
 }
-// Memory that the product needs while it runs; `known` stays for a backward.
+// Memory that the product needs while it runs, in one workspace.
 struct Workspace {
     __half *pieces_x, *pieces_w;
     RowScale* scales;      // of W's rows, then of x's
-    unsigned char* flags;  // of each strip, across the columns first; begin as 0
-    Known* known;          // begins as 0
+    unsigned char* flags;  // of each strip, across the columns first
+    int64_t strips, bytes = 0;
+    Workspace(char* memory, int64_t m, int64_t n, int64_t k) {
+        const auto take = [&](int64_t size) {
+            char* const at = memory + bytes;
+            bytes += divide_up(size, 256) * 256;
+            return at;
+        };
+        strips = divide_up(m, kStripRows) * divide_up(n, kBlockSide);
+        pieces_x = reinterpret_cast<__half*>(take(m * padded_k(k) * 4));
+        pieces_w = reinterpret_cast<__half*>(take(n * padded_k(k) * 4));
+        scales = reinterpret_cast<RowScale*>(take((n + m) * sizeof(RowScale)));
+        flags = reinterpret_cast<unsigned char*>(take(strips));
+    }
 };
+extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k) { return Workspace(nullptr, m, n, k).bytes; }
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
     float* out;
     int m, n, k;
+    Known* known;
     Workspace work;
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return work.known->few != 0; }
+    __device__ __forceinline__ bool has_few_terms() const { return known->few != 0; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = work.scales, *rows = columns + n;
@@ -517,55 +525,58 @@ struct LinearProduct {
         return true;
     }
 };
-// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns;
-// a warp has a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
+// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns,
+// lists the uncertain ones of a flagged strip, and works out one after the other.
 constexpr int kRecomputeThreads = 256;
-template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) recompute(const Epilogue epilogue) {
-    __shared__ int flagged[kRecomputeThreads], count;
-    begin();
-    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, lane = threadIdx.x % 32;
-    const int across = (n + kBlockSide - 1) / kBlockSide, strips = (m + kStripRows - 1) / kStripRows * across;
-    const auto recomputed = [&](int row, int column) {
-        const auto* x = reinterpret_cast<const float4*>(epilogue.x + int64_t(row) * k);
+template <class Epilogue>
+__global__ void __launch_bounds__(kRecomputeThreads) recompute(const __grid_constant__ Epilogue epilogue) {
+    __shared__ int flagged[kRecomputeThreads], places[kStripRows * kBlockSide], flags, uncertain;
+    __shared__ float warp_values[kRecomputeThreads / 32];
+    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, across = int(divide_up(n, kBlockSide));
+    const int strips = int(epilogue.work.strips);
+    const auto compute = [&](int64_t row, int column) {
+        const auto* x = reinterpret_cast<const float4*>(epilogue.x + row * k);
         const auto* w = reinterpret_cast<const float4*>(epilogue.weight + int64_t(column) * k);
         float sum[4] = {};
 #pragma unroll 8
-        for (int at = lane; at < k / 4; at += 32) {
+        for (int at = threadIdx.x; at < k / 4; at += kRecomputeThreads) {
             const float4 a = x[at], b = w[at];
             sum[0] = fmaf(a.x, b.x, sum[0]), sum[1] = fmaf(a.y, b.y, sum[1]);
             sum[2] = fmaf(a.z, b.z, sum[2]), sum[3] = fmaf(a.w, b.w, sum[3]);
         }
-        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum()) + epilogue.bias[column];
+        const float all = reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), kRecomputeThreads, warp_values, Sum());
+        if (threadIdx.x == 0) epilogue.out[row * n + column] = all + epilogue.bias[column];
     };
     for (int first = blockIdx.x; first < strips; first += gridDim.x * kRecomputeThreads) {
         const int own = first + threadIdx.x * gridDim.x;  // a thread looks at one flag
-        if (threadIdx.x == 0) count = 0;
+        if (threadIdx.x == 0) flags = 0;
         __syncthreads();
-        if (own < strips && epilogue.work.flags[own] != 0) flagged[atomicAdd(&count, 1)] = own;
+        if (own < strips && epilogue.work.flags[own] != 0) flagged[atomicAdd(&flags, 1)] = own;
         __syncthreads();
-        for (int i = 0; i < count * kStripRows; ++i) {
-            const int strip = flagged[i / kStripRows], row = strip / across * kStripRows + i % kStripRows;
-            const int column = strip % across * kBlockSide + lane * 2;
-            if (i % (kRecomputeThreads / 32) != threadIdx.x / 32 || row >= m) continue;
-            const auto* at = reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column);
-            float2 h = column < n ? *at : make_float2(0, 0);
-            for (int which = 0; which < 2; ++which) {
-                float& mine = which == 0 ? h.x : h.y;
-                unsigned uncertain = __ballot_sync(~0u, __float_as_uint(mine) == kUncertain);
-                for (; uncertain != 0; uncertain &= uncertain - 1) {
-                    const int owner = __ffs(uncertain) - 1;
-                    const float sum = recomputed(row, column + (owner - lane) * 2 + which);
-                    if (lane == owner) mine = sum;
-                }
+        for (int i = 0; i < flags; ++i) {
+            const int first_row = flagged[i] / across * kStripRows, first_column = flagged[i] % across * kBlockSide;
+            if (threadIdx.x == 0) uncertain = 0;
+            __syncthreads();
+            for (int at = threadIdx.x; at < kStripRows * kBlockSide; at += kRecomputeThreads) {
+                const int row = first_row + at / kBlockSide, column = first_column + at % kBlockSide;
+                const float* out = epilogue.out + int64_t(row) * n + column;
+                const bool exists = row < m && column < n;
+                if (exists && __float_as_uint(*out) == kUncertain) places[atomicAdd(&uncertain, 1)] = at;
             }
-            if (column < n) epilogue.finish_row(row, column, h);
+            __syncthreads();
+            for (int j = 0; j < uncertain; ++j) {
+                compute(first_row + places[j] / kBlockSide, first_column + places[j] % kBlockSide);
+            }
+            __syncthreads();
+            for (int r = threadIdx.x / 32; r < min(kStripRows, m - first_row); r += kRecomputeThreads / 32) {
+                epilogue.finish_row(first_row + r, first_column + threadIdx.x % 32 * 2);
+            }
         }
         __syncthreads();
     }
 }
 // ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
 
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -578,22 +589,14 @@ extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
-// Launches a kernel of ours after one of ours: its blocks may come to their SMs before the other has ended (see `begin`).
-template <typename... Types> static cudaError_t launch_after(
-    void (*kernel)(Types...), int64_t blocks, int threads, size_t shared, cudaStream_t stream, const Types&... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    const unsigned attributes = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-    cudaLaunchConfig_t config = {dim3(unsigned(blocks)), dim3(threads), shared, stream, &early, attributes};
-    return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
 // Rows of x, and of W (may have none), of the same length.
 static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
-    const int64_t blocks_x = divide_up(x.rows, kSplitThreads / group), blocks_w = divide_up(w.rows, kSplitThreads / group);
-    return launch_after(split_rows, blocks_x + blocks_w, kSplitThreads, 0, stream, x, w, group, unsigned(blocks_x));
+    const int rows = kSplitThreads / group;  // of a block
+    const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
+    split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
+    return cudaGetLastError();
 }
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
 // strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
@@ -631,20 +634,25 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launc
     const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
     const int lines = int(divide_up(terms, kTerms * kStages) * kStages);
-    return launch_after(kernel, blocks, kMultiplyThreads, sizeof(MultiplyShared), stream, map_a, map_b, lines, epilogue);
+    kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
+    return cudaGetLastError();
 }
 // What all of h = x W^T + b takes: the splits, the product with its epilogue, and float32's sums for uncertain outputs.
 template <class Epilogue> static cudaError_t launch_linear(const Epilogue& epilogue, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
     const Workspace& work = epilogue.work;
-    const Operand x = {epilogue.x, work.pieces_x, m, k, work.scales + n, work.known, work.known->rows};
-    const Operand w = {epilogue.weight, work.pieces_w, n, k, work.scales, work.known};
-    cudaError_t error = launch_split(x, w, stream);
+    Known* const known = epilogue.known;
+    const Operand x = {epilogue.x, work.pieces_x, m, k, work.scales + n, known, known->rows};
+    const Operand w = {epilogue.weight, work.pieces_w, n, k, work.scales, known};
+    cudaError_t error = cudaMemsetAsync(work.flags, 0, work.strips, stream);
+    if (error == cudaSuccess) error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
     error = launch_multiply<false, false>({work.pieces_x, m, k}, {work.pieces_w, n, k}, k, epilogue, stream);
     if (error != cudaSuccess) return error;
-    return launch_after(recompute<Epilogue>, 4 * sm_count(), kRecomputeThreads, 0, stream, epilogue);
+    recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
+    return cudaGetLastError();
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
@@ -708,8 +716,7 @@ template <int COUNT> __device__ __forceinline__ void store_columns(float* to, co
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Adds a block's sums of columns to `total`, its own, after the rows of turn 63, 127, ... and its last: sums of sums, which
-// rounding disturbs less than one sum over all rows.
+// Adds a block's sums of columns to `total`, its own, every kTurns rows: rounding disturbs sums of sums less than one sum.
 constexpr int kTurns = 64;
 template <int COUNT>
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[COUNT], int n, bool first) {
@@ -842,8 +849,9 @@ struct StoreSwishGroupNorm : LinearProduct {
         store_part<true>(out, v, corner, m, n);
     }
     // A warp has a group of a row, a lane two neighbouring values.
-    __device__ __forceinline__ void finish_row(int row, int column, float2 own) const {
+    __device__ __forceinline__ void finish_row(int row, int column) const {
         const int64_t at = int64_t(row) * n + column;
+        const float2 own = *reinterpret_cast<const float2*>(out + at);
         if (h != nullptr) *reinterpret_cast<float2*>(h + at) = own;
         float v[2] = {own.x, own.y}, times[2] = {gamma[column], gamma[column + 1]}, scale, shift;
         const float plus[2] = {beta[column], beta[column + 1]};
@@ -955,15 +963,18 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
         if (threadIdx.x == 0) fetch(row + int64_t(kRowsAhead) * gridDim.x, stage);
         if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn < kTurns);
+        for (int q = 0; q < 4; ++q) {
+            add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn < kTurns);
+        }
     }
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, int64_t m, int64_t n, int64_t k, float eps,
-    const Workspace* work, cudaStream_t stream) {
-    const LinearProduct product = {x, weight, linear_bias, out, int(m), int(n), int(k), *work};
+    const float* gamma, const float* beta, float* out, float* h, Known* known, char* workspace, int64_t m, int64_t n,
+    int64_t k, float eps, cudaStream_t stream) {
+    const Workspace work(workspace, m, n, k);
+    const LinearProduct product = {x, weight, linear_bias, out, int(m), int(n), int(k), known, work};
     const StoreSwishGroupNorm epilogue = {product, h, bias, gamma, beta, eps};
     return launch_linear(epilogue, stream);
 }
@@ -998,7 +1009,6 @@ extern "C" int split_group_gradient(const float* grad, const float* h, const flo
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
@@ -1011,7 +1021,6 @@ CPP_SOURCE = r"""
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-#include <torch/version.h>
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -1023,7 +1032,8 @@ using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
 // h = x weight^T + linear_bias, and what the product knows of x and weight.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool recorded) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
+    bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(groups > 0 && n % groups == 0, "weight's rows are not ", groups, " groups");
@@ -1054,9 +1064,10 @@ void finish_slice(const float* h, const float* bias, const float* gamma, const f
     }
 }
 Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32,
+    bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none, nothing] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, false);
+    auto [out, none, nothing] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
     const at::Tensor h = single(at::linear(x, weight, linear_bias)), result = at::empty_like(h);
     const at::Tensor plus = single(bias), times = single(gamma), shift = single(beta);
     const int64_t width = h.size(1) / groups;
@@ -1082,30 +1093,16 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
     return results;
 }
 
-// Whether the user allows TF32 in matrix products.
-bool allows_tf32() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return precision == at::Float32Precision::TF32;
-#elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "matmul") == "tf32";
-#else
-    return at::globalContext().allowTF32CuBLAS();
-#endif
-}
 #ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
 
-struct WorkspacePointers {  // the kernels' Workspace
-    void *pieces_x, *pieces_w, *scales, *flags;
-    int* known;
-};
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* known;
     int* own;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
+extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m);
@@ -1119,17 +1116,6 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-struct Workspace {
-    at::Tensor pieces_x, pieces_w, scales, flags;
-    WorkspacePointers pointers;
-    Workspace(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known) {
-        const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-        pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x), scales = at::empty({n + m, 2}, x.options());
-        flags = at::zeros({(m + 15) / 16 * ((n + 63) / 64)}, x.options().dtype(at::kByte));
-        pointers = {pieces_x.data_ptr(), pieces_w.data_ptr(), scales.data_ptr(), flags.data_ptr(),
-            known.data_ptr<int>()};
-    }
-};
 // dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
@@ -1148,8 +1134,8 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
 }
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, int64_t m, int64_t n, int64_t k, float eps,
-    const WorkspacePointers* work, cudaStream_t stream);
+    const float* gamma, const float* beta, float* out, float* h, int* known, void* workspace, int64_t m, int64_t n,
+    int64_t k, float eps, cudaStream_t stream);
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
     void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
@@ -1157,23 +1143,23 @@ extern "C" int split_group_gradient(const float* grad, const float* h, const flo
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
-    bool recorded) {
+    bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, recorded);
+    if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const bool wide = x.scalar_type() == at::kFloat && n == 64 * groups;
-    const bool fits = wide && !allows_tf32() && product_fits(m, n, k);
+    const bool fits = wide && !tf32 && product_fits(m, n, k);
     const at::Tensor product = fits ? at::Tensor() : at::linear(x, weight, linear_bias).contiguous();
-    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, recorded && fits);
+    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded && fits);
     const auto& [out, h, known] = outputs;
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor found = recorded ? known.zero_() : at::zeros({2 + m}, x.options().dtype(at::kInt));
-        const Workspace work(x, weight, found);
+        const at::Tensor found = recorded ? known : at::empty({2 + m}, x.options().dtype(at::kInt));
+        const at::Tensor work = at::empty({workspace_bytes(m, n, k)}, x.options().dtype(at::kByte));
         check_launch(linear_swish_group_norm(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
-            floats(shift), floats(out), recorded ? floats(h) : nullptr, m, n, k, float(eps), &work.pointers,
-            current_stream()));
+            floats(shift), floats(out), recorded ? floats(h) : nullptr, found.data_ptr<int>(), work.data_ptr(), m, n, k,
+            float(eps), current_stream()));
     } else {
         const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
         check_launch(swish_group_norm(dtype, product.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
@@ -1207,10 +1193,9 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
-          "float eps, bool recorded) -> (Tensor, Tensor, Tensor)");
+          "float eps, bool tf32, bool recorded) -> (Tensor, Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor known, Tensor bias, Tensor gamma, "
           "float eps, bool[6] needs) -> Tensor[]");
-    m.def("allows_tf32() -> bool", allows_tf32);
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1309,9 +1294,10 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
 
 
-@torch.compiler.assume_constant_result  # torch.compile compiles anew when the user's setting changes
+@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
-    return getattr(torch.ops, NAMESPACE).allows_tf32()
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
@@ -1342,11 +1328,11 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and what the product knows of x and weight. Second derivatives are ATen's."""
+    """The whole network. Also returns, and saves, h and what the product knows. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps):
-        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, True)
+        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, False, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1392,4 +1378,4 @@ class ModelNew(nn.Module):
         tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
         if _is_recorded(*tensors):
             return LinearSwishGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        return _forward(*tensors, norm.num_groups, norm.eps, False)[0]
+        return _forward(*tensors, norm.num_groups, norm.eps, _allows_tf32(), False)[0]
