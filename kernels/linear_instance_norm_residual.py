@@ -101,10 +101,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
 // With c such values in its two rows an output is off by less than 2^-25 * 2^15 * c, which is within float32's own
 // error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the
-// epilogue stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns, and `recompute` puts
-// float32's sum there. So are outputs of rows of few values, where the dropped lo lo does not average out.
+// finishers work it out in float32 from x and W themselves.
 
-constexpr int kTile = 128, kBlockSide = 64, kStripRows = 16;
+constexpr int kTile = 128;
 constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
 constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
 constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
@@ -115,7 +114,6 @@ static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <
 // 8192). A norm does not see it, but its gradient does, through rstd. Where sums have few terms, nothing is truncated.
 constexpr float kRestored = 1 + 3 * 0x1p-23f;
 constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
-constexpr unsigned kUncertain = 0x7fc0beef;  // a NaN that no arithmetic makes
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -266,7 +264,7 @@ struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
 };
 struct MultiplyShared {
     Stage stages[kStages];
-    float4 slots[kSlots][kBlockSide * kBlockSide / 4];
+    float4 slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
 template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
@@ -460,33 +458,13 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
         else *to = make_float4(own[0], own[1], own[2], own[3]);
     }
 }
-// Memory that the product needs while it runs, in one workspace.
-struct Workspace {
-    __half *pieces_x, *pieces_w;
-    RowScale* scales;      // of W's rows, then of x's
-    unsigned char* flags;  // of each strip, across the columns first
-    int64_t strips, bytes = 0;
-    Workspace(char* memory, int64_t m, int64_t n, int64_t k) {
-        const auto take = [&](int64_t size) {
-            char* const at = memory + bytes;
-            bytes += divide_up(size, 256) * 256;
-            return at;
-        };
-        strips = divide_up(m, kStripRows) * divide_up(n, kBlockSide);
-        pieces_x = reinterpret_cast<__half*>(take(m * padded_k(k) * 4));
-        pieces_w = reinterpret_cast<__half*>(take(n * padded_k(k) * 4));
-        scales = reinterpret_cast<RowScale*>(take((n + m) * sizeof(RowScale)));
-        flags = reinterpret_cast<unsigned char*>(take(strips));
-    }
-};
-extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k) { return Workspace(nullptr, m, n, k).bytes; }
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
     float* out;
     int m, n, k;
     Known* known;
-    Workspace work;
+    RowScale* scales;  // of W's rows, then of x's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -494,7 +472,7 @@ struct LinearProduct {
     __device__ __forceinline__ bool has_few_terms() const { return known->few != 0; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
-        const RowScale *columns = work.scales, *rows = columns + n;
+        const RowScale *columns = this->scales, *rows = columns + n;
 #pragma unroll
         for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
 #pragma unroll
@@ -506,8 +484,8 @@ struct LinearProduct {
         }
         return scales;
     }
-    // From accumulators to h. Returns whether any of the warp is uncertain; it is marked then, and its strip flagged.
-    __device__ __forceinline__ bool unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+    // From accumulators to h.
+    __device__ __forceinline__ void unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unsigned uncertain = 0;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -516,65 +494,30 @@ struct LinearProduct {
             if (fabsf(own) < row.doubt + column.doubt) uncertain |= 1u << i;
             own = fmaf(own * row.unscale, column.unscale, scales.bias[i % 8]);
         }
-        if (!__any_sync(~0u, uncertain != 0)) return false;
+        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // the warp works out one after the other
+            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain) - 1, owner);
+            const int row = __shfl_sync(~0u, corner.row, owner) + which / 8 * 4;
+            const int column = __shfl_sync(~0u, corner.column, owner) + which % 8 / 4 * 32 + which % 4;
+            const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            if (uncertain >> i & 1) v[i / 8][i % 8] = __uint_as_float(kUncertain);
+            for (int i = 0; i < 32; ++i) {
+                if (threadIdx.x % 32 == owner && i == which) v[i / 8][i % 8] = sum + scales.bias[i % 8];
+            }
+            if (threadIdx.x % 32 == owner) uncertain &= uncertain - 1;
         }
-        work.flags[corner.row / kStripRows * ((n + kBlockSide - 1) / kBlockSide) + corner.column / kBlockSide] = 1;
-        return true;
     }
-};
-// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns,
-// lists the uncertain ones of a flagged strip, and works out one after the other.
-constexpr int kRecomputeThreads = 256;
-template <class Epilogue>
-__global__ void __launch_bounds__(kRecomputeThreads) recompute(const __grid_constant__ Epilogue epilogue) {
-    __shared__ int flagged[kRecomputeThreads], places[kStripRows * kBlockSide], flags, uncertain;
-    __shared__ float warp_values[kRecomputeThreads / 32];
-    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, across = int(divide_up(n, kBlockSide));
-    const int strips = int(epilogue.work.strips);
-    const auto compute = [&](int64_t row, int column) {
-        const auto* x = reinterpret_cast<const float4*>(epilogue.x + row * k);
-        const auto* w = reinterpret_cast<const float4*>(epilogue.weight + int64_t(column) * k);
+    __device__ __noinline__ float multiply_rows(int64_t row, int64_t column) const {  // a warp, in float32
+        const auto* a = reinterpret_cast<const float4*>(x + row * k);
+        const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
 #pragma unroll 8
-        for (int at = threadIdx.x; at < k / 4; at += kRecomputeThreads) {
-            const float4 a = x[at], b = w[at];
-            sum[0] = fmaf(a.x, b.x, sum[0]), sum[1] = fmaf(a.y, b.y, sum[1]);
-            sum[2] = fmaf(a.z, b.z, sum[2]), sum[3] = fmaf(a.w, b.w, sum[3]);
+        for (int at = threadIdx.x % 32; at < k / 4; at += 32) {
+            sum[0] = fmaf(a[at].x, b[at].x, sum[0]), sum[1] = fmaf(a[at].y, b[at].y, sum[1]);
+            sum[2] = fmaf(a[at].z, b[at].z, sum[2]), sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
         }
-        const float all = reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), kRecomputeThreads, warp_values, Sum());
-        if (threadIdx.x == 0) epilogue.out[row * n + column] = all + epilogue.bias[column];
-    };
-    for (int first = blockIdx.x; first < strips; first += gridDim.x * kRecomputeThreads) {
-        const int own = first + threadIdx.x * gridDim.x;  // a thread looks at one flag
-        if (threadIdx.x == 0) flags = 0;
-        __syncthreads();
-        if (own < strips && epilogue.work.flags[own] != 0) flagged[atomicAdd(&flags, 1)] = own;
-        __syncthreads();
-        for (int i = 0; i < flags; ++i) {
-            const int first_row = flagged[i] / across * kStripRows, first_column = flagged[i] % across * kBlockSide;
-            if (threadIdx.x == 0) uncertain = 0;
-            __syncthreads();
-            for (int at = threadIdx.x; at < kStripRows * kBlockSide; at += kRecomputeThreads) {
-                const int row = first_row + at / kBlockSide, column = first_column + at % kBlockSide;
-                const float* out = epilogue.out + int64_t(row) * n + column;
-                const bool exists = row < m && column < n;
-                if (exists && __float_as_uint(*out) == kUncertain) places[atomicAdd(&uncertain, 1)] = at;
-            }
-            __syncthreads();
-            for (int j = 0; j < uncertain; ++j) {
-                compute(first_row + places[j] / kBlockSide, first_column + places[j] % kBlockSide);
-            }
-            __syncthreads();
-            for (int r = threadIdx.x / 32; r < min(kStripRows, m - first_row); r += kRecomputeThreads / 32) {
-                epilogue.finish_row(first_row + r, first_column + threadIdx.x % 32 * 2);
-            }
-        }
-        __syncthreads();
+        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
-}
+};
 // ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
 
 static int device_attribute(cudaDeviceAttr attribute) {
@@ -613,7 +556,7 @@ template <bool TURNED> static cudaError_t make_map(CUtensorMap* map, const Piece
     }();
     const cuuint64_t halves = padded_k(pieces.columns) * 2, rows = pieces.rows, strides[2] = {halves * 2, 64};
     const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1};
-    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kTerms : kTile, TURNED ? 8 : 1};
+    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? unsigned(kTerms) : kTile, TURNED ? 8 : 1};
     const cuuint32_t steps[3] = {1, 1, 1};
     if (encode == nullptr) return cudaErrorNotSupported;
     const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values, sizes, strides, box, steps,
@@ -637,22 +580,18 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launc
     kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-// What all of h = x W^T + b takes: the splits, the product with its epilogue, and float32's sums for uncertain outputs.
-template <class Epilogue> static cudaError_t launch_linear(const Epilogue& epilogue, cudaStream_t stream) {
+// What all of h = x W^T + b takes: the splits, and the product with its epilogue.
+template <class Epilogue> static cudaError_t launch_linear(
+    const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    const Workspace& work = epilogue.work;
     Known* const known = epilogue.known;
-    const Operand x = {epilogue.x, work.pieces_x, m, k, work.scales + n, known, known->rows};
-    const Operand w = {epilogue.weight, work.pieces_w, n, k, work.scales, known};
-    cudaError_t error = cudaMemsetAsync(work.flags, 0, work.strips, stream);
-    if (error == cudaSuccess) error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, known, known->rows};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, known};
+    cudaError_t error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
-    error = launch_multiply<false, false>({work.pieces_x, m, k}, {work.pieces_w, n, k}, k, epilogue, stream);
-    if (error != cudaSuccess) return error;
-    recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
-    return cudaGetLastError();
+    return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
@@ -716,7 +655,7 @@ template <int COUNT> __device__ __forceinline__ void store_columns(float* to, co
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Adds a block's sums of columns to `total`, its own, every kTurns rows: rounding disturbs sums of sums less than one sum.
+// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
 constexpr int kTurns = 64;
 template <int COUNT>
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[COUNT], int n, bool first) {
@@ -777,7 +716,6 @@ struct StoreLinear : LinearProduct {
         unscale(v, corner, scales);
         store_part<false>(out, v, corner, m, n);
     }
-    __device__ __forceinline__ void finish_row(int, int) const {}
 };
 // out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
 // V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
@@ -877,10 +815,9 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, Known* known,
-    char* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const Workspace work(workspace, m, n, k);
-    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, work}};
-    return launch_linear(epilogue, stream);
+    RowScale* scales, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, scales}};
+    return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
 
 template <typename T> static cudaError_t launch_rows(
@@ -988,7 +925,6 @@ struct GradientPointers {  // the kernels' SplitGradient
     int* own;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
-extern "C" int64_t workspace_bytes(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m);
@@ -1020,7 +956,7 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
 }
 
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int* known,
-    void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+    void* scales, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
@@ -1036,9 +972,10 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         h = at::empty({m, n}, x.options()), known = at::empty({2 + m}, x.options().dtype(at::kInt));
-        const at::Tensor work = at::empty({workspace_bytes(m, n, k)}, x.options().dtype(at::kByte));
+        const at::Tensor scales = at::empty({n + m, 2}, x.options());
+        const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), known.data_ptr<int>(),
-            work.data_ptr(), m, n, k, current_stream()));
+            scales.data_ptr(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
@@ -1152,12 +1089,11 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
-    return not torch._C._are_functorch_transforms_active() and all(
-        type(t) in (torch.Tensor, nn.Parameter)
-        and t.layout is torch.strided
-        and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and (t.dtype, t.device) == (x.dtype, x.device)
-        for t in (x, *others)
+    if torch._C._are_functorch_transforms_active() or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
+    return all(
+        type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
     )
 
 
@@ -1186,25 +1122,18 @@ NAMESPACE = _load("linear_instance_norm_residual")
 _forward = getattr(torch.ops, NAMESPACE).forward
 
 
-def _finish_plainly(norm: nn.InstanceNorm2d, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines. Where gradients are recorded, a layer norm of the rows stands for the instance norm: its
-    backward reads a transposed gradient right on a CPU, where PyTorch 2.13's instance norm does not."""
-    if h.requires_grad and h.dim() == 2 and h.shape[1] > 1 and _is_ordinary(norm):
-        with torch.autocast("cuda" if h.is_cuda else "cpu", enabled=False):  # which an instance norm does not heed
-            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
-    else:
-        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The Model's lines."""
+    h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y
     return h * y
 
 
-def _is_ordinary(norm: nn.Module) -> bool:
-    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
-
-
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
+    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.InstanceNorm2d) or linear.bias is None:
+        return False
+    if norm.affine or norm.track_running_stats:
         return False
     weight, bias = linear.weight, linear.bias
     if not _are_plain(x, weight, bias, y) or not x.dim() == y.dim() == weight.dim() == 2:
