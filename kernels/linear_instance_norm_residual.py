@@ -440,8 +440,7 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<kConsumerRegisters>();
-        const float restored = epilogue.has_few_terms() ? 1.0f : kRestored;
-        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, restored);
+        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, epilogue.restored());
     }
 #endif
 }
@@ -469,7 +468,7 @@ struct LinearProduct {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return known->few != 0; }
+    __device__ __forceinline__ float restored() const { return known->few != 0 ? 1.0f : kRestored; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = this->scales, *rows = columns + n;
@@ -612,7 +611,7 @@ struct SplitGradient {
     const Known* known;  // the forward's
     int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
 };
-constexpr int kGradientThreads = 512, kGradientWarps = kGradientThreads / 32;
+constexpr int kGradientThreads = 512;
 // A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
 // Successive rows give warp_values in turns.
 template <int COUNT> __device__ __forceinline__ void split_gradient_row(
@@ -625,7 +624,7 @@ template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kGradientWarps; ++i) largest = fmaxf(largest, warp_values[i]);
+    for (int i = 0; i < kGradientThreads / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
 #pragma unroll
     for (int i = 0; i < COUNT; i += 8) {
@@ -674,7 +673,9 @@ struct StoreGradient {
     struct Scales {
         float rows[4], all[2];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return grad.known->few != 0 || grad.own[0] < kFewTerms; }
+    __device__ __forceinline__ float restored() const {
+        return grad.known->few != 0 || grad.own[0] < kFewTerms ? 1.0f : kRestored;
+    }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         const int exponent = -smallest_of(of_weight ? &grad.own[1] : &grad.known->smallest);
         Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
@@ -774,7 +775,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
     float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[3][kGradientWarps];
+    __shared__ float warp_values[3][kGradientThreads / 32];
     const float share = 1.0f / n;
     const auto sum_of = [&](float v) { return reduce_group(v, kGradientThreads, warp_values[2], Sum()); };
     float column_sums[COUNT] = {};
@@ -1122,18 +1123,25 @@ NAMESPACE = _load("linear_instance_norm_residual")
 _forward = getattr(torch.ops, NAMESPACE).forward
 
 
+def _is_ordinary(norm: nn.Module) -> bool:
+    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
+
+
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines."""
-    h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+    """The Model's lines. A layer norm of the rows stands for the instance norm, which warns, so that torch.compile breaks
+    off, and whose backward takes a transposed gradient for another on a CPU (PyTorch 2.13)."""
+    if _is_ordinary(norm) and h.dim() == 2 and h.shape[1] > 1:
+        with torch.autocast(h.device.type, enabled=False):  # which an instance norm does not heed
+            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
+    else:
+        h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     h = h + y
     return h * y
 
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.InstanceNorm2d) or linear.bias is None:
-        return False
-    if norm.affine or norm.track_running_stats:
+    if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias
     if not _are_plain(x, weight, bias, y) or not x.dim() == y.dim() == weight.dim() == 2:

@@ -440,8 +440,7 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<kConsumerRegisters>();
-        const float restored = epilogue.has_few_terms() ? 1.0f : kRestored;
-        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, restored);
+        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, epilogue.restored());
     }
 #endif
 }
@@ -469,7 +468,7 @@ struct LinearProduct {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return known->few != 0; }
+    __device__ __forceinline__ float restored() const { return known->few != 0 ? 1.0f : kRestored; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = this->scales, *rows = columns + n;
@@ -612,7 +611,7 @@ struct SplitGradient {
     const Known* known;  // the forward's
     int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
 };
-constexpr int kGradientThreads = 512, kGradientWarps = kGradientThreads / 32;
+constexpr int kGradientThreads = 512;
 // A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
 // Successive rows give warp_values in turns.
 template <int COUNT> __device__ __forceinline__ void split_gradient_row(
@@ -625,7 +624,7 @@ template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kGradientWarps; ++i) largest = fmaxf(largest, warp_values[i]);
+    for (int i = 0; i < kGradientThreads / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
 #pragma unroll
     for (int i = 0; i < COUNT; i += 8) {
@@ -674,7 +673,9 @@ struct StoreGradient {
     struct Scales {
         float rows[4], all[2];
     };
-    __device__ __forceinline__ bool has_few_terms() const { return grad.known->few != 0 || grad.own[0] < kFewTerms; }
+    __device__ __forceinline__ float restored() const {
+        return grad.known->few != 0 || grad.own[0] < kFewTerms ? 1.0f : kRestored;
+    }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         const int exponent = -smallest_of(of_weight ? &grad.own[1] : &grad.known->smallest);
         Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
@@ -838,8 +839,9 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ extra_bias,
     const float* __restrict__ gamma, float* __restrict__ partials, int64_t rows, int n, float eps,
     const SplitGradient to) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) float ahead[];  // [kRowsAhead][h, grad][n]
-    __shared__ float warp_values[2][kGradientWarps];
+    __shared__ float warp_values[2][kGradientThreads / 32];
     __shared__ uint64_t full[kRowsAhead];
     constexpr int kLanes = 64 / COUNT;
     const auto fetch = [&](int64_t row, int stage) {
@@ -892,6 +894,7 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
             add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn < kTurns);
         }
     }
+#endif
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
