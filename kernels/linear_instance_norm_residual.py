@@ -7,13 +7,13 @@ The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pix
 are a row's own, over its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
-without hooks, autocast or transforms. In float32 on sm_90, from 2^30 multiplications on, its product and its
-gradients run on the fp16 tensor cores with the accuracy of float32; elsewhere cuBLAS's product is followed by one
-kernel, without gradients. Everything else is the plain way: the Model's own lines.
+without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 multiplications on, its product and its
+gradients run on fp16 tensor cores with the accuracy of float32; elsewhere ATen's product is followed by one kernel,
+without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, which is three fp16 products, 0.59 ms at the 700 TFLOP/s of
-cuBLAS's; 0.37 GB, and W is split in memory first, which reads and writes 0.27 GB each. Measured on an H200 with
-`python harness.py linear_instance_norm_residual`: MEASURE ms; of that the splits are MEASURE, the rows' norm MEASURE.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, three fp16 products, 0.59 ms at the 700 TFLOP/s of cuBLAS's;
+before it W is split in memory, 0.27 GB read and written. One H200, `python harness.py linear_instance_norm_residual`:
+MEASURE ms; the product takes 0.51, the splits 0.15, the rows' norm 0.02.
 """
 
 import contextlib
@@ -611,27 +611,28 @@ struct SplitGradient {
     const Known* known;  // the forward's
     int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
 };
-constexpr int kGradientThreads = 512;
-// A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
-// Successive rows give warp_values in turns.
-template <int COUNT> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[COUNT], int64_t row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * COUNT, padded = int(padded_k(n));
+// A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
+// thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
+constexpr int kColumns = 16;
+static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
+template <int THREADS> __device__ __forceinline__ void split_gradient_row(
+    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
     largest = reduce_group(largest, 32, nullptr, Max());
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kGradientThreads / 32; ++i) largest = fmaxf(largest, warp_values[i]);
+    for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 8) {
+    for (int i = 0; i < kColumns; i += 8) {
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i < padded) store_pieces(to.pieces + row * padded * 2, first + i, eight);
+        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.own[2 + row] = exponent;
@@ -639,29 +640,28 @@ template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     if (largest > 0) atomicAdd(&to.own[0], 1);
 }
 // A thread's columns of a row of n; zeros beyond n.
-template <int COUNT> __device__ __forceinline__ void load_columns(const float* from, float (&v)[COUNT], int n) {
+__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
         v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     }
 }
-template <int COUNT> __device__ __forceinline__ void store_columns(float* to, const float (&v)[COUNT], int n) {
+__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
 // Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
 constexpr int kTurns = 64;
-template <int COUNT>
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[COUNT], int n, bool first) {
-    float before[COUNT] = {};
-    if (!first) load_columns(total, before, n);
+__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
+    float before[kColumns] = {};
+    if (turn >= kTurns) load_columns(total, before, n);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) before[i] += sums[i], sums[i] = 0;
+    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
     store_columns(total, before, n);
 }
 // The epilogue of dX, or of dW.
@@ -708,10 +708,12 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
 }
-extern "C" int64_t gradient_blocks(int64_t m) { return m < sm_count() ? m : sm_count(); }  // rows of partial sums
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each has a row of partial sums
+    const int64_t most = sm_count() * 512 / gradient_threads(n);
+    return m < most ? m : most;
+}
 // ---- The rows of linear_instance_norm_residual ----
 
-// h = x W^T + b, stored.
 struct StoreLinear : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
@@ -772,21 +774,21 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
 // G is split as its products want it, and its columns are summed up for the gradient of the bias: a block's sums go to
 // partials[block]. A block owns every gridDim.x-th row, a thread the same columns of each.
-template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_row_gradients(
+template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
     float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[3][kGradientThreads / 32];
+    __shared__ float warp_values[3][THREADS / 32];
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, kGradientThreads, warp_values[2], Sum()); };
-    float column_sums[COUNT] = {};
+    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[2], Sum()); };
+    float column_sums[kColumns] = {};
     int turn = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
-        float z[COUNT], own_y[COUNT], g[COUNT], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
+        float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
         const auto each = [&](const auto& use) {
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                if (int(threadIdx.x) * COUNT + i < n) use(i);
+            for (int i = 0; i < kColumns; ++i) {
+                if (int(threadIdx.x) * kColumns + i < n) use(i);
             }
         };
         each([&](int i) { mean = fmaf(z[i], share, mean); });
@@ -808,9 +810,9 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
             g[i] = rstd * (g[i] - of_d - z[i] * of_dz);
             column_sums[i] += g[i];
         });
-        split_gradient_row(g, row, n, to, warp_values[turn % 2]);
+        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);
         if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
-        add_columns(partials + int64_t(blockIdx.x) * n, column_sums, n, turn < kTurns);
+        add_columns(partials + int64_t(blockIdx.x) * n, column_sums, n, turn);
     }
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
@@ -821,26 +823,26 @@ extern "C" int linear_forward(const float* x, const float* weight, const float* 
     return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
 
-template <typename T> static cudaError_t launch_rows(
-    const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    int group = 8;
-    while (group < kRowThreads && group * 32 < n) group *= 2;
-    finish_rows<T><<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
-        static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
-    return cudaGetLastError();
-}
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    const auto launch = dtype == 0 ? launch_rows<float> : dtype == 1 ? launch_rows<__half> : launch_rows<__nv_bfloat16>;
-    return launch(h, y, out, rows, n, eps, stream);
+    int group = 8;
+    while (group < kRowThreads && group * 32 < n) group *= 2;
+    const auto launch = [&](auto zero) {
+        using T = decltype(zero);
+        finish_rows<<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
+            static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
+    };
+    dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
+    return cudaGetLastError();
 }
 // G, split, with grad_y (may be null) and the partial sums of G's columns. n is at most 8192.
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
     int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
-    const auto kernel = n <= 4096 ? split_row_gradients<8> : split_row_gradients<16>;
-    const unsigned blocks = unsigned(gradient_blocks(m));
-    kernel<<<blocks, kGradientThreads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
+    const int threads = gradient_threads(n);
+    const auto kernel = threads == 256 ? split_row_gradients<256> : split_row_gradients<512>;
+    const unsigned blocks = unsigned(gradient_blocks(m, n));
+    kernel<<<blocks, threads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
     return cudaGetLastError();
 }
 """
@@ -928,7 +930,7 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
     return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
@@ -995,10 +997,9 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     product_gradients(x, weight, known, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
         const at::Tensor given = aligned(grad), of_y = aligned(y);
-        const at::Tensor partials = at::empty({gradient_blocks(m), n}, x.options());
-        float* grad_y = needs[3] ? floats(results[3]) : nullptr;
-        const int error = split_row_gradient(floats(given), floats(h), floats(of_y), grad_y, floats(partials), m, n,
-            float(eps), to, current_stream());
+        const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
+        const int error = split_row_gradient(floats(given), floats(h), floats(of_y),
+            needs[3] ? floats(results[3]) : nullptr, floats(partials), m, n, float(eps), to, current_stream());
         if (needs[2]) results[2] = at::sum(partials, {0});
         return error;
     });
@@ -1128,13 +1129,14 @@ def _is_ordinary(norm: nn.Module) -> bool:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines. A layer norm of the rows stands for the instance norm, which warns, so that torch.compile breaks
-    off, and whose backward takes a transposed gradient for another on a CPU (PyTorch 2.13)."""
-    if _is_ordinary(norm) and h.dim() == 2 and h.shape[1] > 1:
-        with torch.autocast(h.device.type, enabled=False):  # which an instance norm does not heed
-            h = nn.functional.layer_norm(h, h.shape[1:], eps=norm.eps)
-    else:
+    """The Model's lines, without the norm's warning, which ends torch.compile's graph; on a CPU the layer norm of rows,
+    since there PyTorch 2.13's instance norm takes a transposed gradient for another."""
+    if not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
+    elif h.is_cpu:
+        h = torch.native_layer_norm(h, h.shape[1:], None, None, norm.eps)[0]
+    else:
+        h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
     h = h + y
     return h * y
 
@@ -1144,11 +1146,10 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
     if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias
-    if not _are_plain(x, weight, bias, y) or not x.dim() == y.dim() == weight.dim() == 2:
+    if not _are_plain(x, weight, bias, y) or x.dim() != 2 or weight.dim() != 2:
         return False
-    if weight.shape[0] % 8 != 0 or bias.shape != weight.shape[:1]:
-        return False
-    shapes = x.shape[1] == weight.shape[1] and y.shape[0] == x.shape[0] and y.shape[1] == weight.shape[0]
+    n = weight.shape[0]
+    shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n) and n % 8 == 0
     return shapes and (not _is_recorded(x, weight, bias, y) or _has_gradients(x, weight))
 
 

@@ -11,9 +11,9 @@ sm_90, from 2^30 multiplications on, its product and its gradients run on the fp
 float32, and all that follows in the forward is the product's epilogue; elsewhere cuBLAS's product is followed by one
 kernel, without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, which is three fp16 products, 1.18 ms at the 700 TFLOP/s of
-cuBLAS's; 0.69 GB, and x and W are split in memory first, which reads and writes 0.15 GB each. Measured on an H200 with
-`python harness.py linear_swish_group_norm`: MEASURE ms; of that the splits are MEASURE.
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, three fp16 products, 1.18 ms at the 700 TFLOP/s of cuBLAS's;
+before it x and W are split in memory, 0.15 GB read and written. One H200, `python harness.py linear_swish_group_norm`:
+MEASURE ms; the product with all that follows takes 1.13, the splits 0.08.
 """
 
 import contextlib
@@ -611,27 +611,28 @@ struct SplitGradient {
     const Known* known;  // the forward's
     int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
 };
-constexpr int kGradientThreads = 512;
-// A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
-// Successive rows give warp_values in turns.
-template <int COUNT> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[COUNT], int64_t row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * COUNT, padded = int(padded_k(n));
+// A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
+// thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
+constexpr int kColumns = 16;
+static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
+template <int THREADS> __device__ __forceinline__ void split_gradient_row(
+    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
     largest = reduce_group(largest, 32, nullptr, Max());
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kGradientThreads / 32; ++i) largest = fmaxf(largest, warp_values[i]);
+    for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 8) {
+    for (int i = 0; i < kColumns; i += 8) {
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i < padded) store_pieces(to.pieces + row * padded * 2, first + i, eight);
+        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.own[2 + row] = exponent;
@@ -639,29 +640,28 @@ template <int COUNT> __device__ __forceinline__ void split_gradient_row(
     if (largest > 0) atomicAdd(&to.own[0], 1);
 }
 // A thread's columns of a row of n; zeros beyond n.
-template <int COUNT> __device__ __forceinline__ void load_columns(const float* from, float (&v)[COUNT], int n) {
+__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
         v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     }
 }
-template <int COUNT> __device__ __forceinline__ void store_columns(float* to, const float (&v)[COUNT], int n) {
+__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
 // Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
 constexpr int kTurns = 64;
-template <int COUNT>
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[COUNT], int n, bool first) {
-    float before[COUNT] = {};
-    if (!first) load_columns(total, before, n);
+__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
+    float before[kColumns] = {};
+    if (turn >= kTurns) load_columns(total, before, n);
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) before[i] += sums[i], sums[i] = 0;
+    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
     store_columns(total, before, n);
 }
 // The epilogue of dX, or of dW.
@@ -708,7 +708,10 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
 }
-extern "C" int64_t gradient_blocks(int64_t m) { return m < sm_count() ? m : sm_count(); }  // rows of partial sums
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each has a row of partial sums
+    const int64_t most = sm_count() * 512 / gradient_threads(n);
+    return m < most ? m : most;
+}
 // ---- The groups of linear_swish_group_norm ----
 
 // To a few ulps of 1, and of the largest v around it.
@@ -746,16 +749,19 @@ template <int COUNT> __device__ __forceinline__ bool are_finite(const float (&v)
     for (int i = 0; i < COUNT; ++i) none = fmaf(v[i], 0.0f, none);
     return none == 0;
 }
-// gamma and beta, after normalize_group. An infinite gamma makes infinities and NaN where PyTorch's form has them.
-template <int COUNT> __device__ __forceinline__ void apply_affine(float (&v)[COUNT], const float (&gamma)[COUNT],
-    const float (&beta)[COUNT], float mean, float scale, float shift, bool finite) {
+// gamma and beta, after normalize_group. An infinite gamma makes infinities and NaN where PyTorch's form has them, for
+// which value(i) is v before its mean was taken.
+template <int COUNT, class Value> __device__ __forceinline__ void apply_affine(float (&v)[COUNT],
+    const float (&gamma)[COUNT], const float (&beta)[COUNT], float mean, float scale, float shift, bool finite,
+    const Value& value) {
     if (finite) {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
-            v[i] = (v[i] + mean) * (scale * gamma[i]) + (beta[i] - (mean - shift) * (scale * gamma[i]));
+            const float a = scale * gamma[i];
+            v[i] = value(i) * a + (beta[i] - (mean - shift / scale) * a);
         }
     }
 }
@@ -782,12 +788,15 @@ struct StoreSwishGroupNorm : LinearProduct {
         load_eight(beta, corner.column, second);
         const bool finite = are_finite(first);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) apply_affine(v[r], first, second, mean[r], scale[r], shift[r], finite);
+        for (int r = 0; r < 4; ++r) {
+            const auto value = [&](int i) { return v[r][i] + mean[r]; };
+            apply_affine(v[r], first, second, mean[r], scale[r], shift[r], finite, value);
+        }
         store_part<true>(out, v, corner, m, n);
     }
 };
 // The same after ATen's product, for groups of 8 to 128 features. `lanes` neighbouring lanes have a group, 16 bytes
-// each, of kSliceRows rows, for which they load the vectors once. WIDTH: 64, or 0 for any. MEASURED
+// each, of kSliceRows rows, for which they load the vectors once. WIDTH: 64, or 0 for any: 148 us for 173.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
 template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
@@ -812,13 +821,14 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
         float v[V], scale, shift;
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
+        const auto value = [&](int j) {
             const float own = to_float(held[r].value[j]);
-            v[j] = fmaf(own, sigmoid(own), add[j]);
-        }
+            return fmaf(own, sigmoid(own), add[j]);
+        };
+#pragma unroll
+        for (int j = 0; j < V; ++j) v[j] = value(j);
         const float mean = normalize_group(v, lanes, eps, scale, shift);
-        apply_affine(v, a, b, mean, scale, shift, finite);
+        apply_affine(v, a, b, mean, scale, shift, finite, value);
 #pragma unroll
         for (int j = 0; j < V; ++j) held[r].value[j] = from_float<T>(v[j]);
         if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
@@ -833,46 +843,46 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
 // G is split as its products want it. The sums over rows of G, G_v, grad * z and grad, which are the gradients of the
 // linear bias, the other bias, gamma and beta, go to partials[block][4][n]. A block owns every gridDim.x-th row, a
-// thread the same COUNT columns of each; kRowsAhead rows of h and grad are in shared memory or on their way to it.
+// thread the same columns of each; kRowsAhead rows of h and grad are in shared memory or on their way to it.
 constexpr int kRowsAhead = 3;
-template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_group_gradients(
+template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_group_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ extra_bias,
-    const float* __restrict__ gamma, float* __restrict__ partials, int64_t rows, int n, float eps,
+    const float* __restrict__ gamma, float* __restrict__ partials, int rows, int n, float eps,
     const SplitGradient to) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) float ahead[];  // [kRowsAhead][h, grad][n]
-    __shared__ float warp_values[2][kGradientThreads / 32];
+    __shared__ float warp_values[2][THREADS / 32];
     __shared__ uint64_t full[kRowsAhead];
-    constexpr int kLanes = 64 / COUNT;
-    const auto fetch = [&](int64_t row, int stage) {
+    constexpr int kLanes = 64 / kColumns;
+    const auto fetch = [&](int row, int stage) {
         if (row >= rows) return;
         mbarrier_expect(&full[stage], 2 * n * sizeof(float));
-        bulk_load(ahead + 2 * stage * n, h + row * n, n * sizeof(float), &full[stage]);
-        bulk_load(ahead + (2 * stage + 1) * n, grad + row * n, n * sizeof(float), &full[stage]);
+        bulk_load(ahead + 2 * stage * n, h + int64_t(row) * n, n * sizeof(float), &full[stage]);
+        bulk_load(ahead + (2 * stage + 1) * n, grad + int64_t(row) * n, n * sizeof(float), &full[stage]);
     };
     if (threadIdx.x == 0) {
         for (int s = 0; s < kRowsAhead; ++s) mbarrier_init(&full[s], 1);
         fence_mbarrier_init();
-        for (int s = 0; s < kRowsAhead; ++s) fetch(blockIdx.x + int64_t(s) * gridDim.x, s);
+        for (int s = 0; s < kRowsAhead; ++s) fetch(blockIdx.x + s * gridDim.x, s);
     }
     __syncthreads();
-    float sums[4][COUNT] = {};
+    float sums[4][kColumns] = {};
     int turn = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
+    for (int row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
         const int stage = turn % kRowsAhead;
-        float g[COUNT], slope[COUNT], z[COUNT], vector[COUNT], scale, shift, of_d = 0, of_dz = 0;
+        float g[kColumns], slope[kColumns], z[kColumns], vector[kColumns], scale, shift, of_d = 0, of_dz = 0;
         mbarrier_wait(&full[stage], turn / kRowsAhead & 1);
         load_columns(ahead + 2 * stage * n, z, n), load_columns(ahead + (2 * stage + 1) * n, g, n);
         load_columns(extra_bias, vector, n);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             const float s = sigmoid(z[i]);
             slope[i] = fmaf(z[i] * s, 1 - s, s), z[i] = fmaf(z[i], s, vector[i]);
         }
         normalize_group(z, kLanes, eps, scale, shift);
         load_columns(gamma, vector, n);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             z[i] = fmaf(z[i], scale, shift);
             sums[2][i] = fmaf(g[i], z[i], sums[2][i]), sums[3][i] += g[i];
             g[i] *= vector[i];
@@ -881,17 +891,17 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
         of_d = reduce_group(of_d, kLanes, nullptr, Sum()) / 64;
         of_dz = reduce_group(of_dz, kLanes, nullptr, Sum()) / 64;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             const float of_v = scale * (g[i] - of_d - z[i] * of_dz);
             g[i] = of_v * slope[i];
             sums[0][i] += g[i], sums[1][i] += of_v;
         }
-        split_gradient_row(g, row, n, to, warp_values[turn % 2]);  // waits for the block: all have read the stage
-        if (threadIdx.x == 0) fetch(row + int64_t(kRowsAhead) * gridDim.x, stage);
+        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);  // the block waits: all have read the stage
+        if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
         if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn < kTurns);
+            add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn);
         }
     }
 #endif
@@ -926,12 +936,12 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
 // G, split, and the partial sums over its rows. n is at most 8192.
 extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
-    const auto kernel = n <= 4096 ? split_group_gradients<8> : split_group_gradients<16>;
-    const unsigned blocks = unsigned(gradient_blocks(m)), shared = unsigned(kRowsAhead * 2 * n * sizeof(float));
+    const int threads = gradient_threads(n);
+    const auto kernel = threads == 256 ? split_group_gradients<256> : split_group_gradients<512>;
+    const unsigned blocks = unsigned(gradient_blocks(m, n)), shared = unsigned(kRowsAhead * 2 * n * sizeof(float));
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
-    kernel<<<blocks, kGradientThreads, shared, stream>>>(
-        grad, h, bias, gamma, partials, m, int(n), eps, *to);
+    kernel<<<blocks, threads, shared, stream>>>(grad, h, bias, gamma, partials, int(m), int(n), eps, *to);
     return cudaGetLastError();
 }
 """
@@ -1032,7 +1042,7 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
     return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
@@ -1104,7 +1114,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     product_gradients(x, weight, known, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
         const at::Tensor given = aligned(grad), plus = aligned(bias), times = aligned(gamma);
-        const at::Tensor partials = at::empty({gradient_blocks(m), 4, n}, x.options());
+        const at::Tensor partials = at::empty({gradient_blocks(m, n), 4, n}, x.options());
         const int error = split_group_gradient(floats(given), floats(h), floats(plus), floats(times), floats(partials),
             m, n, float(eps), to, current_stream());
         const at::Tensor sums = at::sum(partials, {0});
