@@ -816,13 +816,11 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     }
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
-
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, Known* known,
     RowScale* scales, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, scales}};
     return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
-
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
