@@ -3,8 +3,8 @@
 
     h = x W^T + b;    z = (h - mean) * rstd over each row;    out = (z + y) * y
 
-The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row, so `mean` and `rstd`
-are a row's own, over its F features; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
+`mean` and `rstd` are a row's own, over its F features, since the unsqueezes around the Model's `InstanceNorm2d` make
+one channel of 1 x F pixels of each row; rstd = 1 / sqrt(M2 / F + eps), M2 = sum((h - mean)^2).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
 without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 multiplications on, its product and its
@@ -968,8 +968,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const at::Tensor none = at::empty({0}, x.options());
-    at::Tensor h, known = none.clone();
+    at::Tensor h, known = at::empty({0}, x.options()), none = known.clone();
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         h = at::empty({m, n}, x.options()), known = at::empty({2 + m}, x.options().dtype(at::kInt));
@@ -1106,7 +1105,7 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
-    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
+    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
 @torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
@@ -1167,6 +1166,8 @@ class LinearRowNormResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * 5
         (x, weight, bias, y, h, known), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if not torch.is_grad_enabled():
             found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, known, y, ctx.eps, needs)

@@ -714,19 +714,22 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
 }
 // ---- The groups of linear_swish_group_norm ----
 
-// To a few ulps of 1, and of the largest v around it.
-__device__ __forceinline__ float sigmoid(float v) {
+// The activation and its slope; the C++'s stands in finish_slice, Python's in _finish_plainly. Another one should be as
+// exact relative to h where h is small: a group of small values is enlarged by the norm.
+__device__ __forceinline__ float sigmoid(float h) {  // to a few 2^-23 of itself; beyond |h| of 87 it is 0 or 1
     float e, s;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v * -1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
     return s;
 }
+__device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
+__device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
 __device__ __forceinline__ float reciprocal_sqrt(float v) {
     const float r = rsqrtf(v);  // to two ulps; the Newton step halves them, and is left out where it would make 0 * inf
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// A group of a row, COUNT values v = sigmoid(h) * h + bias in each of `lanes` neighbouring lanes, loses its mean, which
-// is returned, but for rounding. The normalised values are then v * scale + shift.
+// A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the mean and
+// returns it. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
 template <int COUNT> __device__ __forceinline__ float normalize_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // multiplied in before the sum, or large values might overflow it
@@ -781,7 +784,7 @@ struct StoreSwishGroupNorm : LinearProduct {
         float first[8], second[8], mean[4], scale[4], shift[4];
         load_eight(extra_bias, corner.column, first);
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = fmaf(v[i / 8][i % 8], sigmoid(v[i / 8][i % 8]), first[i % 8]);
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = activation(v[i / 8][i % 8]) + first[i % 8];
 #pragma unroll
         for (int r = 0; r < 4; ++r) mean[r] = normalize_group(v[r], 8, eps, scale[r], shift[r]);
         load_eight(gamma, corner.column, first);
@@ -821,10 +824,7 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
         float v[V], scale, shift;
-        const auto value = [&](int j) {
-            const float own = to_float(held[r].value[j]);
-            return fmaf(own, sigmoid(own), add[j]);
-        };
+        const auto value = [&](int j) { return activation(to_float(held[r].value[j])) + add[j]; };
 #pragma unroll
         for (int j = 0; j < V; ++j) v[j] = value(j);
         const float mean = normalize_group(v, lanes, eps, scale, shift);
@@ -876,8 +876,8 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         load_columns(extra_bias, vector, n);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const float s = sigmoid(z[i]);
-            slope[i] = fmaf(z[i] * s, 1 - s, s), z[i] = fmaf(z[i], s, vector[i]);
+            slope[i] = activation_slope(z[i]);
+            z[i] = activation(z[i]) + vector[i];
         }
         normalize_group(z, kLanes, eps, scale, shift);
         load_columns(gamma, vector, n);
@@ -988,6 +988,7 @@ void finish_slice(const float* h, const float* bias, const float* gamma, const f
     double eps) {
     using Vec = at::vec::Vectorized<float>;
     double sum = 0, squares = 0;
+    // activation(h) + bias
     at::vec::map2([](Vec h, Vec bias) { return h / (Vec(1) + h.neg().exp()) + bias; }, out, h, bias, width);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; ++i) sum += out[i];
@@ -1228,7 +1229,7 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
-    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
+    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
 @torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
@@ -1280,6 +1281,8 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * 8
         *tensors, h, known = ctx.saved_tensors
         (x, weight, linear_bias, bias, gamma, beta), needs = tensors, ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
