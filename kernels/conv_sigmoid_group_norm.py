@@ -9,8 +9,8 @@ Two ways, chosen by `_fits`:
 - our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, of an even width
   and whole fours of outputs, where two rows of v fit into a block's shared memory (some 500 columns) and all rows
   into all blocks' (264); float32, float16, bfloat16, and under autocast. They compute in float32;
-- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU two
-  kernels, on a CPU (float32) one function.
+- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU one
+  kernel, launched twice; on a CPU (float32) one function.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, twice: for the
@@ -18,9 +18,9 @@ sums that the norm's gradient needs, and for h's gradient, which goes into x's a
 chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.478 ms,
-also with gradients recorded, 12.2x eager; forward and backward 2.67 ms, 6.9x. The forward is held up by the L2, which
-brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: FIGURES OF THE
+RECORDS. The forward is held up by the L2, which brings x twice for the halos of bands of two rows, and by the rate at
+which instructions are issued.
 """
 
 import contextlib
