@@ -9,8 +9,8 @@ Two ways, chosen by `_fits`:
 - our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, of an even width
   and whole fours of outputs, where two rows of v fit into a block's shared memory (some 500 columns) and all rows
   into all blocks' (264); float32, float16, bfloat16, and under autocast. They compute in float32;
-- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU two
-  kernels, on a CPU (float32) one function.
+- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU one
+  kernel, launched twice; on a CPU (float32) one function.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, twice: for the
@@ -18,9 +18,9 @@ sums that the norm's gradient needs, and for h's gradient, which goes into x's a
 chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.478 ms,
-also with gradients recorded, 12.2x eager; forward and backward 2.67 ms, 6.9x. The forward is held up by the L2, which
-brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: FIGURES OF THE
+RECORDS. The forward is held up by the L2, which brings x twice for the halos of bands of two rows, and by the rate at
+which instructions are issued.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ CUDA_SOURCE = r"""
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
@@ -117,7 +118,7 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //   write:     v -> output                                  norm_full                          v_empty
 //
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
-//              8 warps       12 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
+//              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
 // The product, M = 64 by N = 64 pixels by K = 16: A are the weights, in registers. Of a warp's 16 rows the first eight
@@ -128,21 +129,23 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 // at most. What exceeds fp16 becomes NaN, and the warp makes its values again in plain float32.
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
-constexpr int kConsumers = 3, kProducers = 2;  // warpgroups
+constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
 constexpr int kWriters = 6;                    // warps; two more post and gather
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
-constexpr int kConsumerRegisters = 88, kProducerRegisters = 72, kOtherRegisters = 48;
+constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
 constexpr int kSteps = 5, kProducts = 9;       // of K: of x's hi or lo, and of both; the last tap's two are a pair
 constexpr int kLine = 16;                      // words between totals: in one line of L2 additions wait for each other
-static_assert(65536 / kThreads / 8 * 8 * 7 >= 3 * kConsumerRegisters + 2 * kProducerRegisters + 2 * kOtherRegisters,
+static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
+
+struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean in double precision
 
 template <typename T> struct ConvArguments {
     const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     T* out;
-    float *mean, *rstd;  // (samples, groups); null: not wanted
+    Statistics* statistics;  // (samples, groups); null: not wanted
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
@@ -153,14 +156,19 @@ template <typename T> struct ConvArguments {
     uint32_t taps[kProducts];     // of each product: see tap_pair
 };
 
-// One of a channel's values, and the sums of what a warpgroup's differ from it. Later on, in the first warpgroup's
-// place, the channel's norm: mean, factor, offset.
+struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
+// Of some values: one of them, and the sums of what all differ from it, and of its squares.
 struct Deviations { float anchor, sum, square; };
+struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
+
+// Powers of two: what a channel's weights are multiplied by, and x.
+struct Scales { float weight[kMostOut], reach[kMostOut], input; };
 
 struct ConvShared {  // in front of it: x, and the places of v
-    Deviations made[kPlaces][kConsumers][kMostOut];
+    Moments made[kPlaces][kConsumers][kMostOut];
+    Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
-    float weight_scale[kMostOut], reach[kMostOut], slope[kMostOut], offset[kMostOut], input_scale;
+    Scales scales;
     uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 
@@ -203,6 +211,23 @@ __host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) {
 }
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t taps) { return uint64_t(128 >> 4) << 32 | taps; }
 
+// lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
+template <typename T> __host__ __device__ __forceinline__ void set_taps(ConvArguments<T>& p) {
+#pragma unroll
+    for (int k = 0; k < 5; ++k) {
+        const int first = 2 * k / 3 * p.width + 2 * k % 3, second = (2 * k + 1) / 3 * p.width + (2 * k + 1) % 3;
+        p.taps[k] = k < 4 ? tap_pair(p.x_plane + first, p.x_plane + second) : tap_pair(first, p.x_plane + first);
+        if (k < 4) p.taps[5 + k] = tap_pair(first, second);
+    }
+}
+// The benchmark's sizes and their plan: known when compiling, they take 0.97 of the time.
+template <typename T> __host__ __device__ __forceinline__ void set_benchmark(ConvArguments<T>& p) {
+    p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
+    p.out_channels = 32, p.groups = 8, p.group_channels = 4;
+    p.bands = 127, p.band_rows = 2, p.teams = 1, p.places = kPlaces, p.plane = 508, p.x_plane = 4 * 256;
+    set_taps(p);
+}
+
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
@@ -240,25 +265,33 @@ __device__ __forceinline__ void store_four_if(bool condition, T* to, float a, fl
         ::"l"(to), "r"(w.x), "r"(w.y), "r"(int(condition)) : "memory");
 }
 
-// A pixel's channels as fp16 hi and lo of x * scale. Beyond fp16's range hi is infinite and lo is NaN.
+__device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
+    const __half2 h = __floats2half2_rn(a, b);
+    const float2 f = __half22float2(h);
+    hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
+}
+// A pixel's channels as fp16 hi and lo of x * scale. Beyond fp16's range their sum is NaN.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const float a = to_float(x[2 * k]), b = to_float(x[2 * k + 1]);
-        const __half2 pair = __hmul2(__floats2half2_rn(a, b), __float2half2_rn(scale));
-        const float2 f = __half22float2(pair);
-        h[k] = bits_of(pair), l[k] = bits_of(__floats2half2_rn(fmaf(a, scale, -f.x), fmaf(b, scale, -f.y)));
-    }
+    for (int k = 0; k < 4; ++k) split(to_float(x[2 * k]) * scale, to_float(x[2 * k + 1]) * scale, h[k], l[k]);
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-// All warps: the channels' constants, and the power of two that x is multiplied by. That is NaN where the weights are
-// not finite, or so large that no power would do: then all values are made in plain float32.
-template <typename T> __device__ __forceinline__ void prepare_channels(const ConvArguments<T>& p, ConvShared& shared) {
+template <typename T>
+__device__ __forceinline__ float weight_at(const ConvArguments<T>& p, int o, int in, int tap) {  // or 0
+    return o < p.out_channels && in < p.in_channels ? to_float(p.weight[(o * p.in_channels + in) * 9 + tap]) : 0.0f;
+}
+template <typename T> __device__ __forceinline__ float bias_at(const ConvArguments<T>& p, int o) {  // of both biases
+    return to_float(p.conv_bias[o]) + to_float(p.bias[o]);
+}
+
+// All warps: the powers of two. x's is NaN where the weights are not finite, or so large that no power would do: then
+// all values are made in plain float32.
+template <typename T> __device__ __forceinline__ void prepare_scales(const ConvArguments<T>& p, Scales& scales) {
     const int lane = threadIdx.x % 32, weights = p.in_channels * 9;
-    for (int c = threadIdx.x / 32; c < kMostOut; c += kThreads / 32) {
+    for (int c = threadIdx.x / 32; c < kMostOut; c += blockDim.x / 32) {
         float largest = 0, sum = 0;
         for (int i = lane; i < weights && c < p.out_channels; i += 32) {
             const float w = fabsf(to_float(p.weight[c * weights + i]));
@@ -271,24 +304,18 @@ template <typename T> __device__ __forceinline__ void prepare_channels(const Con
         int exponent = 0;
         frexpf(largest, &exponent);
         if (lane == 0) {  // reach: of a pre-activation's change, for |x| <= 1
-            shared.weight_scale[c] = ldexpf(1.0f, min(60, 15 - exponent));
-            shared.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
+            scales.weight[c] = ldexpf(1.0f, min(60, 15 - exponent));
+            scales.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
         }
     }
     __syncthreads();
     if (threadIdx.x < 32) {
-        float reach = shared.reach[lane];
+        float reach = scales.reach[lane];
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
-        const float input_scale = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
-        if (lane == 0) shared.input_scale = input_scale;
-        if (lane < p.out_channels) {
-            const float factor = kActivationFactor * to_float(p.scale[lane]);
-            shared.slope[lane] = factor / (input_scale * shared.weight_scale[lane]);
-            shared.offset[lane] = factor * (to_float(p.conv_bias[lane]) + to_float(p.bias[lane]));
-        }
+        if (lane == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
 }
@@ -305,35 +332,29 @@ __device__ __forceinline__ void bring(
     const auto band_of = [&](int sample, int channel) {
         return p.x + (int64_t(sample) * p.in_channels + channel) * image + int64_t(band.first_row) * p.width;
     };
-    const float scale = shared.input_scale;
+    const float scale = shared.scales.input;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int later = at.sample + p.teams;
         if (thread < p.in_channels && later < p.samples) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
 #pragma unroll 1
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
-            const auto load = [&](auto all) {  // all: none is behind the band's last pixel
-                const T* from = band_of(at.sample, 0) + begin;
+            const T* from = band_of(at.sample, 0) + begin;
 #pragma unroll
-                for (int c = 0; c < kMostIn; ++c) {
+            for (int c = 0; c < kMostIn; ++c) {
 #pragma unroll
-                    for (int i = 0; i < kPixels; ++i) {
-                        const bool exists = decltype(all)::value || begin + i * kStride < pixels;
-                        raw[i][c] = exists ? __ldg(from + i * kStride) : from_float<T>(0.0f);
-                    }
-                    from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
+                for (int i = 0; i < kPixels; ++i) {
+                    raw[i][c] = begin + i * kStride < pixels ? __ldg(from + i * kStride) : from_float<T>(0.0f);
                 }
-            };
-            if (begin + (kPixels - 1) * kStride < pixels) load(Yes{});
-            else load(No{});
-            uint4 hi[kPixels], lo[kPixels];
-#pragma unroll
-            for (int i = 0; i < kPixels; ++i) split_pixel(raw[i], scale, hi[i], lo[i]);
+                from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
+            }
             if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
-                if (begin + i * kStride < pixels) to[i * kStride] = hi[i], to[i * kStride + p.x_plane] = lo[i];
+                uint4 hi, lo;
+                split_pixel(raw[i], scale, hi, lo);
+                if (begin + i * kStride < pixels) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
             }
         }
         fence_async_proxy();  // wgmma reads what this thread has written
@@ -341,20 +362,18 @@ __device__ __forceinline__ void bring(
     }
 }
 
-// One value's pre-activation in plain float32, times kActivationFactor.
+// One value of h, with both biases, in plain float32.
 template <typename T>
 __device__ __forceinline__ float convolve_value(
-    const ConvArguments<T>& p, int sample, int channel, int row, int column) {
-    const T* const weight = p.weight + channel * p.in_channels * 9;
-    const T* const x = p.x + (int64_t(sample) * p.in_channels * p.height + row) * p.width + column;
+    const ConvArguments<T>& p, int64_t sample, int channel, int row, int column) {
+    const T* const x = p.x + (sample * p.in_channels * p.height + row) * p.width + column;
     float h = 0;
 #pragma unroll 1
     for (int k = 0; k < p.in_channels * 9; ++k) {
         const int c = k / 9, tap = k % 9;
-        h = fmaf(to_float(x[(int64_t(c) * p.height + tap / 3) * p.width + tap % 3]), to_float(weight[k]), h);
+        h = fmaf(to_float(x[(int64_t(c) * p.height + tap / 3) * p.width + tap % 3]), weight_at(p, channel, c, tap), h);
     }
-    const float bias = to_float(p.conv_bias[channel]) + to_float(p.bias[channel]);
-    return (h + bias) * (kActivationFactor * to_float(p.scale[channel]));
+    return h + bias_at(p, channel);
 }
 
 // A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
@@ -369,7 +388,9 @@ __device__ __forceinline__ void convolve_again(
         for (int i = 0; i < kTile / 4; ++i) {
             const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns;
-            const float value = valid ? activation(convolve_value(p, sample, c, band.first_row + row, here)) : 0.0f;
+            const float factor = kActivationFactor * to_float(p.scale[valid ? c : 0]);
+            const float h = valid ? convolve_value(p, sample, c, band.first_row + row, here) : 0.0f;
+            const float value = activation(h * factor);
             if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
@@ -385,23 +406,15 @@ __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + ro
 // second half.
 template <typename T>
 __device__ __forceinline__ void load_weights(
-    const ConvArguments<T>& p, const ConvShared& shared, int c, uint4 (&a)[kSteps]) {
+    const ConvArguments<T>& p, float scale, int c, uint4 (&a)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t words[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int tap = min(2 * step + half, 8);  // of the last step both halves: x's hi and lo
-            float w[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int in = threadIdx.x % 4 * 2 + j, at = (c * p.in_channels + in) * 9 + tap;
-                const bool exists = c < p.out_channels && in < p.in_channels;
-                w[j] = exists ? to_float(p.weight[at]) * shared.weight_scale[c] : 0.0f;
-            }
-            const __half2 hi = __floats2half2_rn(w[0], w[1]);
-            const float2 f = __half22float2(hi);
-            words[2 * half] = bits_of(hi), words[2 * half + 1] = bits_of(__floats2half2_rn(w[0] - f.x, w[1] - f.y));
+            const int tap = min(2 * step + half, 8), in = threadIdx.x % 4 * 2;  // of the last step: x's hi and lo
+            split(weight_at(p, c, in, tap) * scale, weight_at(p, c, in + 1, tap) * scale, words[2 * half],
+                words[2 * half + 1]);
         }
         a[step] = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -418,8 +431,11 @@ __device__ __forceinline__ void convolve(
     const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
     constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo: 0.90 of the time
     uint4 a[kSteps];
-    load_weights(p, shared, c, a);
-    const float slope = shared.slope[c], offset = shared.offset[c];
+    const float weight_scale = shared.scales.weight[c];
+    load_weights(p, weight_scale, c, a);
+    const int own_channel = min(c, p.out_channels - 1);
+    const float factor = kActivationFactor * to_float(p.scale[own_channel]), offset = factor * bias_at(p, own_channel);
+    const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
@@ -490,7 +506,10 @@ __device__ __forceinline__ void convolve(
         for (int mask = 1; mask < 4; mask *= 2) {
             all.sum += __shfl_xor_sync(~0u, all.sum, mask), all.square += __shfl_xor_sync(~0u, all.square, mask);
         }
-        if (t == 0) shared.made[at.place][warpgroup][c] = all;
+        if (t == 0) {
+            const float difference = all.sum / count;
+            shared.made[at.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
+        }
         if (threadIdx.x % 128 == 0) shared.counts[at.place][warpgroup] = count;
         mbarrier_arrive(&shared.v_full[at.place][warpgroup]);
     }
@@ -505,11 +524,11 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments<T
         double own_sum = 0, own_square = 0;
         for (int k = 0; k < kConsumers; ++k) {
             mbarrier_wait(&shared.v_full[at.place][k], at.parity);
-            const Deviations some = shared.made[at.place][k][c];
+            const Moments some = shared.made[at.place][k][c];
             const int count = shared.counts[at.place][k];
             if (count == 0 || c >= p.out_channels) continue;
-            const double origin = double(some.anchor) - kLowest, all = count * origin + some.sum;
-            own_sum += all, own_square += origin * (all + some.sum) + some.square;
+            const double mean = double(some.mean) - kLowest;
+            own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
         mbarrier_arrive(&shared.posted[at.place]);  // all is read
         double sum = own_sum, square = own_square;
@@ -545,10 +564,10 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
             const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
             const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
-            const float hi = float(exact_mean), lo = float(exact_mean - hi), factor = gamma * rstd;
-            const float offset = isfinite(factor) ? fmaf(-lo, factor, beta) : NAN;  // NaN as in ATen
-            shared.made[at.place][0][c] = {hi, factor, offset};
-            if (p.mean != nullptr && blockIdx.x == 0) p.mean[group] = hi, p.rstd[group] = rstd;
+            const float mean_float = float(exact_mean), factor = gamma * rstd;
+            shared.norm[at.place][c] = {factor, isfinite(factor) ? float(beta - exact_mean * factor) : NAN};  // as ATen
+            const Statistics of_group = {mean_float, float(exact_mean - mean_float), rstd};
+            if (p.statistics != nullptr && blockIdx.x == 0) p.statistics[group] = of_group;
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
@@ -565,8 +584,7 @@ __device__ __forceinline__ void write(
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
         mbarrier_wait(&shared.norm_full[at.place], at.parity);
         for (; c < p.out_channels; c += kWriters) {
-            const Deviations of_channel = shared.made[at.place][0][c];
-            const float mean = of_channel.anchor, factor = of_channel.sum, offset = of_channel.square;
+            const auto [factor, offset] = shared.norm[at.place][c];
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
             const int64_t channel = int64_t(at.sample) * p.out_channels + c;
             T* const to = p.out + (channel * p.rows + band.first_row) * p.columns;
@@ -580,7 +598,7 @@ __device__ __forceinline__ void write(
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
-                    const auto norm = [&](float value) { return fmaf(value - mean, factor, offset); };
+                    const auto norm = [&, f = factor, o = offset](float v) { return fmaf(v, f, o); };
                     const auto [a, b, c, d] = four[k];
                     const int i = begin + 32 * k;
                     store_four_if(i < fours, to + 4 * i, norm(a), norm(b), norm(c), norm(d));
@@ -591,9 +609,11 @@ __device__ __forceinline__ void write(
     }
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments<T> p) {
+template <typename T, bool BENCHMARK>
+__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments<T> given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    ConvArguments<T> p = given;
+    if constexpr (BENCHMARK) set_benchmark(p);
     extern __shared__ __align__(128) unsigned char x[];
     __shared__ ConvShared shared;
     if (threadIdx.x == 0) {
@@ -605,9 +625,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         }
         fence_mbarrier_init();
     }
-    prepare_channels(p, shared);
+    prepare_scales(p, shared.scales);
     Band band;
-    band.first_row = blockIdx.x * p.band_rows, band.rows = min(p.band_rows, p.rows - band.first_row);
+    band.first_row = blockIdx.x * p.band_rows;
+    band.rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, p.rows - band.first_row);
     band.tasks = (p.columns + kTile - 1) / kTile * band.rows;
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so known to be the same in all lanes: 1.02 without
@@ -649,13 +670,7 @@ static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
         *dynamic_bytes = x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16);
     }
-    // lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
-    const auto offset = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-    for (int k = 0; k < 4; ++k) {
-        p.taps[k] = tap_pair(p.x_plane + offset(2 * k), p.x_plane + offset(2 * k + 1));
-        p.taps[5 + k] = tap_pair(offset(2 * k), offset(2 * k + 1));
-    }
-    p.taps[4] = tap_pair(offset(8), p.x_plane + offset(8));
+    set_taps(p);
     p.to_fixed = 1;  // a total has room for twice its largest sum
     while (p.to_fixed * p.group_channels * p.rows * p.columns < double(1ll << (kStrangeBit - 2))) p.to_fixed *= 2;
     p.from_fixed = 1 / p.to_fixed;
@@ -664,24 +679,35 @@ static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int
 
 extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups) { return samples * groups * 2 * kLine * 8; }
 
-// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
-// type. mean, rstd: null or float32 (samples, groups). Returns a cudaError_t, or -1 where the sizes do not fit.
 template <typename T>
-static int launch_forward(const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
+static void set_arguments(ConvArguments<T>& p, const void* x, const void* const* parameters, const float* statistics,
+    const int64_t* sizes) {
+    p.x = static_cast<const T*>(x);
+    p.statistics = reinterpret_cast<Statistics*>(const_cast<float*>(statistics));
+    const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
+    p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
+    p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
+    p.rows = p.height - 2, p.columns = p.width - 2;
+}
+
+// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
+// type. statistics: null, or of groups: mean, what a float leaves of it, rstd. Returns a cudaError_t, or -1 where the
+// sizes do not fit.
+template <typename T>
+static int launch_forward(const void* x, const void* const* parameters, void* out, const float* statistics,
     const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
     if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
     if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;  // a band's values are whole fours
     ConvArguments<T> p = {};
-    p.x = static_cast<const T*>(x), p.out = static_cast<T*>(out), p.mean = mean, p.rstd = rstd;
-    const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
-    p.totals = static_cast<unsigned long long*>(totals);
-    p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
-    p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
-    p.rows = p.height - 2, p.columns = p.width - 2, p.eps = float(eps);
+    set_arguments(p, x, parameters, statistics, sizes);
+    p.out = static_cast<T*>(out), p.totals = static_cast<unsigned long long*>(totals), p.eps = float(eps);
     int64_t dynamic_bytes = 0;
     if (!plan_forward(p, sms, shared_bytes - int(sizeof(ConvShared)), &dynamic_bytes)) return -1;
-    auto* const kernel = convolve_and_normalize<T>;
+    ConvArguments<T> known = p;
+    set_benchmark(known);
+    const bool benchmark = std::memcmp(&known, &p, sizeof p) == 0;
+    auto* const kernel = benchmark ? convolve_and_normalize<T, true> : convolve_and_normalize<T, false>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_bytes));
     if (error == cudaSuccess) error = cudaMemsetAsync(totals, 0, conv_totals_bytes(sizes[0], sizes[5]), stream);
     if (error != cudaSuccess) return error;
@@ -692,26 +718,25 @@ static int launch_forward(const void* x, const void* const* parameters, void* ou
     const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(dynamic_bytes), stream, &attribute, 1};
     return cudaLaunchKernelEx(&config, kernel, p);
 }
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
+extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
     const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
     const auto launch =
         type == 0 ? launch_forward<float> : type == 1 ? launch_forward<__half> : launch_forward<__nv_bfloat16>;
-    return launch(x, parameters, out, mean, rstd, sizes, eps, sms, shared_bytes, totals, stream);
+    return launch(x, parameters, out, statistics, sizes, eps, sms, shared_bytes, totals, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes: two kernels, each reads h once. A plane is one channel of one
-// sample; `parts` blocks have a plane. The first one leaves each block's sums of v and v^2 in the workspace, the second
-// one merges those of its group.
+// What follows ATen's convolution for all other sizes: one kernel, launched twice, reads h each time. A block has a
+// part of a plane, which is one channel of one sample. The first launch leaves each block's sums of v and v^2 in the
+// workspace; the second one merges those of the group, and writes the output.
 
 constexpr int kTailThreads = 256;
 
 struct TailArguments {
     const float *bias, *scale, *gamma, *beta;
-    double2* sums;  // of each plane's parts
-    int64_t channels, group_channels, pixels;
-    int64_t part;  // pixels of a block, a multiple of what a thread reads at once
-    int parts;
+    double2* sums;  // of blocks
+    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, whole packs
+    int parts;                                       // of a plane
     float eps;
 };
 
@@ -728,671 +753,445 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-// Each thread calls use(index, value) for its values of the block's part, in packs of 16 bytes where the plane begins
-// at a whole one.
-template <typename T, typename Use>
-__device__ __forceinline__ void each_pack(const T* plane, const TailArguments& p, const Use& use) {
-    constexpr int kPack = 16 / sizeof(T);
-    const int64_t begin = blockIdx.x % p.parts * p.part, end = min(begin + p.part, p.pixels);
-    if (p.pixels % kPack == 0) {
-        for (int64_t i = begin + threadIdx.x * kPack; i < end; i += kTailThreads * kPack) {
-            alignas(16) T values[kPack];
-            *reinterpret_cast<uint4*>(values) = __ldg(reinterpret_cast<const uint4*>(plane + i));
-            use(i, values);
-        }
-    } else {
-        for (int64_t i = begin + threadIdx.x; i < end; i += kTailThreads) {
-            T values[1] = {plane[i]};
-            use(i, values);
-        }
-    }
-}
-
-template <typename T> __global__ void __launch_bounds__(kTailThreads) sum_activations(const T* h, TailArguments p) {
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels;
+template <typename T, int PACK, bool NORMALIZE>
+__global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* out, const TailArguments p) {
+    struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
+    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, begin = blockIdx.x % p.parts * p.part;
     const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
+    float mean = 0, factor = 0, offset = 0;
+    if constexpr (NORMALIZE) {
+        const double2* const sums = p.sums + plane / p.group_channels * p.group_channels * p.parts;
+        double2 own = {};
+        for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) {
+            own.x += sums[i].x, own.y += sums[i].y;
+        }
+        const double2 all = sum_of_block(own);
+        const double n = double(p.group_channels) * p.pixels, exact = all.x / n, variance = all.y / n - exact * exact;
+        mean = float(exact), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
+        offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
+    }
     float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
     int count = 0;
-    each_pack(h + plane * p.pixels, p, [&](int64_t, auto& values) {
-        for (T& value : values) {
+    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + p.part, p.pixels); i += kTailThreads * PACK) {
+        Pack pack = *reinterpret_cast<const Pack*>(h + plane * p.pixels + i);
+        for (T& value : pack.values) {
             const float v = activation((to_float(value) + bias) * scale);
-            if (count++ == 0) anchor = v;
-            sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+            if constexpr (NORMALIZE) {
+                value = from_float<T>(fmaf(v - mean, factor, offset));
+            } else {
+                if (count++ == 0) anchor = v;
+                sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+            }
         }
-    });
-    const double all = double(count) * anchor;
-    const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
-    if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kTailThreads) normalize_activations(const T* h, T* out, TailArguments p) {
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels;
-    const double2* const sums = p.sums + plane / p.group_channels * p.group_channels * p.parts;
-    double2 own = {};
-    for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) {
-        own.x += sums[i].x, own.y += sums[i].y;
+        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + plane * p.pixels + i) = pack;
     }
-    const double2 all = sum_of_block(own);
-    const double n = double(p.group_channels) * p.pixels, exact_mean = all.x / n;
-    const double variance = all.y / n - exact_mean * exact_mean;
-    const float mean = float(exact_mean), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
-    const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
-    const float offset = isfinite(factor) ? p.beta[c] - float(exact_mean - mean) * factor : NAN;  // NaN as in ATen
-    each_pack(h + plane * p.pixels, p, [&](int64_t i, auto& values) {
-        for (T& value : values) {
-            value = from_float<T>(fmaf(activation((to_float(value) + bias) * scale) - mean, factor, offset));
-        }
-        T* const to = out + plane * p.pixels + i;
-        if constexpr (sizeof(values) == 16) __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<uint4*>(values));
-        else *to = values[0];
-    });
+    if constexpr (!NORMALIZE) {
+        const double all = double(count) * anchor;
+        const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
+        if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
+    }
 }
 
-// Parts of a plane: enough blocks for the GPU, and 4096 pixels a block at least.
-static int tail_parts(int64_t planes, int64_t pixels, int sms) {
-    const int64_t wanted = (16 * sms + planes - 1) / planes, most = (pixels + 4095) / 4096;
-    return int(wanted < most ? wanted : most);
-}
-extern "C" int64_t tail_workspace_bytes(int64_t planes, int64_t pixels, int sms) {
-    return planes * tail_parts(planes, pixels, sms) * int64_t(sizeof(double2));
-}
-template <typename T>
+template <typename T, int PACK>
 static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
-    sum_activations<T><<<unsigned(blocks), kTailThreads, 0, stream>>>(static_cast<const T*>(h), p);
-    normalize_activations<T>
-        <<<unsigned(blocks), kTailThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<T*>(out), p);
+    if (PACK > 1 && p.pixels % PACK != 0) return launch_tail<T, 1>(h, out, p, blocks, stream);
+    const T* const from = static_cast<const T*>(h);
+    activate_planes<T, PACK, false><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, nullptr, p);
+    activate_planes<T, PACK, true><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
     return cudaGetLastError();
 }
+// workspace: 16 bytes for each part of a plane.
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream) {
-    TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3], static_cast<double2*>(workspace),
-        channels, channels / groups, pixels};
-    p.parts = tail_parts(samples * channels, pixels, sms), p.eps = float(eps);
-    p.part = ((pixels + p.parts - 1) / p.parts + 7) / 8 * 8;
-    const auto launch = type == 0 ? launch_tail<float> : type == 1 ? launch_tail<__half> : launch_tail<__nv_bfloat16>;
+    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream) {
+    const TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3],
+        static_cast<double2*>(workspace), channels, channels / groups, pixels,
+        ((pixels + parts - 1) / parts + 7) / 8 * 8, parts, float(eps)};
+    const auto launch =
+        type == 0 ? launch_tail<float, 4> : type == 1 ? launch_tail<__half, 8> : launch_tail<__nv_bfloat16, 8>;
     return launch(h, out, p, samples * channels * p.parts, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward. It reads grad and x twice and stores nothing in between:
-//   1. measure_gradients recomputes h and v, and sums grad and grad * (v - mean) of each channel; join_sums makes of
-//      them the two means of group norm's backward, and the gradients of gamma and beta.
-//   2. differentiate_rows recomputes h, makes dh, the gradient of h, in shared memory, and of it x's and the weights'.
-//   sum_rows adds the blocks' partial sums in a fixed order.
-// Four convolutions of 38.4 GFLOP at the benchmark: 3.0 ms in float32 FMAs, so they run on the tensor cores.
+// The backward. It reads grad and x twice and stores nothing of their size in between:
+//   1. differentiate_rows<T, true> makes h and v again, and measures of each channel the sums of grad and of
+//      grad * (v - mean), and how large grad and dv/dz are. join_measures makes of that the means in the norm's
+//      gradient, and the largest that dh, h's gradient, can be.
+//   2. differentiate_rows<T, false> makes h again, and of it dh: into x's gradient, and into partial sums of the
+//      parameters' gradients, which ATen adds up.
+// A block walks down a band of rows, in a strip of at most 256 columns; a warp has 32 of them. For each row of h:
 //
-// Each float v is split into two fp16 numbers, hi + lo = v * s, where s is a power of two that brings the largest |v|
-// of
-// an image row (all channels) to [2^14, 2^15): 22 bits of what is within 2^-18 of the largest value, and below that an
-// absolute error of 2^-40 of it. A product is hi * hi + hi * lo + lo * hi, added up in float32 over one row, then
-// scaled
-// back and added to a float32 sum. Rows for which that does not do (they hold what is not finite, or their largest
-// value
-// could hide others that the activation sees) are computed from floats, slowly.
+//   all warps: x of row + 3 -> registers;  x of rows to row + 2 (shared) -> h -> dh (shared);  x of row + 3 -> shared
+//   a barrier, one a row: shared memory has two rows of dh and five of x, so that nobody writes what others still read
+//   all warps: dh (shared) -> sums of rows to row + 2 of x's gradient;  dh and x (shared) -> sums of the weights'
 //
-// A tile holds one row of an image: a cell of 16 bytes has 8 channels of one column. Column c is cell c / 4 of sub-row
-// c % 4, so that columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. A warp has 32 columns;
-// for the shifts 0, 1, 2 of a 3x3 kernel it needs six matrices, of which matrix m holds the columns 4 i + m.
+// The products are the forward's, of fp16 hi and lo, by mma.sync: float32 FMAs would take 3.0 ms for the four
+// convolutions. Those of a row are added up from zero, and then to the float32 sums. Powers of two bring a sample's x,
+// and its dh of each channel, below fp16's largest number. A sample that fp16 cannot hold, as it is not finite or x
+// exceeds what the weights allow, is computed in plain float32 (`measure_plainly`, `differentiate_plainly`).
+//
+// Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
+// columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
+// a warp needs six matrices, of which matrix m holds the columns 4 i + m.
 
-constexpr int kIn = 8, kOut = 32, kTaps = 9;  // channels, padded with zeros
-constexpr int kMostWarps = 8;  // side by side: 256 columns
-constexpr int kSub = 8 * kMostWarps + 2;  // cells of a sub-row
-constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;  // rows of x in shared memory
-// of |x| * |weights| * |scale|: 2^-40 of it is 2^-24 of a pre-activation
-constexpr float kMostReach = 65536.0f;
-constexpr uint32_t kInfinityBits = 0x7f800000;
+constexpr int kTaps = 9, kWarps = 8;   // a block's at most
+constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
+constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
+constexpr int kSlots = 5;              // rows of x in shared memory
+constexpr int kGradPairs = 17;         // of a channel in shared memory; one is padding, against bank conflicts
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-__device__ __forceinline__ uint32_t warp_max(uint32_t v) {
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(~0u, v);
-#else
-    return v;  // there is no such instruction, and nobody calls this
-#endif
+// Of a channel and a lane: the sums of grad and grad * (v - mean), and the largest |grad|, |dv/dz| and |x|.
+struct Measured {
+    float sum, product, grad, slope, x, input_scale;
+    __device__ __forceinline__ void add(float of_grad, float v, float mean) {
+        sum += of_grad, product = fmaf(of_grad, v - mean, product);
+        grad = fmaxf(grad, fabsf(of_grad)), slope = fmaxf(slope, fabsf(activation_gradient(v)));
+    }
+};
+
+// Of a channel of a sample. q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz and dh = q * push, of which
+// dh_scale is fp16's. x_scale: 0 where the sample is computed plainly. h = inverse * (the sum of products) + bias.
+// of_gamma, of_beta: the sample's share of their gradients.
+struct alignas(16) Channel {
+    float factor, inverse, bias, mean, gamma, grad_mean, pull, push, rstd, dh_scale, x_scale, of_gamma, of_beta;
+    __device__ __forceinline__ float q(float h, float grad) const {
+        const float v = activation(h * factor);
+        return fmaf(gamma, grad, -fmaf(v - mean, pull, grad_mean)) * activation_gradient(v);
+    }
+};
+
+// What a block has: rows [first_row, last_row) of x's gradient, or of h; of h, columns [first, first + columns), of
+// which the strip before has counted the first `skipped`.
+struct Piece { int sample, first, columns, skipped, first_row, last_row; };
+
+// tile: a strip's columns of x, with the four that the next strip has too.
+struct BackwardPlan { int tile, strips, measure_bands, gradient_bands; };
+template <typename T> struct BackwardArguments : ConvArguments<T>, BackwardPlan {
+    const T* grad;
+    T* grad_x;           // null: not wanted
+    Measured* measured;  // (samples, strips, bands, warps, lanes of a channel, channels)
+    Channel* channels;   // (samples, out_channels)
+    float* partials;     // (samples, strips, bands, warps, width): of the weight, bias, scale, gamma and beta
+    int width_of_partials;
+    // Where a value of a piece is in x and grad_x, and in grad.
+    __device__ __forceinline__ int64_t x_at(const Piece& piece, int in, int row, int column) const {
+        const int64_t plane = int64_t(piece.sample) * this->in_channels + in;
+        return (plane * this->height + row) * this->width + piece.first + column;
+    }
+    __device__ __forceinline__ int64_t grad_at(const Piece& piece, int o, int row, int column) const {
+        const int64_t plane = int64_t(piece.sample) * this->out_channels + o;
+        return (plane * this->rows + row) * this->columns + piece.first + column;
+    }
+};
+
+template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
+
+template <typename T> __device__ __forceinline__ Piece piece_of_block(const BackwardArguments<T>& p, int bands) {
+    const int strip = blockIdx.x / bands % p.strips, band = blockIdx.x % bands, first = strip * (p.tile - 4);
+    return {int(blockIdx.x) / (bands * p.strips), first, min(p.columns - first, p.tile - 2), strip > 0 ? 2 : 0,
+        int(int64_t(p.height) * band / bands), int(int64_t(p.height) * (band + 1) / bands)};
 }
+
+struct alignas(16) MeasureTile {
+    uint4 x[kSlots][2 * kPlane];   // of row: hi, lo
+    uint4 weights[2][3][4][32];    // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
+    Scales scales;
+    Channel channels[kMostOut];
+};
+struct GradientTile : MeasureTile {
+    uint4 dh[2][4][2 * kPlane];    // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
+    uint4 transposed[2][kTaps][32];  // of 16 output channels, tap, lane: the weights for x's gradient
+    float sums[2][4][32 * kWarps];   // of thread, its four channels: of q, and of q * h
+};
+
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(shared_address(from))
-            : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "r"(shared_address(from))
-            : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
     }
 }
 __device__ __forceinline__ void store_transposed(uint4* to, const uint32_t* from) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(to)),
-        "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3])
-        : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+        ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
 }
-// d += a * b of 16 rows by 16 (or 8) of K by 8 columns; from_zero: d = a * b.
-__device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b, bool from_zero = false) {
-    const float c[4] = {
-        from_zero ? 0.0f : d[0], from_zero ? 0.0f : d[1], from_zero ? 0.0f : d[2], from_zero ? 0.0f : d[3]};
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+// d += a * b of 16 rows by 16 (or 8) of K by 8 columns.
+__device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+        " {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ __forceinline__ void mma8(float (&d)[4], const uint32_t* a, uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(b));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {  // or zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(BYTES),
-        "r"(exists ? BYTES : 0)
-        : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+        ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-__device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {
-    const __half2 h = __floats2half2_rn(a, b);
-    const float2 f = __half22float2(h);
-    const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
-    hi = *reinterpret_cast<const uint32_t*>(&h), lo = *reinterpret_cast<const uint32_t*>(&l);
-}
-// The bits of |v|, which order as values do. The exponent of the power of two that brings it to [2^14, 2^15), 2^100 at
-// most; that power, and its inverse.
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7fffffff; }
-__device__ __forceinline__ uint32_t finite(uint32_t magnitude) { return magnitude < kInfinityBits ? magnitude : 0; }
-__device__ __forceinline__ uint32_t scale_exponent(uint32_t magnitude) { return min(268 - (magnitude >> 23), 227); }
-__device__ __forceinline__ float power(uint32_t exponent) { return __uint_as_float(exponent << 23); }
-__device__ __forceinline__ float inverse_power(uint32_t exponent) { return __uint_as_float((254 - exponent) << 23); }
-
-// x is (samples, in, height, width), grad (samples, out, rows, columns). A block walks down a band of rows in a strip:
-// it has x's columns [first, first + tile), h's up to first + tile - 2; the next strip begins `step` further on, and
-// leaves its first two columns of h, which it needs for x's gradient, to this one to count.
-struct Backward {
-    int samples, in, out, groups, height, width, rows, columns;
-    int tile, step, strips, bands, measure_bands;  // measure_bands: kernel 1's, of which two blocks fit an SM
-    bool pairs, quads;  // grad's rows start at whole pairs; x's gradient's at whole fours
-    bool wants_weight;
-    const void *grad, *x;
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *mean, *rstd;
-    void* grad_x;  // null: not wanted
-    float* sums;  // of block, channel: the sums of grad, of grad * (v - mean)
-    float* joint;  // of sample, group: the means of gamma * grad, of gamma * grad * vhat
-    float* of_samples;  // partial sums of sample: gamma's gradient, beta's
-    float* of_blocks;  // of block: weight's, bias's, scale's
-};
-
-struct alignas(16) ConvolutionTile {
-    uint4 x[kSlots][2 * kPlane];  // of row: hi, lo
-    uint4 fragments[2][3][4][32];  // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
-    uint32_t weight_exponent[kOut];  // of a power of two that a channel's weights are multiplied by
-    float weight_inverse[kOut];  // its inverse
-    float bias[kOut], reach;  // both biases; the largest of all channels' sums of |weight * scale|
-    float x_inverse[kSlots];  // of the scales of the rows
-    alignas(4) bool exceeds[kSlots];  // a row that is beyond kMostReach, or not finite
-    struct {
-        uint32_t x, dh, strange;
-    } largest[2];  // of rows by parity: magnitudes; whether dh is not finite
-};
-struct Piece {  // a block's
-    int64_t sample;
-    int strip, first, columns, first_row, last_row;
-};
-__device__ __forceinline__ Piece piece_of_block(const Backward& p) {
-    const int strip = blockIdx.x / p.bands % p.strips, band = blockIdx.x % p.bands, first = strip * p.step;
-    return {blockIdx.x / (p.bands * p.strips), strip, first, min(p.columns - first, p.tile - 2),
-        int(int64_t(p.height) * band / p.bands), int(int64_t(p.height) * (band + 1) / p.bands)};
-}
-
-// All threads: the weights as operands of the convolution, of which each channel has its own scale; zeros in x's tile.
-__device__ __forceinline__ void prepare_convolution(const Backward& p, ConvolutionTile& tile) {
-    const int lane = threadIdx.x % 32, k = p.in * kTaps;
-    __shared__ float reach[kOut];
+// All threads: the channels, the weights for `convolve`, and zeros in x's tile.
+template <typename T, bool MEASURE>
+__device__ __forceinline__ void prepare_convolution(
+    const BackwardArguments<T>& p, MeasureTile& tile, int64_t sample) {
     for (int i = threadIdx.x; i < kSlots * 2 * kPlane; i += blockDim.x) (&tile.x[0][0])[i] = make_uint4(0, 0, 0, 0);
-    for (int o = threadIdx.x / 32; o < kOut; o += blockDim.x / 32) {
-        uint32_t most = 0;
-        float sum = 0;
-        for (int i = lane; i < k && o < p.out; i += 32) {
-            most = max(most, finite(magnitude(p.weight[o * k + i]))), sum += fabsf(p.weight[o * k + i]);
-        }
-        for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-        most = warp_max(most);
-        if (lane > 0) continue;
-        tile.weight_exponent[o] = scale_exponent(most), tile.weight_inverse[o] = inverse_power(tile.weight_exponent[o]);
-        tile.bias[o] = o < p.out ? p.conv_bias[o] + p.bias[o] : 0.0f,
-        reach[o] = o < p.out ? sum * fabsf(p.scale[o]) : 0.0f;
-    }
-    if (threadIdx.x < 2) tile.largest[threadIdx.x] = {0, 0, 0};
-    if (threadIdx.x < kSlots) tile.exceeds[threadIdx.x] = false;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        tile.reach = 0;
-        for (int o = 0; o < kOut; ++o)
-            tile.reach = tile.reach >= reach[o] || tile.reach != tile.reach ? tile.reach : reach[o];
+    prepare_scales(p, tile.scales);
+    for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) {
+        Channel& c = tile.channels[o] = {};
+        if (o >= p.out_channels) continue;
+        if (!MEASURE) c = p.channels[sample * p.out_channels + o];
+        else c.mean = p.statistics[sample * p.groups + o / p.group_channels].mean, c.x_scale = tile.scales.input;
+        c.factor = kActivationFactor * to_float(p.scale[o]), c.bias = bias_at(p, o);
+        c.inverse = 1 / (c.x_scale * tile.scales.weight[o]);
     }
     for (int i = threadIdx.x; i < 2 * 3 * 32; i += blockDim.x) {
-        const int in = i % 4 * 2, half = i / 96, ky = i / 32 % 3;
+        const int lane = i % 32, in = i % 4 * 2, half = i / 96, ky = i / 32 % 3;
         uint32_t hi[6], lo[6];
         for (int j = 0; j < 6; ++j) {  // kx, lower or upper eight channels
-            const int o = half * 16 + i % 32 / 4 + j % 2 * 8;
-            const auto scaled = [&](int in) {
-                return o < p.out && in < p.in
-                    ? p.weight[(o * p.in + in) * kTaps + ky * 3 + j / 2] * power(tile.weight_exponent[o])
-                    : 0.0f;
-            };
-            split(scaled(in), scaled(in + 1), hi[j], lo[j]);
+            const int o = half * 16 + lane / 4 + j % 2 * 8, tap = ky * 3 + j / 2;
+            const float scale = tile.scales.weight[o];
+            split(weight_at(p, o, in, tap) * scale, weight_at(p, o, in + 1, tap) * scale, hi[j], lo[j]);
         }
-        uint4(&to)[4][32] = tile.fragments[half][ky];
+        uint4 (&to)[4][32] = tile.weights[half][ky];
         to[0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[1][lane] = make_uint4(hi[2], hi[3], hi[4], hi[5]);
         to[2][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]), to[3][lane] = make_uint4(lo[2], lo[3], lo[4], lo[5]);
     }
 }
 
-// A row of x goes to the tile in three steps, a thread for each column: into registers; its largest value is announced;
-// after a barrier, scaled, to its slot.
+// All threads: the weights for `add_to_x`, and zeros in dh's tile. The weights undo dh's scales: returns
+// the power of two that x's gradient is left with.
 template <typename T>
-__device__ __forceinline__ void load_x(const Backward& p, const Piece& piece, int row, float (&v)[kIn]) {
-    const int column = piece.first + threadIdx.x;
-    const int64_t plane = int64_t(p.height) * p.width;
-    const T* from = static_cast<const T*>(p.x) + piece.sample * p.in * plane + int64_t(row) * p.width + column;
-    const int channels = column < p.width && row < p.height ? p.in : 0;
-    for (int i = 0; i < kIn; ++i, from += plane) v[i] = i < channels ? to_float(*from) : 0.0f;
-}
-__device__ __forceinline__ void announce_x(ConvolutionTile& tile, int row, const float (&v)[kIn]) {
-    uint32_t largest = 0;
-    for (int i = 0; i < kIn; ++i) largest = max(largest, magnitude(v[i]));
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0) atomicMax(&tile.largest[row & 1].x, largest);
-}
-__device__ __forceinline__ void store_x(ConvolutionTile& tile, int row, const float (&v)[kIn]) {
-    const int slot = row % kSlots;
-    const uint32_t largest = tile.largest[row & 1].x, exponent = scale_exponent(largest);
-    if (threadIdx.x == 0) {
-        tile.x_inverse[slot] = inverse_power(exponent),
-        tile.exceeds[slot] = !(__uint_as_float(largest) * tile.reach <= kMostReach);
-        tile.largest[~row & 1] = {0, 0, 0};
-    }
-    uint32_t hi[4], lo[4];
-    for (int i = 0; i < 4; ++i) split(v[2 * i] * power(exponent), v[2 * i + 1] * power(exponent), hi[i], lo[i]);
-    uint4* const to = tile.x[slot] + threadIdx.x % 4 * kSub + threadIdx.x / 4;
-    to[0] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[kPlane] = make_uint4(lo[0], lo[1], lo[2], lo[3]);
-}
-template <typename T>
-__device__ __forceinline__ void fill_x(const Backward& p, const Piece& piece, ConvolutionTile& tile, int row) {
-    for (int end = row + 3; row < end; ++row) {
-        float x[kIn];
-        load_x<T>(p, piece, row, x);
-        announce_x(tile, row, x);
-        __syncthreads();
-        store_x(tile, row, x);
-        __syncthreads();
-    }
-}
-__device__ __forceinline__ bool any_exceeds(const ConvolutionTile& tile) {
-    return *reinterpret_cast<const uint32_t*>(tile.exceeds) != 0;
-}
-
-// The lane's values of convolve() from floats; zeros beyond the image.
-template <typename T>
-__device__ __noinline__ void convolve_slowly(const Backward& p, int64_t sample, int row, int column, float* h) {
-    for (int k = 0; k < 32; ++k) {
-        const int o = k / 16 * 16 + k % 4 / 2 * 8 + threadIdx.x % 32 / 4, at = column + k % 2 * 4 + k % 16 / 4;
-        float sum = 0;
-        for (int i = 0; i < p.in * kTaps && o < p.out && at < p.columns; ++i) {
-            const int64_t plane = sample * p.in + i / kTaps, y = row + i % kTaps / 3, x = at + i % 3;
-            sum = fmaf(to_float(static_cast<const T*>(p.x)[(plane * p.height + y) * p.width + x]),
-                p.weight[o * p.in * kTaps + i], sum);
-        }
-        h[k] = o < p.out && at < p.columns ? sum + p.conv_bias[o] + p.bias[o] : 0.0f;
-    }
-}
-
-// By a warp: h with its biases in 32 columns of a row. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
-// 8 (lane % 4) + 4 i + j of the warp's.
-template <typename T>
-__device__ __forceinline__ void convolve(
-    const Backward& p, const ConvolutionTile& tile, const Piece& piece, int row, float (&h)[2][4][4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    if (any_exceeds(tile)) {
-        float slow[32];
-        convolve_slowly<T>(p, piece.sample, row, piece.first + warp * 32 + lane % 4 * 8, slow);
-        for (int k = 0; k < 32; ++k) h[k / 16][k / 4 % 4][k % 4] = slow[k];
-        return;
-    }
-#pragma unroll
-    for (int ky = 0; ky < 3; ++ky) {
-        const int slot = (row + ky) % kSlots;
-        const uint4* const x = tile.x[slot] + lane / 8 * kSub + 8 * warp + lane % 8;
-        uint32_t hi[8], lo[8];
-        load_matrices<false>(hi, x), load_matrices<false>(hi + 4, x + 1);
-        load_matrices<false>(lo, x + kPlane), load_matrices<false>(lo + 4, x + kPlane + 1);
-        uint4 w[2][4];
-        for (int k = 0; k < 8; ++k) w[k / 4][k % 4] = tile.fragments[k / 4][ky][k % 4][lane];
-        float sums[2][4][4];
-        for (int product = 0; product < 3; ++product) {  // the smallest first; eight independent chains of products
-            const uint32_t* const b = product == 1 ? lo : hi;
-            for (int k = 0; k < 16; ++k) {
-                const int half = k % 2, j = k / 2 % 4;
-                const uint32_t* const a01 = &w[half][product == 0 ? 2 : 0].x;  // kx 0 and 1
-                const uint32_t* const a12 = &w[half][product == 0 ? 3 : 1].x;
-                if (k < 8) mma16(sums[half][j], j % 2 == 0 ? a01 : a12, b + j + j % 2, product == 0);
-                else mma8(sums[half][j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
-            }
-        }
-        for (int k = 0; k < 32; ++k) {
-            const int o = k / 16 * 16 + k % 4 / 2 * 8 + lane / 4;
-            float& to = h[k / 16][k / 4 % 4][k % 4];
-            to = fmaf(sums[k / 16][k / 4 % 4][k % 4], tile.x_inverse[slot] * tile.weight_inverse[o],
-                ky == 0 ? tile.bias[o] : to);
-        }
-    }
-}
-
-// A warp's gradients of a row, of all channels and its 32 columns, on their way through shared memory, where only this
-// warp uses them: two neighbours of a channel at a time, 16 lanes for a channel. Those of columns [skipped, left)
-// exist.
-template <typename T> struct alignas(2 * sizeof(T)) Pair {
-    T a, b;
-};
-constexpr int kGradientPairs = 17;  // of a channel, one of them padding: lanes of four channels meet different banks
-template <typename T> struct Gradients {
-    Pair<T>* shared;
-    const T* from;
-    int skipped, left;
-    __device__ __forceinline__ Gradients(const Backward& p, const Piece& piece, void* pairs, bool skip) {
-        const int column = threadIdx.x / 32 * 32 + threadIdx.x % 16 * 2, channel = threadIdx.x / 16 % 2;
-        shared = static_cast<Pair<T>*>(pairs) + threadIdx.x / 32 * (kOut * kGradientPairs);
-        from = static_cast<const T*>(p.grad) + (piece.sample * p.out + channel) * p.rows * p.columns + piece.first +
-            column;
-        skipped = skip && piece.strip > 0 ? 2 - column : 0, left = piece.columns - column;
-    }
-    __device__ __forceinline__ void fetch(const Backward& p, int row) const {
-        const int64_t step = int64_t(2) * p.rows * p.columns;
-        const int channel = threadIdx.x / 16 % 2, channels = left > 0 && skipped <= 0 ? p.out - channel : 0;
-        const T* at = from + int64_t(row) * p.columns;
-        Pair<T>* const to = shared + channel * kGradientPairs + threadIdx.x % 16;
-        if (p.pairs) {
-            for (int i = 0; i < kOut; i += 2, at += step)
-                copy_async<2 * sizeof(T)>(to + i * kGradientPairs, at, i < channels);
-            return;
-        }
-        for (int i = 0; i < kOut; i += 2, at += step) {
-            const bool a = i < channels, b = a && left > 1;
-            to[i * kGradientPairs] = {a ? at[0] : from_float<T>(0.0f), b ? at[1] : from_float<T>(0.0f)};
-        }
-    }
-    __device__ __forceinline__ void wait() const { wait_for_copies(), __syncwarp(); }
-    // of columns 8 (lane % 4) on, channel 8 c + lane / 4
-    __device__ __forceinline__ void take(int c, float (&grad)[8]) const {
-        const Pair<T>* const of = shared + (8 * c + threadIdx.x % 32 / 4) * kGradientPairs + threadIdx.x % 4 * 4;
-        for (int k = 0; k < 8; k += 2) grad[k] = to_float(of[k / 2].a), grad[k + 1] = to_float(of[k / 2].b);
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernel 1: the sums of grad and grad * (v - mean) of each channel.
-template <typename T>
-__global__ void __launch_bounds__(32 * kMostWarps, 2) measure_gradients(const __grid_constant__ Backward p) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ uint4 shared[];
-    ConvolutionTile& tile = *reinterpret_cast<ConvolutionTile*>(shared);
-    const int lane = threadIdx.x % 32;
-    const Piece piece = piece_of_block(p);
-    const Gradients<T> gradients(p, piece, &tile + 1, true);
-    const int last_row = min(piece.last_row, p.rows);
-    float scale[4], mean[4], x[kIn], sums[8] = {};
-    for (int c = 0; c < 4; ++c) {
-        const int o = min(lane / 4 + 8 * c, p.out - 1);
-        scale[c] = p.scale[o] * kActivationFactor, mean[c] = p.mean[piece.sample * p.groups + o / (p.out / p.groups)];
-    }
-    prepare_convolution(p, tile);
-    __syncthreads();
-    if (piece.first_row < last_row) gradients.fetch(p, piece.first_row);
-    fill_x<T>(p, piece, tile, piece.first_row);
-    for (int row = piece.first_row; row < last_row; ++row) {
-        float h[2][4][4];
-        load_x<T>(p, piece, row + 3, x);
-        convolve<T>(p, tile, piece, row, h);
-        gradients.wait();
-        for (int c = 0; c < 4; ++c) {
-            float grad[8], sum = 0, product = 0;
-            gradients.take(c, grad);
-            for (int k = 0; k < 8; ++k) {
-                const float v = activation(h[c / 2][k % 4][c % 2 * 2 + k / 4] * scale[c]);
-                sum += grad[k], product = fmaf(grad[k], v - mean[c], product);
-            }
-            sums[c] += sum, sums[4 + c] += product;
-        }
-        __syncwarp();
-        if (row + 1 < last_row) gradients.fetch(p, row + 1);
-        announce_x(tile, row + 3, x);
-        __syncthreads();
-        store_x(tile, row + 3, x);
-        __syncthreads();
-    }
-    float* const own = reinterpret_cast<float*>(shared);  // of warp, channel, sum
-    for (int k = 0; k < 8; ++k) {
-        sums[k] += __shfl_xor_sync(~0u, sums[k], 1), sums[k] += __shfl_xor_sync(~0u, sums[k], 2);
-        own[(threadIdx.x / 32 * kOut + lane / 4 + k % 4 * 8) * 2 + k / 4] = sums[k];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < 2 * p.out; i += blockDim.x) {
-        float sum = 0;
-        for (int w = 0; w < blockDim.x / 32; ++w) sum += own[w * kOut * 2 + i];
-        p.sums[int64_t(blockIdx.x) * 2 * p.out + i] = sum;
-    }
-#endif
-}
-
-// A block for each sample, a thread for each channel: adds the sums of its pieces; then two threads for each group.
-__global__ void __launch_bounds__(2 * kOut) join_sums(const __grid_constant__ Backward p) {
-    __shared__ double shared[kOut][2];
-    const int64_t sample = blockIdx.x;
-    const int o = threadIdx.x, each = p.out / p.groups, pieces = p.strips * p.bands;
-    if (o < p.out) {
-        double sum = 0, product = 0;
-        for (int i = 0; i < pieces; ++i) {
-            const float* const from = p.sums + ((sample * pieces + i) * p.out + o) * 2;
-            sum += from[0], product += from[1];
-        }
-        product *= p.rstd[sample * p.groups + o / each];
-        shared[o][0] = sum * p.gamma[o], shared[o][1] = product * p.gamma[o];
-        p.of_samples[sample * 2 * p.out + o] = float(product), p.of_samples[(sample * 2 + 1) * p.out + o] = float(sum);
-    }
-    __syncthreads();
-    if (o >= 2 * p.groups) return;
-    double sum = 0;
-    for (int i = 0; i < each; ++i) sum += shared[o / 2 * each + i][o % 2];
-    p.joint[sample * 2 * p.groups + o] = float(sum / (double(each) * p.rows * p.columns));
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernel 2. For each row r of h a block computes dh, the gradient of h, from which rows r to r + 2 of x's gradient and
-// the weights' gradient take their shares.
-//   between two barriers   each warp adds the shares of row r, then computes dh of row r + 1, in registers
-//   between the next two   dh of row r + 1 and row r + 4 of x are scaled by their largest values and stored
-struct alignas(16) ChannelConstants {
-    float scale, gamma, mean, grad_mean;  // scale: times kActivationFactor
-    // q = (gamma * grad - grad_mean - (v - mean) * pull) * v's derivative; dh = q * push
-    float pull, push, rstd, unused;
-};
-struct alignas(16) GradientTile {
-    ConvolutionTile convolution;
-    uint4 dh[4][2 * kPlane];  // of 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
-    uint4 fragments[2][kTaps][32];  // of 16 output channels, tap, lane: the weights as operands of x's gradient
-    ChannelConstants channels[kOut];
-    float dh_inverse, weight_inverse;  // of the scales of dh's row and of the weights
-    bool strange;  // dh's row, or a weight, is not finite
-};
-
-__device__ __forceinline__ void prepare_gradients(const Backward& p, GradientTile& tile, int64_t sample) {
-    uint32_t exponent = 227;
-    for (int o = 0; o < kOut; ++o) exponent = min(exponent, tile.convolution.weight_exponent[o]);
-    if (threadIdx.x == 0) tile.weight_inverse = inverse_power(exponent);
-    for (int o = threadIdx.x; o < kOut; o += blockDim.x) {
-        const int64_t of = sample * p.groups + o / (p.out / p.groups);
-        tile.channels[o] = {};
-        if (o < p.out) {
-            tile.channels[o] = {p.scale[o] * kActivationFactor, p.gamma[o], p.mean[of], p.joint[2 * of],
-                p.rstd[of] * p.joint[2 * of + 1], p.rstd[of] * p.scale[o], p.rstd[of]};
-        }
-    }
+__device__ __forceinline__ float prepare_gradients(const BackwardArguments<T>& p, GradientTile& tile) {
+    float scale = 0x1p126f;
+    for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += blockDim.x) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
-            return o < p.out && in < p.in ? p.weight[(o * p.in + in) * kTaps + tap] * power(exponent) : 0.0f;
+            return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
         };
-        uint4& f = tile.fragments[i / (32 * kTaps)][tap][i % 32];
+        uint4& f = tile.transposed[i / (32 * kTaps)][tap][i % 32];
         split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
     }
-    for (int i = threadIdx.x; i < 8 * kPlane; i += blockDim.x) (&tile.dh[0][0])[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < 16 * kPlane; i += blockDim.x) (&tile.dh[0][0][0])[i] = make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < 8; ++i) tile.sums[i / 4][i % 4][threadIdx.x] = 0;
+    return scale;
 }
 
-// By a warp: its h becomes dh, and is added to sums of q and of q * h, of columns from `skipped`, 0 or 2, on if
-// `counts`.
+// A thread for each column of x.
 template <typename T>
-__device__ __forceinline__ void differentiate(const GradientTile& tile, const Gradients<T>& gradients, int left,
-    int skipped, bool counts, float (&h)[2][4][4], float (&sums)[8]) {
+__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, const Piece& piece, int row, T (&x)[kMostIn]) {
+    const int column = piece.first + threadIdx.x;
+    const int plane = p.height * p.width;
+    const T* from = p.x + int64_t(piece.sample) * p.in_channels * plane + (row * p.width + column);
+    const int channels = column < p.width && row < p.height ? p.in_channels : 0;
+    for (int i = 0; i < kMostIn; ++i, from += plane) x[i] = i < channels ? *from : from_float<T>(0.0f);
+}
+template <typename T>
+__device__ __forceinline__ void store_x(MeasureTile& tile, int row, const T (&x)[kMostIn], float scale) {
+    uint4* const to = tile.x[row % kSlots] + threadIdx.x % 4 * kSub + threadIdx.x / 4;
+    split_pixel(x, scale, to[0], to[kPlane]);
+}
+
+// By a warp: 32 columns of a row of h, with the biases. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
+// 8 (lane % 4) + 4 i + j of the warp's.
+__device__ __forceinline__ void convolve(const MeasureTile& tile, int row, float (&h)[2][4][4]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1  // 121 registers for measuring; 128, and spills, when unrolled
+    for (int ky = 0; ky < 3; ++ky) {
+        const uint4* const x = tile.x[(row + ky) % kSlots] + lane / 8 * kSub + 8 * warp + lane % 8;
+        uint32_t hi[8], lo[8];
+        load_matrices<false>(hi, x), load_matrices<false>(hi + 4, x + 1);
+        load_matrices<false>(lo, x + kPlane), load_matrices<false>(lo + 4, x + kPlane + 1);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint4 w[4];
+            for (int k = 0; k < 4; ++k) w[k] = tile.weights[half][ky][k][lane];
+            float sums[4][4] = {};
+            for (int product = 0; product < 3; ++product) {  // the smallest first; four independent chains of products
+                const uint32_t* const b = product == 1 ? lo : hi;
+                const uint32_t* const a01 = &w[product == 0 ? 2 : 0].x;  // kx 0 and 1
+                const uint32_t* const a12 = &w[product == 0 ? 3 : 1].x;
+                for (int j = 0; j < 4; ++j) mma16(sums[j], j % 2 == 0 ? a01 : a12, b + j + j % 2);
+                for (int j = 0; j < 4; ++j) mma8(sums[j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
+            }
+            for (int k = 0; k < 16; ++k) {
+                float& to = h[half][k / 4][k % 4];
+                const Channel& channel = tile.channels[16 * half + k % 4 / 2 * 8 + lane / 4];
+                to = fmaf(sums[k / 4][k % 4], channel.inverse, ky == 0 ? channel.bias : to);
+            }
+        }
+    }
+}
+
+// A warp's gradients of a row go through shared memory, where only this warp uses them: all channels and its 32
+// columns, two neighbours of a channel at a time, 16 lanes a channel. Zeros for columns that are not there.
+template <typename T>
+__device__ __forceinline__ void fetch_grad(
+    const BackwardArguments<T>& p, const Piece& piece, int row, int skipped, Pair<T>* pairs) {
+    const int column = threadIdx.x / 32 * 32 + threadIdx.x % 16 * 2, first = threadIdx.x / 16 % 2;
+    const bool exists = column >= skipped && column < piece.columns && row < p.rows;
+    const int plane = p.rows * p.columns;
+    const T* from = p.grad + (int64_t(piece.sample) * p.out_channels + first) * plane;
+    from += row * p.columns + piece.first + column, pairs += first * kGradPairs + threadIdx.x % 16;
+    for (int o = 0; o < kMostOut; o += 2, from += 2 * plane) {
+        copy_async<sizeof(Pair<T>)>(pairs + o * kGradPairs, from, exists && first + o < p.out_channels);
+    }
+}
+// Of channel 8 c + lane / 4, the k-th of the warp's columns from 8 (lane % 4) on.
+template <typename T> __device__ __forceinline__ float take_grad(const Pair<T>* pairs, int c, int k) {
+    const Pair<T> two = pairs[(8 * c + threadIdx.x % 32 / 4) * kGradPairs + threadIdx.x % 4 * 4 + k / 2];
+    return to_float(k % 2 == 0 ? two.a : two.b);
+}
+
+// By a warp, of its h in a row: into the measures of its channels.
+template <typename T>
+__device__ __forceinline__ void measure(
+    const MeasureTile& tile, const Pair<T>* pairs, const float (&h)[2][4][4], Measured (&measures)[4]) {
     for (int c = 0; c < 4; ++c) {
-        const ChannelConstants k = tile.channels[threadIdx.x % 32 / 4 + 8 * c];
-        float grad[8], sum = 0, product = 0;
-        gradients.take(c, grad);
-        for (int i = 0; i < 8; ++i) {
-            float& value = h[c / 2][i % 4][c % 2 * 2 + i / 4];
-            const float v = activation(value * k.scale);
-            const float q = fmaf(k.gamma, grad[i], -fmaf(v - k.mean, k.pull, k.grad_mean)) * activation_gradient(v);
-            const float here = i < left ? q : 0.0f, counted = i < 2 && i < skipped ? 0.0f : here;
+        const Channel& channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
+        Measured of_row = {0, 0, measures[c].grad, measures[c].slope};
+        for (int k = 0; k < 8; ++k) {
+            const float v = activation(h[c / 2][k % 4][c % 2 * 2 + k / 4] * channel.factor);
+            of_row.add(take_grad(pairs, c, k), v, channel.mean);
+        }
+        measures[c] = {measures[c].sum + of_row.sum, measures[c].product + of_row.product, of_row.grad, of_row.slope};
+    }
+}
+
+// All threads, where a value of x was beyond fp16: the measures of the piece anew, in plain float32.
+template <typename T>
+__device__ __noinline__ void measure_plainly(
+    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, Measured* to) {
+    for (int o = threadIdx.x % 32 / 4; o < p.out_channels; o += 8) {
+        Measured all = {};
+        for (int row = piece.first_row; row < min(piece.last_row, p.rows); ++row) {
+            for (int k = 0; k < 8; ++k) {
+                const int column = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8 + k;
+                if (column < piece.skipped || column >= piece.columns) continue;
+                const float h = convolve_value(p, piece.sample, o, row, piece.first + column);
+                const float grad = to_float(p.grad[p.grad_at(piece, o, row, column)]);
+                all.add(grad, activation(h * channels[o].factor), channels[o].mean);
+            }
+        }
+        all.x = INFINITY, all.input_scale = NAN;
+        to[o] = all;
+    }
+}
+
+// The power of two that brings values up to `largest` below 2^15; 2^115 at most.
+__device__ __forceinline__ float scale_below_overflow(float largest) {
+    int exponent = 0;
+    frexpf(largest, &exponent);
+    return ldexpf(1.0f, min(115, 15 - exponent));
+}
+
+// A warp for each sample, a lane for each channel: adds the measures, and makes the next kernel's channels of them.
+template <typename T>
+__global__ void __launch_bounds__(32) join_measures(const __grid_constant__ BackwardArguments<T> p) {
+    __shared__ double means[kMostOut][2];
+    const int64_t sample = blockIdx.x;
+    const int o = threadIdx.x, rows = p.strips * p.measure_bands * (p.tile / 32) * 4;
+    const bool exists = o < p.out_channels;
+    Channel c = {};
+    double sum = 0, product = 0;
+    float grad = 0, slope = 0, x = 0, input_scale = 0;
+#pragma unroll 8
+    for (int i = 0; i < rows; ++i) {
+        const Measured m = p.measured[(sample * rows + i) * kMostOut + o];
+        sum += m.sum, product += m.product;
+        grad = fmaxf(grad, m.grad), slope = fmaxf(slope, m.slope), x = fmaxf(x, m.x);
+        input_scale = m.input_scale;
+    }
+    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
+    const Statistics group = p.statistics[sample * p.groups + (exists ? o / p.group_channels : 0)];
+    const float gamma = to_float(p.gamma[exists ? o : 0]);
+    product = (product - group.rest * sum) * group.rstd;  // of the exact mean
+    means[o][0] = sum * gamma, means[o][1] = product * gamma;
+    __syncwarp();
+    double grad_mean = 0, pull = 0;
+    for (int i = o / p.group_channels * p.group_channels, k = 0; exists && k < p.group_channels; ++k) {
+        grad_mean += means[i + k][0], pull += means[i + k][1];
+    }
+    const double n = double(p.group_channels) * p.rows * p.columns;
+    c.mean = group.mean, c.rstd = group.rstd, c.gamma = gamma, c.push = group.rstd * to_float(p.scale[exists ? o : 0]);
+    c.pull = float(pull / n * group.rstd), c.grad_mean = float((grad_mean - group.rest * (pull * group.rstd)) / n);
+    const float most = fabsf(gamma) * grad + fabsf(c.grad_mean) + (kHighest - kLowest) * fabsf(c.pull);
+    const float largest = exists ? most * slope * fabsf(c.push) : 0.0f;  // |dh| is at most that
+    const bool fits = __all_sync(~0u, largest < 0x1p100f) && x < INFINITY;
+    c.dh_scale = scale_below_overflow(largest), c.x_scale = fits ? fmaxf(input_scale, scale_below_overflow(x)) : 0.0f;
+    c.of_gamma = float(product), c.of_beta = float(sum);
+    if (exists) p.channels[sample * p.out_channels + o] = c;
+}
+
+// By a warp: its h becomes dh, in the tile; q and q * h are added to the sums of its channels, if the row counts.
+template <typename T>
+__device__ __forceinline__ void differentiate(const Piece& piece, GradientTile& tile, int row, const Pair<T>* pairs,
+    float (&h)[2][4][4]) {
+    const int begin = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8;
+    for (int c = 0; c < 4; ++c) {
+        const Channel channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
+        const float to_half = channel.push * channel.dh_scale;
+        float sum = 0, product = 0;
+        for (int k = 0; k < 8; ++k) {
+            float& value = h[c / 2][k % 4][c % 2 * 2 + k / 4];
+            const float q = begin + k < piece.columns ? channel.q(value, take_grad(pairs, c, k)) : 0.0f;
+            const float counted = k < 2 && begin < piece.skipped ? 0.0f : q;
             sum += counted, product = fmaf(counted, value, product);
-            value = here * k.push;
+            value = q * to_half;
         }
-        if (counts) sums[c] += sum, sums[4 + c] += product;
-    }
-}
-// By a warp: the largest finite magnitude of its dh to the block's, and whether a value is not finite.
-__device__ __forceinline__ void announce_dh(ConvolutionTile& tile, int parity, const float (&dh)[2][4][4]) {
-    uint32_t largest = 0;
-    for (int k = 0; k < 32; ++k) largest = max(largest, magnitude(dh[k / 16][k / 4 % 4][k % 4]));
-    largest = warp_max(largest);
-    if (largest >= kInfinityBits) {
-        largest = 0, tile.largest[parity].strange = 1;
-        for (int k = 0; k < 32; ++k) largest = max(largest, finite(magnitude(dh[k / 16][k / 4 % 4][k % 4])));
-        largest = warp_max(largest);
-    }
-    if (threadIdx.x % 32 == 0) atomicMax(&tile.largest[parity].dh, largest);
-}
-// By a warp, after a barrier: its dh, scaled, to the tile.
-__device__ __forceinline__ void store_dh(GradientTile& tile, int parity, const float (&dh)[2][4][4]) {
-    const uint32_t exponent = scale_exponent(tile.convolution.largest[parity].dh);
-    for (int c = 0; c < 4; ++c) {
+        if (row >= piece.first_row) tile.sums[0][c][threadIdx.x] += sum, tile.sums[1][c][threadIdx.x] += product;
         uint32_t hi[4], lo[4];
-        for (int j = 0; j < 4; ++j) {
-            const float* const v = &dh[c / 2][j][c % 2 * 2];
-            split(v[0] * power(exponent), v[1] * power(exponent), hi[j], lo[j]);
-        }
-        uint4* const to = tile.dh[c] + threadIdx.x % 32 / 8 * kSub + threadIdx.x / 32 * 8 + threadIdx.x % 8 + 1;
+        for (int j = 0; j < 4; ++j) split(h[c / 2][j][c % 2 * 2], h[c / 2][j][c % 2 * 2 + 1], hi[j], lo[j]);
+        const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8 + 1;
+        uint4* const to = tile.dh[row & 1][c] + threadIdx.x % 32 / 8 * kSub + cell;
         store_transposed(to, hi), store_transposed(to + kPlane, lo);
-    }
-    if (threadIdx.x > 0) return;
-    tile.dh_inverse = inverse_power(exponent);
-    tile.strange = tile.convolution.largest[parity].strange || !(tile.convolution.reach < INFINITY);
-}
-
-__device__ __forceinline__ float dh_at(const GradientTile& tile, int o, int column) {
-    const __half* const hi =
-        reinterpret_cast<const __half*>(tile.dh[o / 8] + column % 4 * kSub + column / 4 + 1) + o % 8;
-    const float value = __half2float(hi[0]);
-    return (isfinite(value) ? value + __half2float(hi[8 * kPlane]) : value) * tile.dh_inverse;
-}
-// The lane's shares in total of add_to_weights() and add_to_x(), from floats. Columns [begin, end) of the tile count.
-template <typename T>
-__device__ __noinline__ void add_to_weights_slowly(
-    const Backward& p, const GradientTile& tile, const Piece& piece, int row, int begin, int end, float* sums) {
-    for (int k = 0; k < 8 * kTaps; ++k) {
-        const int o = k / (4 * kTaps) * 16 + k / 2 % 2 * 8 + threadIdx.x % 32 / 4, in = threadIdx.x % 4 * 2 + k % 2,
-                  tap = k / 4 % kTaps;
-        const int64_t at = ((piece.sample * p.in + in) * p.height + row + tap / 3) * p.width + piece.first + tap % 3;
-        sums[k] = 0;
-        for (int i = begin; i < end && in < p.in; ++i) {
-            sums[k] = fmaf(dh_at(tile, o, i), to_float(static_cast<const T*>(p.x)[at + i]), sums[k]);
-        }
-    }
-}
-__device__ __noinline__ void add_to_x_slowly(const Backward& p, const GradientTile& tile, int columns, float* sums) {
-    for (int k = 0; k < 24; ++k) {
-        const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 4 % 2 * 2 + k / 2 % 2;
-        sums[k] = 0;
-        for (int i = 0; i < 3 * p.out && in < p.in; ++i) {
-            const int o = i / 3, from = column - i % 3;
-            if (from < 0 || from >= columns) continue;
-            sums[k] = fmaf(dh_at(tile, o, from), p.weight[(o * p.in + in) * kTaps + k / 8 * 3 + i % 3], sums[k]);
-        }
     }
 }
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
-template <typename T>
 __device__ __forceinline__ void add_to_weights(
-    const Backward& p, const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
-    const int lane = threadIdx.x % 32, of = lane / 8, warp = threadIdx.x / 32, skipped = piece.strip > 0 ? 2 : 0;
-    if (any_exceeds(tile.convolution) || tile.strange) {
-        float slow[8 * kTaps];
-        add_to_weights_slowly<T>(
-            p, tile, piece, row, max(warp * 32, skipped), min(warp * 32 + 32, piece.columns), slow);
-        for (int k = 0; k < 8 * kTaps; ++k) total[k / (4 * kTaps)][k / 4 % kTaps][k % 4] += slow[k];
-        return;
-    }
-    uint32_t hi[4][4], lo[4][4];  // of half and 16 columns: dh's channels by columns
-    for (int k = 0; k < 4; ++k) {
-        const uint4* const from = tile.dh[k / 2 * 2 + of % 2] + (k % 2 * 2 + of / 2) * kSub + 8 * warp + lane % 8 + 1;
-        load_matrices<true>(hi[k], from), load_matrices<true>(lo[k], from + kPlane);
-        if (k % 2 > 0 || threadIdx.x % 4 > 0 || warp > 0 || skipped == 0) continue;
-        for (int i = 0; i < 4; ++i) hi[k][i] &= 0xffff0000, lo[k][i] &= 0xffff0000;
-    }
+    const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
+    const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll
-    for (int ky = 0; ky < 3; ++ky) {
-        const int slot = (row + ky) % kSlots;
-        const uint4 *const x = tile.convolution.x[slot] + 8 * warp + lane % 8, *const even = x + of * kSub;
-        const uint4* const odd = x + (of + 1) % 4 * kSub + (of + 1) / 4;
-        uint32_t b[2][3][4];  // hi, lo; matrices 0 to 3, 1 to 4, 4 to 7
-        for (int k = 0; k < 2; ++k) {
-            load_matrices<true>(b[k][0], even + k * kPlane), load_matrices<true>(b[k][1], odd + k * kPlane);
-            load_matrices<true>(b[k][2], even + k * kPlane + 1);
+    for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
+        uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
+        for (int half = 0; half < 2; ++half) {
+            const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
+            load_matrices<true>(hi[half], from), load_matrices<true>(lo[half], from + kPlane);
+            if (step > 0 || threadIdx.x % 4 > 0 || threadIdx.x >= 32 || piece.skipped == 0) continue;
+            for (int i = 0; i < 4; ++i) hi[half][i] &= 0xffff0000, lo[half][i] &= 0xffff0000;  // the strip before's
         }
-        const float factor = tile.dh_inverse * tile.convolution.x_inverse[slot];
-        float sums[2][3][4];
-        for (int k = 0; k < 36; ++k) {  // the smallest products first; six independent chains
-            const int kx = k % 3, half = k / 3 % 2, step = k / 6 % 2, product = k / 12, a = 2 * half + step;
-            const uint32_t (&x_of)[3][4] = b[product == 1];
-            const uint32_t* const columns = kx == 1 ? &x_of[1][2 * step]
-                : kx + 2 * step == 4                ? &x_of[2][0]
-                                                    : &x_of[0][kx + 2 * step];
-            mma16(sums[half][kx], product == 0 ? lo[a] : hi[a], columns, k < 6);
-        }
-        for (int k = 0; k < 24; ++k) {
-            float& to = total[k / 12][3 * ky + k / 4 % 3][k % 4];
-            to = fmaf(sums[k / 12][k / 4 % 3][k % 4], factor, to);
+#pragma unroll
+        for (int ky = 0; ky < 3; ++ky) {
+            const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
+            const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
+            uint32_t b[2][4], odd[4];  // hi, lo of matrices 2 step to 2 step + 3; both of the middle two
+            load_matrices<true>(b[0], matrix(2 * step + of)), load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
+            load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
+            float sums[2][3][4] = {};
+            for (int k = 0; k < 18; ++k) {  // the smallest products first; six independent chains
+                const int kx = k % 3, half = k / 3 % 2, product = k / 6, lower = product == 1;
+                mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
+            }
+            for (int k = 0; k < 24; ++k) total[k / 12][3 * ky + k / 4 % 3][k % 4] += sums[k / 12][k / 4 % 3][k % 4];
         }
     }
 }
 
 // By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_x(
-    const Backward& p, const GradientTile& tile, int columns, float (&total)[3][2][4]) {
-    if (tile.strange) {
-        float slow[24];
-        add_to_x_slowly(p, tile, columns, slow);
-        for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += slow[k];
-        return;
-    }
+__device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
-    const float factor = tile.dh_inverse * tile.weight_inverse;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const uint4* const dh = tile.dh[2 * half + lane / 16];
-        float sums[3][2][4];
-#pragma unroll
+        const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
+        float sums[3][2][4] = {};
+#pragma unroll 1  // spills, when unrolled
         for (int kx = 0; kx < 3; ++kx) {
             uint32_t hi[2][4], lo[2][4];  // columns 4 i + m, then 4 i + m + 1, m = 2 t - kx, by 8 channels, then 8 more
             for (int t = 0; t < 2; ++t) {
@@ -1402,202 +1201,237 @@ __device__ __forceinline__ void add_to_x(
             }
             for (int k = 0; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
-                const uint4 w = tile.fragments[half][3 * ky + kx][lane];
-                mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x, kx == 0 && product == 0);
+                const uint4 w = tile.transposed[half][3 * ky + kx][lane];
+                mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
             }
         }
-        for (int k = 0; k < 24; ++k) {
-            float& to = total[k / 8][k / 4 % 2][k % 4];
-            to = fmaf(sums[k / 8][k / 4 % 2][k % 4], factor, to);
-        }
+        for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
     }
 }
 
-// By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels.
+// By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels. Then
+// the rows below move up.
 template <typename T>
-__device__ __forceinline__ void store_grad_x(const Backward& p, const Piece& piece, int row, const float (&v)[2][4]) {
-    const int begin = piece.strip > 0 ? 2 : 0, end = piece.strip + 1 < p.strips ? p.tile - 2 : p.width - piece.first;
-    const int column = threadIdx.x / 4 * 4;
-    struct alignas(4 * sizeof(T)) Quad {
-        T v[4];
-    } quad;
-    for (int i = 0; i < 2; ++i) {
-        const int in = threadIdx.x % 4 * 2 + i;
-        if (in >= p.in) continue;
-        T* const to =
-            static_cast<T*>(p.grad_x) + ((piece.sample * p.in + in) * p.height + row) * p.width + piece.first + column;
-        for (int k = 0; k < 4; ++k) quad.v[k] = from_float<T>(v[k / 2][k % 2 * 2 + i]);
-        if (p.quads && column >= begin && column + 4 <= end) *reinterpret_cast<Quad*>(to) = quad;
-        else {
-            for (int k = 0; k < 4; ++k) {
-                if (column + k >= begin && column + k < end) to[k] = quad.v[k];
-            }
-        }
+__device__ __forceinline__ void store_grad_x(
+    const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
+    const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
+    for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
+        const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
+        if (in >= p.in_channels || column < piece.skipped || column >= end) continue;
+        const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
+        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece, in, row, column));
+        *to = {from_float<T>(a), from_float<T>(b)};
     }
-}
-
-// All threads: the block's row of partial sums: of the weights' gradient (out, in, 9), of bias's, of scale's.
-__device__ __forceinline__ void leave_sums(
-    const Backward& p, float* shared, const float (&weights)[2][kTaps][4], const float (&sums)[8]) {
-    constexpr int kVectors = 8 * kTaps * 32, kWarp = kVectors + 2 * kOut;
-    static_assert(
-        kMostWarps * kWarp * sizeof(float) <= sizeof(GradientTile), "the sums of all warps fit where the tiles were");
-    const int lane = threadIdx.x % 32, per_channel = p.in * kTaps, weight_sums = p.out * per_channel,
-              width = weight_sums + 2 * p.out;
-    float* const own = shared + threadIdx.x / 32 * kWarp;
-    float v[8];
     for (int k = 0; k < 8; ++k) {
-        const ChannelConstants& c = reinterpret_cast<const GradientTile*>(shared)->channels[lane / 4 + k % 4 * 8];
-        v[k] = sums[k] * (k < 4 ? c.push : c.rstd);
-        v[k] += __shfl_xor_sync(~0u, v[k], 1), v[k] += __shfl_xor_sync(~0u, v[k], 2);
-    }
-    __syncthreads();
-    for (int k = 0; k < 8 * kTaps; ++k) own[k * 32 + lane] = weights[k / (4 * kTaps)][k / 4 % kTaps][k % 4];
-    for (int k = 0; k < 8; ++k) own[kVectors + k * 8 + lane / 4] = v[k];
-    __syncthreads();
-    for (int i = threadIdx.x; i < width; i += blockDim.x) {
-        const int o = i / per_channel, in = i % per_channel / kTaps, tap = i % per_channel % kTaps;
-        int at = ((o / 16 * kTaps + tap) * 4 + o % 16 / 8 * 2 + in % 2) * 32 + o % 8 * 4 + in / 2;
-        if (i >= weight_sums) at = kVectors + (i - weight_sums) / p.out * kOut + (i - weight_sums) % p.out;
-        float sum = 0;
-        for (int w = 0; w < blockDim.x / 32; ++w) sum += shared[w * kWarp + at];
-        p.of_blocks[int64_t(blockIdx.x) * width + i] = sum;
+        float &now = total[0][k / 4][k % 4], &next = total[1][k / 4][k % 4], &last = total[2][k / 4][k % 4];
+        now = next, next = last, last = 0;
     }
 }
 
+// By a warp: its row of partial sums: of the weights' gradient (out, in, 9), bias's, scale's, gamma's and beta's.
 template <typename T>
-__global__ void __launch_bounds__(32 * kMostWarps, 1) differentiate_rows(const __grid_constant__ Backward p) {
+__device__ __forceinline__ void leave_sums(
+    const BackwardArguments<T>& p, const GradientTile& tile, const float (&weights)[2][kTaps][4]) {
+    const int lane = threadIdx.x % 32, row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    const bool first = threadIdx.x < 32 && blockIdx.x % (p.strips * p.gradient_bands) == 0;  // of its sample
+    float* const to = p.partials + int64_t(row) * p.width_of_partials;
+    float* const vectors = to + p.out_channels * p.in_channels * kTaps;
+    for (int c = 0; c < 4; ++c) {
+        const int o = 8 * c + lane / 4;
+        const Channel& channel = tile.channels[o];
+        float sum = tile.sums[0][c][threadIdx.x] * channel.push;
+        float product = tile.sums[1][c][threadIdx.x] * channel.rstd;
+        for (int mask = 1; mask < 4; mask *= 2) {
+            sum += __shfl_xor_sync(~0u, sum, mask), product += __shfl_xor_sync(~0u, product, mask);
+        }
+        if (o >= p.out_channels) continue;
+        const float of_vectors[] = {sum, product, first ? channel.of_gamma : 0.0f, first ? channel.of_beta : 0.0f};
+        for (int k = 0; k < 4; ++k) {
+            if (lane % 4 == k) vectors[k * p.out_channels + o] = of_vectors[k];
+        }
+        const float of_dh = 1 / channel.dh_scale, of_x = 1 / channel.x_scale;
+        for (int k = 0; k < 2 * kTaps; ++k) {
+            const int in = lane % 4 * 2 + k % 2, tap = k / 2;
+            const float value = weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
+            if (in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
+        }
+    }
+}
+
+// All threads: the same for a sample that fp16 cannot hold, in plain float32, from q and h of rows in shared memory.
+template <typename T>
+__device__ __noinline__ void differentiate_plainly(
+    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, float* q) {
+    const int size = kMostOut * p.tile, weights = p.out_channels * p.in_channels * kTaps;
+    float* const h = q + 3 * size;  // q: of three rows; of channel, column
+    float* const sums = p.partials + int64_t(blockIdx.x) * (p.tile / 32) * p.width_of_partials;  // the first warp's
+    for (int i = threadIdx.x; i < p.tile / 32 * p.width_of_partials; i += blockDim.x) sums[i] = 0;
+    for (int row = max(piece.first_row - 2, 0); row < piece.last_row; ++row) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < p.out_channels * p.tile; i += blockDim.x) {
+            const int o = i / p.tile, column = i % p.tile;
+            const bool exists = row < p.rows && column < piece.columns;
+            const float grad = exists ? to_float(p.grad[p.grad_at(piece, o, row, column)]) : 0.0f;
+            h[i] = exists ? convolve_value(p, piece.sample, o, row, piece.first + column) : 0.0f;
+            q[row % 3 * size + i] = exists ? channels[o].q(h[i], grad) : 0.0f;
+        }
+        __syncthreads();
+        if (row < piece.first_row) continue;
+        const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
+        for (int i = threadIdx.x; i < p.in_channels * p.tile && p.grad_x != nullptr; i += blockDim.x) {
+            const int in = i / p.tile, column = i % p.tile;
+            float sum = 0;
+            for (int o = 0; o < p.out_channels; ++o) {
+                float of_channel = 0;
+                for (int tap = 0; tap < kTaps; ++tap) {
+                    const int y = row - tap / 3, at = column - tap % 3;
+                    if (y < 0 || y >= p.rows || at < 0 || at >= piece.columns) continue;
+                    of_channel = fmaf(q[y % 3 * size + o * p.tile + at], weight_at(p, o, in, tap), of_channel);
+                }
+                sum = fmaf(of_channel, channels[o].push, sum);
+            }
+            if (column < piece.skipped || column >= end) continue;
+            p.grad_x[p.x_at(piece, in, row, column)] = from_float<T>(sum);
+        }
+        for (int i = threadIdx.x; i < weights + 2 * p.out_channels && row < p.rows; i += blockDim.x) {
+            const int o = i < weights ? i / kTaps / p.in_channels : (i - weights) % p.out_channels;
+            const int in = i / kTaps % p.in_channels, tap = i % kTaps;
+            const bool of_scale = i >= weights + p.out_channels;
+            const T* const x = p.x + p.x_at(piece, in, row + tap / 3, tap % 3);
+            float sum = 0;
+            for (int k = piece.skipped; k < piece.columns; ++k) {
+                const float with = i < weights ? to_float(x[k]) : of_scale ? h[o * p.tile + k] : 1.0f;
+                sum = fmaf(q[row % 3 * size + o * p.tile + k], with, sum);
+            }
+            sums[i] += sum * (of_scale ? channels[o].rstd : channels[o].push);
+        }
+    }
+    for (int o = threadIdx.x; o < p.out_channels && blockIdx.x % (p.strips * p.gradient_bands) == 0; o += blockDim.x) {
+        sums[weights + 2 * p.out_channels + o] = channels[o].of_gamma;
+        sums[weights + 3 * p.out_channels + o] = channels[o].of_beta;
+    }
+}
+
+// A block for each piece of a sample: see above.
+template <typename T, bool MEASURE>
+__global__ void __launch_bounds__(32 * kWarps, MEASURE ? 2 : 1)
+    differentiate_rows(const __grid_constant__ BackwardArguments<T> p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
-    GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
-    ConvolutionTile& convolution = tile.convolution;
-    const Piece piece = piece_of_block(p);
-    const Gradients<T> gradients(p, piece, &tile + 1, false);
-    const int left = piece.columns - threadIdx.x / 32 * 32 - threadIdx.x % 4 * 8;
-    const int begin = max(piece.first_row - 2, 0),
-              skipped = piece.strip > 0 && threadIdx.x / 32 * 32 + threadIdx.x % 4 == 0 ? 2 : 0;
-    float x[kIn], dh[2][4][4], weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, sums[8] = {};
-    prepare_convolution(p, convolution);
-    prepare_gradients(p, tile, piece.sample);
+    using Tile = std::conditional_t<MEASURE, MeasureTile, GradientTile>;
+    Tile& tile = *reinterpret_cast<Tile*>(shared);
+    Pair<T>* const pairs = reinterpret_cast<Pair<T>*>(&tile + 1) + threadIdx.x / 32 * (kMostOut * kGradPairs);
+    const Piece piece = piece_of_block(p, MEASURE ? p.measure_bands : p.gradient_bands);
+    const int begin = MEASURE ? piece.first_row : max(piece.first_row - 2, 0);
+    const int end = MEASURE ? min(piece.last_row, p.rows) : piece.last_row, skipped = MEASURE ? piece.skipped : 0;
+    prepare_convolution<T, MEASURE>(p, tile, piece.sample);
     __syncthreads();
-    gradients.fetch(p, begin);
-    fill_x<T>(p, piece, convolution, begin);
-    for (int row = begin - 1; row < piece.last_row; ++row) {
-        const int next = row + 1, parity = next & 1;
-        if (row >= begin && row < p.rows) {
-            if (p.grad_x != nullptr) add_to_x(p, tile, piece.columns, grad_x);
-            if (p.wants_weight && row >= piece.first_row) add_to_weights<T>(p, tile, piece, row, weights);
+    const float x_scale = tile.channels[0].x_scale;
+    float h[2][4][4], largest = 0;
+    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, grad_x_factor = 0;
+    Measured measures[4] = {};
+    if constexpr (!MEASURE) {
+        if (x_scale == 0) {
+            __shared__ Channel channels[kMostOut];
+            for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) channels[o] = tile.channels[o];
+            differentiate_plainly(p, piece, channels, reinterpret_cast<float*>(shared));
+            return;
         }
-        if (next < p.rows && next < piece.last_row) {
-            load_x<T>(p, piece, next + 3, x);
-            convolve<T>(p, convolution, piece, next, dh);
-            gradients.wait();
-            differentiate<T>(tile, gradients, left, skipped, next >= piece.first_row, dh, sums);
-            __syncwarp();
-            if (next + 1 < p.rows) gradients.fetch(p, next + 1);
-            announce_dh(convolution, ~parity & 1, dh);
-            announce_x(convolution, next + 3, x);
-        }
-        if (p.grad_x != nullptr && row >= piece.first_row) store_grad_x<T>(p, piece, row, grad_x[0]);
-        for (int k = 0; k < 8; ++k) {
-            float (&to)[3][2][4] = grad_x;
-            to[0][k / 4][k % 4] = to[1][k / 4][k % 4], to[1][k / 4][k % 4] = to[2][k / 4][k % 4],
-                             to[2][k / 4][k % 4] = 0;
-        }
-        __syncthreads();
-        store_dh(tile, ~parity & 1, dh);
-        store_x(convolution, next + 3, x);
-        __syncthreads();
+        grad_x_factor = 1 / prepare_gradients(p, tile);
     }
-    leave_sums(p, reinterpret_cast<float*>(shared), weights, sums);
+    for (int row = begin - 3; row < end; ++row) {
+        T x[kMostIn];
+        load_x(p, piece, row + 3, x);
+        if (row >= begin && row < p.rows) {
+            convolve(tile, row, h);
+            wait_for_copies(), __syncwarp();
+            if constexpr (MEASURE) measure(tile, pairs, h, measures);
+            else differentiate(piece, tile, row, pairs, h);
+            __syncwarp();
+        }
+        if (row + 1 >= begin && row + 1 < end) fetch_grad(p, piece, row + 1, skipped, pairs);
+        store_x(tile, row + 3, x, x_scale);
+        __syncthreads();
+        if constexpr (MEASURE) {
+            for (T value : x) largest = fmaxf(largest, fabsf(to_float(value)));
+        } else {
+            if (row >= begin && row < p.rows) {
+                if (p.grad_x != nullptr) add_to_x(tile, row, grad_x);
+                if (row >= piece.first_row) add_to_weights(tile, piece, row, weights);
+            }
+            if (p.grad_x != nullptr && row >= begin) store_grad_x(p, piece, row, grad_x_factor, grad_x);
+        }
+    }
+    if constexpr (MEASURE) {
+        const int lane = threadIdx.x % 32, to = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * 4 + lane % 4;
+        Measured* const own = p.measured + int64_t(to) * kMostOut;
+        for (int c = 0; c < 4; ++c) {
+            measures[c].x = largest, measures[c].input_scale = x_scale;
+            own[8 * c + lane / 4] = measures[c];
+        }
+        const bool beyond = __syncthreads_or(!(largest * x_scale < 65504.0f));
+        if (beyond) measure_plainly(p, piece, tile.channels, own);
+    } else {
+        leave_sums(p, tile, weights);
+    }
 #endif
-}
-
-// A block for 32 columns of a matrix of partial sums, whose warps add every eighth row, in double.
-__global__ void __launch_bounds__(256)
-    sum_rows(const float* __restrict__ from, int64_t rows, int width, float* __restrict__ to) {
-    __shared__ double shared[8][32];
-    const int column = blockIdx.x * 32 + threadIdx.x % 32;
-    double sum = 0;
-    for (int64_t row = threadIdx.x / 32; row < rows && column < width; row += 8) sum += from[row * width + column];
-    shared[threadIdx.x / 32][threadIdx.x % 32] = sum;
-    __syncthreads();
-    if (threadIdx.x >= 32 || column >= width) return;
-    for (int i = 1; i < 8; ++i) sum += shared[i][threadIdx.x];
-    to[column] = float(sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // As many bands as let `slots` blocks at a time end together: a band costs its rows, and six more to begin.
-static int bands_for(const Backward& p, int64_t slots) {
+static int bands_for(int64_t strips, int height, int64_t slots) {
     int best = 1;
     int64_t least = INT64_MAX;
-    for (int bands = 1; bands <= 64 && bands <= p.height; ++bands) {
-        const int64_t waves = (int64_t(p.samples) * p.strips * bands + slots - 1) / slots;
-        const int64_t cost = waves * ((p.height + bands - 1) / bands + 6);
+    for (int bands = 1; bands <= 64 && bands <= height; ++bands) {
+        const int64_t waves = (strips * bands + slots - 1) / slots, cost = waves * ((height + bands - 1) / bands + 6);
         if (cost < least) least = cost, best = bands;
     }
     return best;
 }
-// The shape's part of p, and how a workspace is divided; returns its size in floats.
-static int64_t plan_backward(
-    Backward& p, int64_t samples, int in, int out, int groups, int height, int width, int sms, float* workspace) {
-    p.samples = int(samples), p.in = in, p.out = out, p.groups = groups, p.height = height, p.width = width;
-    p.rows = height - 2, p.columns = width - 2;
-    p.tile = min(32 * kMostWarps, (width + 31) / 32 * 32), p.step = p.tile - 4;
-    p.strips = max(1, (width - 4 + p.step - 1) / p.step);
-    p.bands = bands_for(p, sms), p.measure_bands = bands_for(p, 2 * sms);
-    const int64_t strips = samples * p.strips, sums = strips * p.measure_bands * out * 2, joint = samples * groups * 2;
-    const int64_t of_samples = samples * out * 2, of_blocks = strips * p.bands * (out * in * kTaps + 2 * out);
-    p.sums = workspace, p.joint = workspace + sums, p.of_samples = p.joint + joint;
-    p.of_blocks = p.of_samples + of_samples;
-    return sums + joint + of_samples + of_blocks;
+static BackwardPlan plan_backward(const int64_t* sizes, int sms) {
+    const int height = int(sizes[2]), width = int(sizes[3]), whole = (width + 31) / 32 * 32;
+    const int tile = whole < 32 * kWarps ? whole : 32 * kWarps;
+    const int strips = width > tile ? (width - 5) / (tile - 4) + 1 : 1;
+    return {tile, strips, bands_for(sizes[0] * strips, height, 2 * sms), bands_for(sizes[0] * strips, height, sms)};
+}
+// Of the workspace; and the rows of partial sums of the parameters' gradients: the weight's (out, in, 3, 3), bias's,
+// scale's, gamma's, beta's.
+extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows) {
+    const BackwardPlan plan = plan_backward(sizes, sms);
+    const int64_t warps = sizes[0] * plan.strips * (plan.tile / 32), out = sizes[4];
+    *workspace_bytes = warps * plan.measure_bands * 4 * kMostOut * sizeof(Measured) + sizes[0] * out * sizeof(Channel);
+    *rows = warps * plan.gradient_bands;
 }
 
-template <typename T> static cudaError_t launch_backward(Backward p, float* to, cudaStream_t stream) {
-    p.pairs = p.columns % 2 == 0 && reinterpret_cast<uintptr_t>(p.grad) % (2 * sizeof(T)) == 0;
-    p.quads = p.width % 4 == 0 && reinterpret_cast<uintptr_t>(p.grad_x) % (4 * sizeof(T)) == 0;
-    const int pairs = p.tile * kGradientPairs * int(sizeof(Pair<T>));
-    const int measure_bytes = int(sizeof(ConvolutionTile)) + pairs, bytes = int(sizeof(GradientTile)) + pairs;
+template <typename T>
+static int launch_backward(const void* grad, const void* x, const void* const* parameters, const float* statistics,
+    void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace, cudaStream_t stream) {
+    BackwardArguments<T> p = {};
+    set_arguments<T>(p, x, parameters, statistics, sizes);
+    static_cast<BackwardPlan&>(p) = plan_backward(sizes, sms);
+    const int64_t strips = sizes[0] * p.strips;
+    p.grad = static_cast<const T*>(grad), p.grad_x = static_cast<T*>(grad_x), p.partials = partials;
+    p.channels = static_cast<Channel*>(workspace);
+    p.measured = reinterpret_cast<Measured*>(p.channels + sizes[0] * sizes[4]);
+    p.width_of_partials = p.out_channels * (p.in_channels * kTaps + 4);
+    const int pairs = p.tile * kGradPairs * int(sizeof(Pair<T>));
+    const int measure_bytes = int(sizeof(MeasureTile)) + pairs, bytes = int(sizeof(GradientTile)) + pairs;
     constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    cudaError_t error = cudaFuncSetAttribute(measure_gradients<T>, kBytes, measure_bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
+    cudaError_t error = cudaFuncSetAttribute(differentiate_rows<T, true>, kBytes, measure_bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T, false>, kBytes, bytes);
     if (error != cudaSuccess) return error;
-    const int width = p.out * p.in * kTaps + 2 * p.out;
-    const int64_t strips = int64_t(p.samples) * p.strips, blocks = strips * p.bands;
-    Backward m = p;
-    m.bands = p.measure_bands;
-    measure_gradients<T><<<unsigned(strips * m.bands), p.tile, measure_bytes, stream>>>(m);
-    join_sums<<<unsigned(p.samples), 2 * kOut, 0, stream>>>(m);
-    differentiate_rows<T><<<unsigned(blocks), p.tile, bytes, stream>>>(p);
-    sum_rows<<<(width + 31) / 32, 256, 0, stream>>>(p.of_blocks, blocks, width, to);
-    sum_rows<<<(2 * p.out + 31) / 32, 256, 0, stream>>>(p.of_samples, p.samples, 2 * p.out, to + width);
+    differentiate_rows<T, true><<<unsigned(strips * p.measure_bands), p.tile, measure_bytes, stream>>>(p);
+    join_measures<T><<<unsigned(p.samples), 32, 0, stream>>>(p);
+    differentiate_rows<T, false><<<unsigned(strips * p.gradient_bands), p.tile, bytes, stream>>>(p);
     return cudaGetLastError();
 }
-
-// The backward's workspace, 16-byte aligned.
-extern "C" int64_t conv_backward_workspace_bytes(
-    int64_t samples, int in, int out, int groups, int height, int width, int sms) {
-    Backward p = {};
-    return plan_backward(p, samples, in, out, groups, height, width, sms, nullptr) * int64_t(sizeof(float));
-}
-// type: 0 float, 1 half, 2 bfloat16: of grad, x and grad_x (null: not wanted), contiguous. parameters: weight,
-// conv_bias,
-// bias, scale, gamma; mean, rstd (samples, groups): float. grad_parameters, float: the gradients of weight
-// (out, in, 3, 3), bias (also conv_bias's), scale, gamma, beta, one behind the other. wants_weight: false leaves the
-// weight's undefined. 1 <= in <= 8, 1 <= out <= 32, out % groups == 0, height and width >= 3, samples >= 1.
-// sms: the device's multiprocessors, as for the workspace.
-extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters,
-    const float* mean, const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples,
-    int in, int out, int groups, int height, int width, int sms, void* workspace, cudaStream_t stream) {
-    Backward p = {};
-    plan_backward(p, samples, in, out, groups, height, width, sms, static_cast<float*>(workspace));
-    p.grad = grad, p.x = x, p.grad_x = grad_x, p.wants_weight = wants_weight, p.mean = mean, p.rstd = rstd;
-    p.weight = parameters[0], p.conv_bias = parameters[1], p.bias = parameters[2], p.scale = parameters[3];
-    p.gamma = parameters[4];
-    if (type == 0) return launch_backward<float>(p, grad_parameters, stream);
-    if (type == 1) return launch_backward<__half>(p, grad_parameters, stream);
-    return launch_backward<__nv_bfloat16>(p, grad_parameters, stream);
+// grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes as of conv_forward.
+extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
+    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
+    cudaStream_t stream) {
+    const auto launch =
+        type == 0 ? launch_backward<float> : type == 1 ? launch_backward<__half> : launch_backward<__nv_bfloat16>;
+    return launch(grad, x, parameters, statistics, grad_x, partials, sizes, sms, workspace, stream);
 }
 """
 
@@ -1688,31 +1522,29 @@ Tensor forward_meta(const Tensor& x, at::TensorList parameters, int64_t, double)
                                 x.sym_size(3) - weight.sym_size(3) + 1},
         x.options());
 }
-// The output, and each group's mean and rstd.
-std::tuple<Tensor, Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const auto of_groups = [&] { return at::empty_symint({x.sym_size(0), groups}, x.options().dtype(at::kFloat)); };
-    return {forward_meta(x, parameters, groups, eps), of_groups(), of_groups()};
+// The output, and of each group its mean, what a float leaves of the mean, and rstd.
+std::tuple<Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    return {forward_meta(x, parameters, groups, eps),
+        at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad, const Tensor& x, at::TensorList parameters,
-    const Tensor& mean, const Tensor& rstd, bool of_x, bool of_parameters) {
+std::tuple<Tensor, Tensor> backward_meta(
+    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
     return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
 #ifdef WITH_CUDA
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, float* mean, float* rstd,
+extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
     const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream);
 extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups);
-extern "C" int64_t tail_workspace_bytes(int64_t planes, int64_t pixels, int sms);
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, double eps, int sms, void* workspace, cudaStream_t stream);
-extern "C" int64_t conv_backward_workspace_bytes(
-    int64_t samples, int in, int out, int groups, int height, int width, int sms);
-extern "C" int conv_backward(int type, const void* grad, const void* x, const float* const* parameters,
-    const float* mean, const float* rstd, void* grad_x, float* grad_parameters, bool wants_weight, int64_t samples,
-    int in, int out, int groups, int height, int width, int sms, void* workspace, cudaStream_t stream);
+    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream);
+extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows);
+extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
+    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
+    cudaStream_t stream);
 
 int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
 Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
@@ -1722,20 +1554,29 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// The one kernel. False where it does not take the sizes.
-bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out, float* mean,
-    float* rstd) {
-    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-    const at::IntArrayRef weight = parameters[kWeight].sizes();
-    if (device.major != 9 || weight[2] != 3 || weight[3] != 3) return false;
+// The parameters and sizes as the launchers take them.
+struct Arguments {
     std::vector<Tensor> ready;
     const void* pointers[kParameters];
-    for (int i = 0; i < kParameters; ++i) pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
-    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight[0], groups};
+    int64_t sizes[6];
+    Arguments(const Tensor& x, at::TensorList parameters, int64_t groups)
+        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups} {
+        for (int i = 0; i < kParameters; ++i) {
+            pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
+        }
+    }
+};
+
+// The one kernel. False where it does not take the sizes.
+bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out,
+    const float* statistics) {
+    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+    if (device.major != 9 || parameters[kWeight].size(2) != 3 || parameters[kWeight].size(3) != 3) return false;
+    const Arguments arguments(x, parameters, groups);
     const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(x.size(0), groups), x);
-    const int error = conv_forward(type_number(x), input.const_data_ptr(), pointers, out.data_ptr(), mean, rstd, sizes,
-        eps, device.multiProcessorCount, int(device.sharedMemPerBlockOptin), totals.data_ptr(),
-        c10::cuda::getCurrentCUDAStream());
+    const int error = conv_forward(type_number(x), input.const_data_ptr(), arguments.pointers, out.data_ptr(),
+        statistics, arguments.sizes, eps, device.multiProcessorCount, int(device.sharedMemPerBlockOptin),
+        totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
     if (error >= 0) check_launch(error);
     return error == 0;
 }
@@ -1743,47 +1584,45 @@ bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, doub
 Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     Tensor out = forward_meta(x, parameters, groups, eps);
-    if (out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, nullptr, nullptr)) return out;
+    if (out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, nullptr)) return out;
     const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias]));
     const std::vector<Tensor> ready = contiguous_floats(parameters.slice(kBias));
     const float* pointers[4];
     for (int i = 0; i < 4; ++i) pointers[i] = ready[i].const_data_ptr<float>();
     const int64_t samples = h.size(0), channels = h.size(1), pixels = h.size(2) * h.size(3);
     const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    const Tensor workspace = workspace_of(tail_workspace_bytes(samples * channels, pixels, sms), h);
+    // Enough blocks for the GPU, and 4096 pixels a block at least.
+    const int64_t planes = samples * channels;
+    const int64_t parts = std::min((16 * sms + planes - 1) / planes, (pixels + 4095) / 4096);
+    const Tensor workspace = workspace_of(planes * parts * 16, h);
     check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups,
-        pixels, eps, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+        pixels, int(parts), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
     return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+std::tuple<Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, mean, rstd] = record_meta(x, parameters, groups, eps);
-    TORCH_CHECK(
-        out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, mean.data_ptr<float>(), rstd.data_ptr<float>()),
+    auto [out, statistics] = record_meta(x, parameters, groups, eps);
+    TORCH_CHECK(out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, statistics.data_ptr<float>()),
         "conv_sigmoid_group_norm: sizes that the kernel does not take");
-    return {out, mean, rstd};
+    return {out, statistics};
 }
 
-std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at::TensorList parameters,
-    const Tensor& mean, const Tensor& rstd, bool of_x, bool of_parameters) {
+std::tuple<Tensor, Tensor> backward_cuda(
+    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, grad_parameters] = backward_meta(grad, x, parameters, mean, rstd, of_x, of_parameters);
-    if (grad.numel() == 0) return {grad_x, grad_parameters.zero_()};
-    const Tensor given = grad.contiguous(), input = x.contiguous();
-    const std::vector<Tensor> ready = contiguous_floats(parameters);
-    const float* pointers[kParameters];
-    for (int i = 0; i < kParameters; ++i) pointers[i] = ready[i].const_data_ptr<float>();
+    auto [grad_x, sums] = backward_meta(grad, x, parameters, statistics, of_x);
+    if (grad.numel() == 0) return {grad_x, sums.zero_()};
+    const Tensor given = aligned(grad), input = aligned(x);
+    const Arguments arguments(x, parameters, statistics.size(1));
     const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    const int out = int(grad.size(1)), groups = int(mean.size(1));
-    const int in = int(x.size(1)), height = int(x.size(2)), width = int(x.size(3));
-    const Tensor workspace =
-        workspace_of(conv_backward_workspace_bytes(x.size(0), in, out, groups, height, width, sms), x);
-    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), pointers,
-        mean.const_data_ptr<float>(), rstd.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr,
-        grad_parameters.data_ptr<float>(), of_parameters, x.size(0), in, out, groups, height, width, sms,
-        workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, grad_parameters};
+    int64_t bytes, rows;
+    conv_backward_sizes(arguments.sizes, sms, &bytes, &rows);
+    const Tensor workspace = workspace_of(bytes, x), partials = at::empty({rows, sums.numel()}, sums.options());
+    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), arguments.pointers,
+        statistics.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, partials.data_ptr<float>(),
+        arguments.sizes, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    return {grad_x, partials.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
 #endif
 
@@ -1791,9 +1630,8 @@ std::tuple<Tensor, Tensor> backward_cuda(const Tensor& grad, const Tensor& x, at
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
-    m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor mean, Tensor rstd, bool of_x, "
-        "bool of_parameters) -> (Tensor, Tensor)");
+    m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1937,13 +1775,13 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         *tensors, ctx.groups, ctx.eps = inputs
-        ctx.save_for_backward(*tensors, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, grad, *_):
-        *tensors, mean, rstd = ctx.saved_tensors
+        *tensors, statistics = ctx.saved_tensors
         needs = ctx.needs_input_grad[:7]
         if grad is None:
             return (None,) * 9
@@ -1953,7 +1791,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         x, conv_weight, *vectors = tensors
-        of_x, of_parameters = _backward(grad, x, tensors[1:], mean, rstd, needs[0], any(needs[1:]))
+        of_x, of_parameters = _backward(grad, x, tensors[1:], statistics, needs[0])
         parts = of_parameters.to(grad.dtype).split([conv_weight.numel()] + [vectors[0].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
         return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
