@@ -80,7 +80,7 @@ def moved_in_the_last_bit(module: torch.nn.Module, inputs: list) -> tuple[torch.
 def assert_as_accurate_as_eager(
     run: Callable[[torch.nn.Module, list], dict[str, torch.Tensor]], samples: Iterable[tuple], roundings: int = 1
 ) -> None:
-    """`run` gives named results of a module on inputs; each, over all samples, is within `allowed_error`, or Inaccurate.
+    """`run` gives named results of a module on inputs: each, over all samples, is within `allowed_error`.
 
     Where eager or the float64 result overflows there is no error to measure by: only NaN and the infinities are
     compared.
@@ -95,7 +95,9 @@ def assert_as_accurate_as_eager(
     def too_large() -> list[str]:
         found = []
         for name, dtype in dtypes.items():
-            worst = [torch.tensor(v[name], dtype=torch.float64).max().item() for v in (ours, eagers, scales)]  # keeps NaN
+            worst = [
+                torch.tensor(v[name], dtype=torch.float64).max().item() for v in (ours, eagers, scales)
+            ]  # keeps NaN
             error, eager_error, scale = worst
             allowed = allowed_error(eager_error, scale, dtype, roundings)
             if not error <= allowed:
@@ -109,7 +111,9 @@ def assert_as_accurate_as_eager(
         eager = run(*moved_in_the_last_bit(model, inputs)) if in_doubles else run(model, inputs)
         assert got.keys() == eager.keys()
         for name, out in got.items():
-            assert same_kinds(out, eager[name], right[name]), f"{name}: NaN or Inf where neither eager nor float64 has it"
+            assert same_kinds(out, eager[name], right[name]), (
+                f"{name}: NaN or Inf where neither eager nor float64 has it"
+            )
             decided = eager[name].isfinite() & (2 * right[name]).to(out.dtype).isfinite()
             right[name] = right[name].masked_fill(~decided, torch.nan)
             error, eager_error = worst_error(out, right[name]), worst_error(eager[name], right[name])
@@ -123,7 +127,7 @@ def assert_as_accurate_as_eager(
             eagers[name].append(eager_error)
             scales[name].append(scale)
             dtypes[name] = out.dtype
-        # The worst of a few values in one sample is luck, on both sides: tensors of a few are judged by several samples.
+        # The worst of a few values in one sample is luck, on both sides: such tensors are judged by several samples.
         # More are taken only while something small among the results, as the gradient of one bias, looks bad.
         if (taken >= 6 or max(t.numel() for t in (*inputs, *got.values())) > 5000) and not too_large():
             return

@@ -1,8 +1,8 @@
 """The pairs, and the shapes they are tested at.
 
 A pair is models/X.py with kernels/X.py beside it, found by its name. The known ones are tested at the small shapes
-below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark shapes with a
-batch of 2, so that two new files are tested as soon as they are there.
+below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark shapes with
+a batch of 2, so that two new files are tested as soon as they are there.
 """
 
 import copy
@@ -265,7 +265,9 @@ def converted(inputs: list, device=None, dtype=None) -> list:
     return [t.to(device, dtype if t.is_floating_point() else None) for t in inputs]
 
 
-def build(case: Case, device="cpu", dtype=torch.float32, seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module, list]:
+def build(
+    case: Case, device="cpu", dtype=torch.float32, seed: int = 0
+) -> tuple[torch.nn.Module, torch.nn.Module, list]:
     """The Model, a ModelNew with the same weights, and inputs; all drawn on the CPU, so the same on every device."""
     torch.manual_seed(seed)
     model = problem(case.stem).Model(*case.arguments())

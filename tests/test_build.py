@@ -214,7 +214,7 @@ def test_processes_at_once_build_once(saved, counted, tmp_path):
 @pytest.mark.parametrize("killed", ["everything", "the compiler", "python and ninja"])
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("nvcc", marks=pytest.mark.gpu)])
 def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, counted, tmp_path):
-    """PyTorch's lock and half an object are left behind; the next import builds, and does not wait for nobody's lock."""
+    """PyTorch's lock and half an object are left behind; the next import builds, and waits for nobody's lock."""
     options = counted | {"WAIT": tmp_path / "waits"}
     if compiler == "nvcc":
         del options["CXX"]

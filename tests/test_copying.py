@@ -1,4 +1,4 @@
-"""A kernel file is copied, alone, into another project: it works under another name, as text, twice, and once edited."""
+"""A kernel file is copied, alone, into another project: it works under another name, as text, twice, and edited."""
 
 import ast
 import re

@@ -197,7 +197,11 @@ UNUSUAL = {
 
 @pytest.mark.parametrize(
     ("case", "init", "inputs"),
-    [pytest.param(case, *row[1:], id=f"{case.stem} of {row[0]}") for case in FIRST for row in UNUSUAL.get(case.stem, [])],
+    [
+        pytest.param(case, *row[1:], id=f"{case.stem} of {row[0]}")
+        for case in FIRST
+        for row in UNUSUAL.get(case.stem, [])
+    ],
 )
 @torch.no_grad()
 def test_takes_the_unusual_input_that_the_model_takes(case, init, inputs, device):

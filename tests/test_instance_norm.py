@@ -10,14 +10,15 @@ STEM = "instance_norm"
 
 # fmt: off
 SIZES = [  # samples, height, width; three channels
-    (301, 1, 2), (300, 1, 3), (301, 2, 4), (300, 3, 3), (100, 4, 4), (50, 7, 7), (33, 11, 11), (20, 15, 17), (20, 16, 16),
-    (9, 31, 31), (9, 32, 32), (5, 32, 64), (5, 45, 45), (3, 71, 73), (300, 33, 33), (50, 64, 64), (20, 90, 90),
+    (301, 1, 2), (300, 1, 3), (301, 2, 4), (300, 3, 3), (100, 4, 4), (50, 7, 7), (33, 11, 11), (20, 15, 17),
+    (20, 16, 16), (9, 31, 31), (9, 32, 32), (5, 32, 64), (5, 45, 45), (3, 71, 73), (300, 33, 33), (50, 64, 64), (20, 90, 90),
     (20, 127, 129), (9, 181, 181), (50, 256, 256), (5, 255, 257), (13, 512, 512), (3, 511, 513), (3, 768, 1024),
     (2, 1024, 1024), (1, 1023, 1025), (1, 2048, 2048), (1, 2047, 2049), (2, 1448, 1448), (1, 3001, 3001),
 ]
 # By what holds a slice: registers of one warp and of more, a cluster, nothing; whole packs of 16 bytes and not.
 KINDS = [
-    (7, 2, 2), (9, 7, 7), (2, 6, 33), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512), (1, 1100, 1000),
+    (7, 2, 2), (9, 7, 7), (2, 6, 33), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512),
+    (1, 1100, 1000),
 ]
 # fmt: on
 
@@ -85,7 +86,14 @@ def few_values(x, grad):
     x.round_()
 
 
-CHANGES = [x_far_from_zero, an_outlier_in_x, a_gradient_far_from_zero, an_outlier_in_the_gradient, no_variance, few_values]
+CHANGES = [
+    x_far_from_zero,
+    an_outlier_in_x,
+    a_gradient_far_from_zero,
+    an_outlier_in_the_gradient,
+    no_variance,
+    few_values,
+]
 
 
 @each(EVERY_KIND, DTYPES, most_on_cpu=3e4)

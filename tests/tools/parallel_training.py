@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node=2 tests/tools/parallel_training.py [cpu]
 
-NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled,
-the mean loss of all ranks, each at its samples of the batch, must be step by step the Model's at the whole batch. Prints
-a line a pair and way; exits with 1 if one differs.
+NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also
+compiled, the mean loss of all ranks, each at its samples of the batch, must be step by step the Model's at the whole
+batch. Prints a line a pair and way; exits with 1 if one differs.
 """
 
 import copy
@@ -97,4 +97,6 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the mesh keeps gloo's threads: one that lets go of a tensor while the interpreter ends aborts the process
+    os._exit(
+        code
+    )  # the mesh keeps gloo's threads: one that lets go of a tensor while the interpreter ends aborts the process

@@ -1,8 +1,10 @@
-"""The tables of README.md and results/README.md, from the records in results/ alone: python tests/tools/summary.py [--write]
+"""The tables of README.md and results/README.md, from the records in results/ alone.
 
-README.md gets a row a pair, in float32 with TF32 off; results/README.md every row. --write puts them between their marks;
-without it the README's is printed. A pair that results/h200 has no record of is shown as results/earlier has it, with a
-star.
+    python tests/tools/summary.py [--write]
+
+README.md gets a row a pair, in float32 with TF32 off; results/README.md every row. --write puts them between their
+marks; without it the README's is printed. A pair that results/h200 has no record of is shown with a star, as
+results/earlier has it.
 """
 
 import argparse
