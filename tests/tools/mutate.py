@@ -1,0 +1,134 @@
+"""Changes one line of the kernels or the judge at a time and says which changes the tests notice.
+
+    python tests/tools/mutate.py [--only WORD] [--tree FOLDER] [--cuda]
+
+Each row of the table is a file, what stands there exactly once, what is put in its place, and the tests that must fail
+then. A copy of the repository is changed, never the repository itself. --tree takes another checkout, in which a row
+whose text is not there is said to be missing. Rows with CUDA text are run by --cuda alone, on a GPU.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+I, C = "instance_norm", "conv_sigmoid_group_norm"
+L, S = "linear_instance_norm_residual", "linear_swish_group_norm"
+
+# Kernel files: pair, old, new, file of tests, run for the pair alone.
+KERNELS = [
+    # C++ on a CPU
+    (I, "(square - sum * shift) / n;", "(square - sum * shift) / (n - 1);", "forward"),
+    (I, "std::sqrt((variance < 0 ? 0 : variance) + eps);", "std::sqrt(variance < 0 ? 0 : variance);", "forward"),
+    (I, "float((hi - (anchor + shift)) * r)", "0", "forward"),
+    (I, "for (int64_t i = 0; i < n; ++i) y[i]", "for (int64_t i = 0; i < n - 1; ++i) y[i]", "forward"),
+    (I, "    double sum = 0, square = 0;", "    float sum = 0, square = 0;", "forward"),
+    (I, "    if (x.numel() == 0) return y;\n    const int64_t n = x.size(-1)", "    const int64_t n = x.size(-1)", "forward"),
+    (I, "s < end; ++s) normalize_slice(from", "s + 1 < end; ++s) normalize_slice(from", "forward"),
+    (I, "s < end; ++s) normalize_slice(from", "s <= end; ++s) normalize_slice(from", "sanitizers"),
+    (I, "    return y;\n}\n\n#ifdef WITH_CUDA", "    return y.transpose(-1, -2);\n}\n\n#ifdef WITH_CUDA", "forward"),
+    (L, "const double mean = sum / n;", "const float mean = float(sum) / n;", "forward"),
+    (L, "lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n", "lo = 0, rstd = float(1 / std::sqrt(squares / n", "forward"),
+    (L, "+ other[i]) * other[i];", "+ other[i]) * from[i];", "forward"),
+    (L, "std::max<int64_t>(1, 16384 / n)", "16384 / n", "forward"),
+    (L, "squares / n + eps", "squares / n + 1e-5", "forward"),
+    (S, "h / (Vec(1) + h.neg().exp()) + bias;", "h / (Vec(1) + h.neg().exp());", "forward"),
+    (S, "feature = slice % groups * width;", "feature = 0;", "forward"),
+    (S, "((out[i] - hi) - lo) * a + beta[i]", "(out[i] - hi) * a + beta[i]", "forward"),
+    (S, "std::abs(a) < INFINITY ? ", "true ? ", "forward"),
+    (S, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
+    (S, "times = single(gamma), shift = single(beta);", "times = single(gamma), shift = single(bias);", "forward"),
+    (C, "return Vec(1.0f) / (Vec(1.0f) + z.neg().exp());", "return Vec(0.5f) + z * Vec(0.25f);", "forward"),
+    (C, "parameter(kGamma, first + c) * rstd;", "parameter(kGamma, c) * rstd;", "forward"),
+    (C, "conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous()", "conv2d(x, parameters[kWeight]).contiguous()", "forward"),
+    (C, "activate((value + bias) * scale)", "activate(value * scale + bias)", "forward"),
+    (C, "if (h.numel() == 0) return out;", "", "forward"),
+    (C, "x.sym_size(2) - weight.sym_size(2) + 1", "x.sym_size(2) - weight.sym_size(2)", "compile"),
+    # Python
+    (I, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
+    (I, "and x.dim() in (3, 4)", "", "invalid"),
+    (I, "norm.affine or norm.track_running_stats", "norm.affine", "dropin"),
+    (I, "not torch._C._are_functorch_transforms_active()", "True", "training"),
+    (I, "x.is_cpu and x.dtype is torch.float32", "x.is_cpu and x.dtype is not torch.float64", "forward"),
+    (I, "    fcntl.flock(lock, fcntl.LOCK_EX)", "    fcntl.flock", "build"),
+    (I, 'pathlib.Path(folder, "lock").unlink(missing_ok=True)', "pathlib.Path", "build"),
+    (I, "cuda_flags, torch.__version__))", "cuda_flags))", "build"),
+    (L, "type(module) is kind and", "isinstance(module, kind) and", "dropin"),
+    (L, 'and "forward" not in own and not hooks', "and not hooks", "dropin"),
+    (L, 'and "forward" not in own and not hooks', 'and "forward" not in own', "dropin"),
+    (L, "y.shape[0] == x.shape[0] and", "", "forward"),
+    (L, "x.dim() == y.dim() == weight.dim() == 2", "x.dim() == weight.dim() == 2", "forward"),
+    (S, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
+    (S, "if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm)", "if not _is_plain(linear, nn.Linear)", "dropin"),
+    (C, "conv.bias is None or norm.weight is None", "norm.weight is None", "dropin"),
+    (C, "!= ((1, 1), (0, 0), (1, 1), 1)", "!= (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
+    (C, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
+    (C, "[t.shape for t in vectors] != shapes", "False", "forward"),
+    (C, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
+]  # fmt: skip
+
+# The judge's own: file, old, new.
+JUDGE = [
+    ("check", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
+    ("check", "if form_here == form and bits != bits_here:", "if False:"),
+    ("check", "masked_fill_(same, 0.0).nan_to_num_(float(\"inf\"), float(\"inf\"))", "masked_fill_(same, 0.0).nan_to_num_(0.0, 0.0)"),
+    ("bench", "if median <= allowed:", "if median <= 100 * allowed:"),
+    ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
+    ("bench", "theirs / mine for mine, theirs", "mine / theirs for mine, theirs"),
+]  # fmt: skip
+
+# CUDA strings: pair, old, new, file of tests.
+CUDA = [
+    (I, "extern \"C\" int instance_norm(int dtype", "extern \"C\" int instance_norm(int dtype", "instance_norm"),
+]  # fmt: skip
+
+
+def rows() -> list[tuple[str, str, str, list[str], bool]]:
+    """Path, old, new, pytest's arguments, and whether a GPU is needed."""
+    found = []
+    for table, gpu in ((KERNELS, False), (CUDA, True)):
+        for stem, old, new, tests in table:
+            tests = [f"tests/test_{tests}.py", *(["-k", stem] if tests not in ("build", "sanitizers", "invalid") else [])]
+            found.append((f"kernels/{stem}.py", old, new, tests, gpu))
+    return found + [(f"judge/{name}.py", old, new, ["tests/test_harness.py"], False) for name, old, new in JUDGE]
+
+
+def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
+        file = copy / path
+        text = file.read_text() if file.exists() else ""
+        if text.count(old) != 1:
+            return f"TEXT IS THERE {text.count(old)} TIMES"
+        file.write_text(text.replace(old, new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if done.returncode == 0:
+            return "MISSED"
+        return f"caught by {failed[0].partition('::')[2].partition('[')[0]}" if failed else f"caught: exit {done.returncode}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose file or text has this word")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
+    parser.add_argument("--cuda", action="store_true", help="the rows of CUDA text, on a GPU")
+    options = parser.parse_args()
+    bad = 0
+    for path, old, new, tests, gpu in rows():
+        if gpu == options.cuda and options.only in f"{path} {old}":
+            said = verdict(options.tree, path, old, new, tests)
+            bad += not said.startswith("caught")
+            print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
