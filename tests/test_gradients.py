@@ -57,7 +57,10 @@ def test_gradients_in_any_layout(case, dtype, layout, what, device):
     def run(module, inputs):
         if what == "of inputs":
             return gradients(module, inputs)
-        # The Model gets the same values contiguous: PyTorch 2.13's batch_norm on a CPU misreads a transposed gradient.
+        if (
+            device.type == "cpu"
+        ):  # the plain way: if PyTorch's backward misreads a layout, as 2.13's batch_norm, so does it
+            return gradients(module, inputs, lay)
         return gradients(module, inputs, lay if isinstance(module, ours) else lambda grad: lay(grad).contiguous())
 
     assert_as_accurate_as_eager(run, draws(case, device, dtype, change), ROUNDINGS)

@@ -92,7 +92,10 @@ def rows() -> list[tuple[str, str, str, list[str], bool]]:
     found = []
     for table, gpu in ((KERNELS, False), (CUDA, True)):
         for stem, old, new, tests in table:
-            tests = [f"tests/test_{tests}.py", *(["-k", stem] if tests not in ("build", "sanitizers", "invalid") else [])]
+            tests = [
+                f"tests/test_{tests}.py",
+                *(["-k", stem] if tests not in ("build", "sanitizers", "invalid") else []),
+            ]
             found.append((f"kernels/{stem}.py", old, new, tests, gpu))
     return found + [(f"judge/{name}.py", old, new, ["tests/test_harness.py"], False) for name, old, new in JUDGE]
 
@@ -112,7 +115,11 @@ def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
         failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if done.returncode == 0:
             return "MISSED"
-        return f"caught by {failed[0].partition('::')[2].partition('[')[0]}" if failed else f"caught: exit {done.returncode}"
+        return (
+            f"caught by {failed[0].partition('::')[2].partition('[')[0]}"
+            if failed
+            else f"caught: exit {done.returncode}"
+        )
 
 
 def main() -> int:
