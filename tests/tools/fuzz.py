@@ -138,7 +138,7 @@ def drawn(kind: str, like: torch.Tensor, r: random.Random) -> torch.Tensor:
 
 
 def placed(t: torch.Tensor, r: random.Random) -> torch.Tensor:
-    """The same values with the dimensions in any order in memory, gaps between them, at any offset; NaN stands all around."""
+    """The same values with the dimensions in any order in memory, with gaps, at any offset; NaN stands all around."""
     strides, stride = [0] * t.dim(), r.choice([1, 1, 2])
     for dim in r.sample(range(t.dim()), t.dim()):
         strides[dim] = stride

@@ -1,4 +1,4 @@
-"""How long an import takes, in seconds of fresh processes: cold (compilers run) and warm (load_inline has nothing to do).
+"""How long an import takes, in seconds of fresh processes: cold (compilers run) and warm (nothing is to be done).
 
     python tests/tools/import_time.py [--json results/imports.json]
 
