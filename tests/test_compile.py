@@ -6,11 +6,9 @@ import logging
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, ROOT, STEMS, build, converted, each, first_cases, solution
-from processes import run_python
+from cases import CASES, FIRST, LAYOUTS, STEMS, build, converted, each, first_cases, solution
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -49,11 +47,10 @@ def close(ours, theirs, tolerance: float = 1e-5):
 def test_forward_in_one_graph(case, dtype, device):
     """Where the Model's own lines can be: InstanceNorm2d warns of one channel, and dynamo cannot trace a warning."""
     model, new, inputs = build(case, device)
-    if case.stem == "linear_instance_norm_residual":
+    if case.stem == "linear_instance_norm_residual" and case not in FIRST:  # which is our operator's
         try:
             infer(compiled(model), inputs)
         except torch._dynamo.exc.Unsupported:
-            assert case not in FIRST  # there it is our operator
             return
     close(infer(compiled(new), inputs), infer(new, inputs))
 
@@ -111,18 +108,6 @@ def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, d
 
 
 @first_cases
-def test_autocast_in_one_graph(case, device):
-    _, new, inputs = build(case, device)
-    results = []
-    for module in (compiled(new), new):
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            results.append(train_step(module, inputs))
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype is theirs.dtype
-        close(ours, theirs, 1e-2)
-
-
-@first_cases
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @torch.no_grad()
 def test_an_exported_program_goes_through_a_file(case, strict, device, tmp_path):
@@ -135,45 +120,6 @@ def test_an_exported_program_goes_through_a_file(case, strict, device, tmp_path)
     for size in (2, 5):
         inputs = converted(case.inputs(size), device)
         close(exported(*inputs), new(*inputs))
-
-
-AOT_SCRIPT = """
-load(sys.argv[1], "copied")  # registers the operators that the package calls
-run = torch._inductor.aoti_load_package(sys.argv[2])
-for inputs, expected in torch.load(sys.argv[3], weights_only=False):
-    torch.testing.assert_close(run(*inputs), expected, rtol=1e-5, atol=1e-5)
-"""
-
-
-@pytest.mark.gpu  # the wrapper's build takes half a minute of a small machine
-@first_cases
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
-def test_a_package_of_aot_inductor_runs_in_another_process(case, tmp_path):
-    _, new, inputs = build(case, "cuda")
-    exported = torch.export.export(new, tuple(inputs))
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "package.pt2"))
-    torch.save([(inputs, new(*inputs))], tmp_path / "checks.pt")
-    run_python(AOT_SCRIPT, ROOT / "kernels" / f"{case.stem}.py", package, tmp_path / "checks.pt", cwd=tmp_path)
-
-
-@each(LAYOUT_CASES, SINGLE, ["contiguous", "transposed", "channels_last"])
-def test_fake_tensors_have_the_form_of_real_ones(case, dtype, layout, device):
-    _, new, inputs = build(case, device)
-    inputs = [LAYOUTS[layout](t) for t in inputs]
-    expected = train_step(new, inputs)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = copy.deepcopy(new)
-        for name, parameter in list(fake.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(fake.get_submodule(owner), leaf, torch.nn.Parameter(mode.from_tensor(parameter.detach())))
-        results = train_step(fake, [mode.from_tensor(t) for t in inputs])
-    for ours, theirs in zip(results, expected, strict=True):
-        assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-    out, real = results[0], expected[0]
-    assert [s for s, n in zip(out.stride(), out.shape) if n > 1] == [
-        s for s, n in zip(real.stride(), real.shape) if n > 1
-    ]
 
 
 # ---- the operators by themselves

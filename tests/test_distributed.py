@@ -6,12 +6,10 @@ import sys
 
 import pytest
 import torch
-from cases import FIRST, ROOT, build, first_cases, learning_cases
+from cases import FIRST, ROOT, build, first_cases
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
 
@@ -49,32 +47,3 @@ def test_dtensors_are_right_or_refused_in_words(case, placement, recorded, mesh,
         assert "sharding strategy" in str(refusal)
         return
     torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-4, atol=1e-4)
-
-
-@learning_cases
-def test_a_norm_sharded_by_itself_is_right_or_refused(case, mesh, device):
-    """fully_shard gathers a module's weights when it is called, which a fused norm is not: shard the whole ModelNew."""
-    model, new, inputs = build(case, device)
-    for child in new.children():
-        if any(True for _ in child.parameters()):
-            fully_shard(child, mesh=mesh)
-    try:
-        out = fully_shard(new, mesh=mesh)(*inputs)
-    except RuntimeError as refusal:
-        assert "DTensor" in str(refusal)
-        return
-    torch.testing.assert_close(out, model(*inputs), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("case", [case for case in FIRST if "linear" in case.stem], ids=str)
-@pytest.mark.parametrize(
-    "style",
-    [ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())],
-    ids=["columns", "rows"],
-)
-def test_a_linear_layer_split_over_the_mesh(case, style, mesh, device):
-    """Tensor parallelism of the layer inside: it takes and gives plain tensors."""
-    model, new, inputs = build(case, device)
-    name = next(name for name, child in new.named_children() if isinstance(child, torch.nn.Linear))
-    split = parallelize_module(new, mesh, {name: style})
-    torch.testing.assert_close(split(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, largest, worst_error
-from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, problem, solution
+from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype
 
 SINGLE_AND_LOW = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -170,45 +170,3 @@ def test_under_autocast(case, dtype, device):
     model, new, inputs = build(case, device)
     assert_same_form(under_autocast(new, inputs)["output"], under_autocast(model, inputs)["output"])
     assert_as_accurate_as_eager(under_autocast, draws(case, device, torch.float32))
-
-
-# Inputs the Model happens to take, though its docstring does not promise them.
-ONE_EACH, OF_ALL = (8, 1, 1), (3, 8, 3, 4)
-UNUSUAL = {
-    "linear_instance_norm_residual": [
-        ("y with a leading dimension", (5, 8), [torch.rand(2, 5), torch.rand(3, 2, 8)]),
-        ("more rows in y than in x", (5, 8), [torch.rand(1, 5), torch.rand(3, 8)]),
-        ("y in float64", (5, 8), [torch.rand(2, 5), torch.rand(2, 8).double()]),
-        ("y in float16", (5, 8), [torch.rand(2, 5), torch.rand(2, 8).half()]),
-        ("y of integers", (5, 8), [torch.rand(2, 5), torch.arange(16).view(2, 8)]),
-    ],
-    "linear_swish_group_norm": [
-        ("as many rows as features", (5, 32, 4, (32,)), [torch.rand(2, 32, 5)]),
-        ("more rows in the bias than in x", (5, 32, 4, (2, 32)), [torch.rand(1, 5)]),
-    ],
-    "conv_sigmoid_group_norm": [
-        ("an unbatched image as high as channels", (*OF_ALL, ONE_EACH, ONE_EACH), [torch.rand(3, 10, 7)]),
-        ("more samples in the bias than in x", (*OF_ALL, (2, 8, 1, 1), ONE_EACH), [torch.rand(1, 3, 6, 7)]),
-        ("more samples in the scale than in x", (*OF_ALL, ONE_EACH, (2, 8, 1, 1)), [torch.rand(1, 3, 6, 7)]),
-        ("more columns in the bias than in the image", (*OF_ALL, (8, 1, 5), ONE_EACH), [torch.rand(2, 3, 6, 3)]),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "init", "inputs"),
-    [
-        pytest.param(case, *row[1:], id=f"{case.stem} of {row[0]}")
-        for case in FIRST
-        for row in UNUSUAL.get(case.stem, [])
-    ],
-)
-@torch.no_grad()
-def test_takes_the_unusual_input_that_the_model_takes(case, init, inputs, device):
-    model = problem(case.stem).Model(*init)
-    new = solution(case.stem).ModelNew(*init)
-    new.load_state_dict(model.state_dict())
-    inputs = [t.to(device) for t in inputs]
-    out, expected = new.to(device)(*inputs), model.to(device)(*inputs)
-    assert_same_form(out, expected)
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws, forward, largest, worst_error
+from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import CASES, LAYOUT_CASES, STEMS, Case, build, converted, each, first_cases, gpu, in_float64, learning_cases
 from test_convolution import SHAPES as CONVOLUTIONS
 from test_instance_norm import EVERY_SIZE as SLICES
@@ -116,17 +116,6 @@ def test_a_captured_graph_replays_on_new_inputs(case, dtype, device):
 
 @first_cases
 @torch.no_grad()
-def test_agrees_with_the_cpu(case):
-    model, new, inputs = build(case, "cpu")
-    right = in_float64(model)(*converted(inputs, dtype=torch.float64))
-    on_cpu = new(*inputs)
-    on_gpu = new.cuda()(*converted(inputs, device="cuda")).cpu()
-    assert worst_error(on_gpu, right) <= 1e-5 * max(1, largest(right))
-    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-4, atol=1e-5 * max(1, largest(right)))
-
-
-@first_cases
-@torch.no_grad()
 def test_runs_on_the_inputs_device_while_another_is_current(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
@@ -172,16 +161,6 @@ def test_nothing_is_written_beside_the_output(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_norms_of_any_width_are_as_accurate_as_eager(case, dtype):
     assert_as_accurate_as_eager(forward, draws(case, "cuda", dtype))
-
-
-@first_cases
-@torch.no_grad()
-def test_tf32_is_used_only_where_the_user_allows_it(case, monkeypatch):
-    """Allowed, the error may be eager's with TF32; forbidden again, it is float32's."""
-    for allowed in (True, False):
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-        assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32))
 
 
 HUGE = [

@@ -6,7 +6,7 @@ On a CPU training is the plain way; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws
-from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
+from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -142,16 +142,3 @@ def test_a_tensor_changed_before_backward_is_noticed(case, what, device):
             continue
         for other, t in tensors.items():
             torch.testing.assert_close(t.grad, expected[other])
-
-
-@first_cases
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=in_dtype)
-def test_gradients_under_autocast(case, dtype, device):
-    def under_autocast(module, inputs):
-        tensors = differentiable(module, inputs)
-        with torch.autocast(device.type, dtype=dtype, enabled=inputs[0].dtype is not torch.float64):
-            out = module(*[tensors[f"input {i}"] for i in range(len(inputs))])
-        grads = torch.autograd.grad(out, list(tensors.values()), weights_of_the_sum(out))
-        return dict(zip(tensors, grads, strict=True))
-
-    assert_as_accurate_as_eager(under_autocast, draws(case, device, torch.float32), ROUNDINGS)

@@ -4,10 +4,9 @@ import itertools
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 from accuracy import assert_same_form
-from cases import FIRST, ROOT, build, problem, solution
+from cases import FIRST, ROOT, build
 from processes import finish, start_python
 
 # What is done to one input, or to one parameter, of a right call.
@@ -109,43 +108,3 @@ def test_nonsense_is_refused_as_by_the_model(device):
     assert code == 0, f"exit code {code} in: {lines[-1:]}\n{err}"
     wrong = [f"{before}: {line}" for before, line in itertools.pairwise(lines) if line.startswith("WRONG")]
     assert len(lines) > 100 and not wrong, "\n".join(wrong)
-
-
-# Constructor arguments, shapes of the inputs or None where the constructor itself raises, words of the message.
-ERRORS = {
-    "instance_norm": [
-        ("a single spatial value", (3,), [(2, 3, 1, 1)], "spatial"),
-        ("a single spatial value, unbatched", (3,), [(3, 1, 1)], "spatial"),
-    ],
-    "linear_instance_norm_residual": [
-        ("a single feature", (5, 1), [(2, 5), (2, 1)], "spatial"),
-        ("a negative number of features", (5, -1), None, "negative|dimension"),
-    ],
-    "linear_swish_group_norm": [
-        ("groups that do not divide", (5, 8, 3, (8,)), None, "divisible"),
-        ("no groups", (5, 8, 0, (8,)), None, "zero"),
-        ("a single value in a group", (5, 8, 8, (8,)), [(1, 5)], "more than 1 value"),
-        ("a bias that does not broadcast", (5, 8, 1, (3, 8)), [(2, 5)], "size"),
-    ],
-    "conv_sigmoid_group_norm": [
-        ("an image smaller than the kernel", (3, 8, 3, 4, (8, 1, 1), (8, 1, 1)), [(2, 3, 2, 7)], "[Kk]ernel size"),
-        ("groups that do not divide", (3, 8, 3, 3, (8, 1, 1), (8, 1, 1)), None, "divisible"),
-        ("a single value in a group", (3, 8, 3, 8, (8, 1, 1), (8, 1, 1)), [(1, 3, 3, 3)], "more than 1 value"),
-        ("a scale that does not broadcast", (3, 8, 3, 4, (8, 1, 1), (8, 3, 1)), [(2, 3, 6, 7)], "size"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("stem", "init", "shapes", "words"),
-    [pytest.param(c.stem, *row[1:], id=f"{c.stem} of {row[0]}") for c in FIRST for row in ERRORS.get(c.stem, [])],
-)
-def test_errors_are_the_models_and_name_what_is_wrong(stem, init, shapes, words, device):
-    def attempt(cls):
-        module = cls(*init).to(device)
-        module(*[torch.ones(shape, device=device) for shape in shapes])
-
-    with pytest.raises(Exception) as theirs:
-        attempt(problem(stem).Model)
-    with pytest.raises(theirs.type, match=words):
-        attempt(solution(stem).ModelNew)

@@ -89,22 +89,11 @@ def balanced_now_and_then(x, w):
     return x, w
 
 
-def outliers(x, w, size=1e6):
-    x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = size
+def outliers(x, w):
+    """One in each row of x, small ones and huge ones."""
+    sizes = 10.0 ** torch.randint(3, 31, (x.shape[0],), device=x.device)
+    x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = sizes
     return x, w
-
-
-def huge_outliers(x, w):
-    return outliers(x, w, 1e30)
-
-
-def outliers_in_both(x, w):
-    x, w = outliers(x, w)
-    return x, outliers(w, x)[0]
-
-
-def one_hot(x, w):
-    return x * nn.functional.one_hot(torch.randint(x.shape[1], (x.shape[0],)), x.shape[1]).to(x), w
 
 
 def mostly_zeros(x, w):
@@ -159,7 +148,7 @@ def largest_and_rms(out, right) -> torch.Tensor:
 SPARSE = [mostly_zeros, heavy_tailed]  # few products count
 KINDS = [
     uniform, normal, far_from_zero, uniform_against_odd_rows, rows_of_many_sizes, balanced, balanced_now_and_then,
-    outliers, huge_outliers, outliers_in_both, one_hot, zero_rows, denormals, tiny_rows, near_the_largest, *SPARSE,
+    outliers, zero_rows, denormals, tiny_rows, near_the_largest, *SPARSE,
 ]  # fmt: skip
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
@@ -230,18 +219,6 @@ def test_networks_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
-@pytest.mark.parametrize("change", [balanced, outliers, zero_rows, balanced_now_and_then], ids=lambda c: c.__name__)
-@cases
-@torch.no_grad()
-def test_networks_are_as_accurate_at_odd_scales(case, change):
-    model, new, inputs = build(case, "cuda")
-    for module in (model, new):
-        linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
-        torch.manual_seed(5)
-        x, linear.weight.data = change(inputs[0].clone(), linear.weight.data)
-    assert_as_accurate_as_eager(forward, [(model, new, [x, *inputs[1:]])])
-
-
 @cases
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
 @torch.no_grad()
@@ -309,15 +286,6 @@ def test_no_scale_costs_gradients_accuracy(case, change):
     for name, true in right.items():
         own, theirs = ((values[name] - true).norm() for values in (found, eager))
         assert own <= 2 * theirs + 2.0**-23 * true.norm(), name
-
-
-@trained
-def test_gradients_of_what_is_not_finite_are_not_finite(case):
-    model, new, inputs = build(case, "cuda")
-    inputs[0][2, 1] = torch.inf
-    found, eager = (network_gradients(module, inputs) for module in (new, model))
-    for name, theirs in eager.items():
-        assert torch.equal(found[name].isfinite(), theirs.isfinite()), name
 
 
 @trained

@@ -216,11 +216,8 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     changed = [r.choice(values) if r.random() < 0.3 else None for _ in range(9)]  # of parameters; None: as they were
     first_seed = r.randrange(2**40)
     case = Case(stem, "", init, shapes)
-    layouts = [
-        lay
-        for name, lay in LAYOUTS.items()
-        if fits(case, name) and (dtype is not torch.float64 or name != "one value repeated")
-    ]
+    taken = [name for name in LAYOUTS if fits(case, name) and (dtype, name) != (torch.float64, "one value repeated")]
+    layouts = [LAYOUTS[name] for name in taken]
 
     def change(model, new, inputs):
         r = random.Random(first_seed)  # the same magnitudes and places for each sample, other values
@@ -299,17 +296,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     indices = range(options.cases) if options.index is None else range(options.index, options.index + 1)
     solution(options.pair)  # built, if it must be, before the clock starts
-    start, done, missed = time.perf_counter(), 0, 0
     shares = [(options.pair, options.seed, indices[i : i + 50], options.device) for i in range(0, len(indices), 50)]
     results = pool(options.processes).imap_unordered(judged, shares) if options.processes > 1 else map(judged, shares)
+    start, done, missed = time.perf_counter(), 0, 0
     for count, lines in results:
         done, missed = done + count, missed + len(lines)
-        for line in lines:
-            print(line, flush=True)
-        seconds = time.perf_counter() - start
-        print(
-            f"{options.pair}: {done} of {len(indices)}, {missed} missed, {seconds:.0f} s", file=sys.stderr, flush=True
-        )
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    seconds = time.perf_counter() - start
     print(f"{options.pair} on {options.device}, seed {options.seed}: {done} cases, {missed} missed, {seconds:.0f} s")
     return 1 if missed else 0
 

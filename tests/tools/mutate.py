@@ -46,7 +46,7 @@ KERNELS = [
     (CONV, "parameter(kGamma, first + c) * rstd;", "parameter(kGamma, c) * rstd;", "forward"),
     (CONV, "parameters[kConvBias]).contiguous()", "parameters[kBias].flatten()).contiguous()", "forward"),
     (CONV, "activate((value + bias) * scale)", "activate(value * scale + bias)", "forward"),
-    (CONV, "if (h.numel() == 0) return out;", "", "forward"),
+    (CONV, "slice < end; ++slice", "slice + 1 < end; ++slice", "forward"),
     (CONV, "x.sym_size(2) - weight.sym_size(2) + 1", "x.sym_size(2) - weight.sym_size(2)", "compile"),
     # Python
     (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),

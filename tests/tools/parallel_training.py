@@ -97,6 +97,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(
-        code
-    )  # the mesh keeps gloo's threads: one that lets go of a tensor while the interpreter ends aborts the process
+    os._exit(code)  # the mesh keeps gloo's threads, which may abort a process that ends in order

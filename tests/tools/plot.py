@@ -55,18 +55,15 @@ def bars(axes, run: dict, colours: dict) -> None:
 def draw_direction(direction: str, colours: dict):
     figure, grid = pyplot.subplots(2, 2, figsize=(8.8, 3.7), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06, hspace=0.08)
-    environment = None
     for axes, stem in zip(grid.flat, summary.STEMS):
         run = summary.strict_float32(stem, direction)
         title = f"{stem}: {run['roof']['percent']:.0f}% of the floor" if run else f"{stem}: not measured"
         styled(axes, colours, title + (" *" if run and summary.is_earlier(stem) else ""))
         if run:
             bars(axes, run, colours)
-            environment = environment or summary.device_of(stem)
         else:
             axes.set(xticks=[], yticks=[])
-    title = f"{summary.DIRECTIONS[direction]}, float32, {environment}"
-    figure.suptitle(title, fontsize=10, color=colours["ink"])
+    figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32, one NVIDIA H200", fontsize=10, color=colours["ink"])
     floor = "floor: the machine's measured bandwidth and matrix rate allow no less"
     star = "; * an earlier revision" if any(map(summary.is_earlier, summary.STEMS)) else ""
     legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor + star)])

@@ -30,63 +30,40 @@ import torch
 from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
 from processes import visible_gpus
 from test_gpu import LARGE
-from test_linear_products import TRAINED, balanced_now_and_then
+from test_linear_products import TRAINED
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+0x\w+(?:.*\n=+ +and \w+ access at (.+?)\+0x\w+)?", re.MULTILINE)
 LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
-HOST_US = 100.0  # of a call: what it takes under a sanitizer is a multiple of this and of the GPU's time
 
 
-def train(new, inputs) -> None:
-    out = new(*(t.requires_grad_() for t in inputs))
-    out.backward(torch.ones_like(out))
+def call_of(case: Case, dtype, recorded: bool, extreme: bool, tf32: bool) -> tuple[str, Callable[[], None]]:
+    """With its name. Extreme: with some values that are infinite, NaN or the type's largest."""
 
+    def whole():
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        _, new, inputs = build(case)
+        new, (x, *others) = new.to("cuda", dtype), converted(inputs, "cuda", dtype)
+        for i, value in enumerate((torch.finfo(dtype).max, torch.inf, -torch.inf, torch.nan) if extreme else ()):
+            x.view(-1)[7 * i :: 997] = value
+        with torch.set_grad_enabled(recorded):
+            out = new(*(t.requires_grad_(recorded) for t in (x, *others)))
+        if recorded:
+            out.backward(torch.ones_like(out))
 
-@torch.no_grad()
-def infer(new, inputs) -> None:
-    new(*inputs)
-
-
-def ordinary(inputs: list) -> list:
-    return inputs
-
-
-def extremes(inputs: list) -> list:
-    """Some values that are infinite, NaN or the type's largest."""
-    x = inputs[0].flatten()
-    for i, value in enumerate((torch.finfo(x.dtype).max, torch.inf, -torch.inf, torch.nan)):
-        x[7 * i :: 997] = value
-    return [x.view_as(inputs[0]), *inputs[1:]]
-
-
-def badly_scaled(inputs: list) -> list:
-    return [balanced_now_and_then(inputs[0], inputs[0].clone())[0], *inputs[1:]]
+    return f"{case} in {dtype}, gradients {recorded}, extremes {extreme}, TF32 {tf32}", whole
 
 
 def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
-    """Each with its name."""
-
-    def call_of(case: Case, dtype, call, change, tf32):
-        def whole():
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            _, new, inputs = build(case)
-            call(new.to("cuda", dtype), change(converted(inputs, "cuda", dtype)))
-
-        return f"{case} in {dtype}, {call.__name__}, {change.__name__}, TF32 {tf32}", whole
-
-    calls = []
-    for case in sorted(
-        {case for case in [*CASES, *LARGE, *TRAINED] if case.stem == stem}, key=lambda case: case.values
-    ):
-        if case.values < LARGEST:
-            ways = [(dtype, change, False) for dtype in DTYPES[1:] for change in (ordinary, extremes)]
-            if "linear" in stem and case.values > 1e6:
-                ways += [(torch.float32, badly_scaled, tf32) for tf32 in (False, True)]
-            calls += [
-                call_of(case, dtype, call, change, tf32) for dtype, change, tf32 in ways for call in (train, infer)
-            ]
-    return calls
+    cases = {case for case in [*CASES, *LARGE, *TRAINED] if case.stem == stem and case.values < LARGEST}
+    ways = [(dtype, False, tf32) for dtype in DTYPES[1:] for tf32 in ((False, True) if "linear" in stem else (False,))]
+    ways += [(dtype, True, False) for dtype in DTYPES[1:]]
+    return [
+        call_of(case, dtype, recorded, extreme, tf32)
+        for case in sorted(cases, key=lambda case: case.values)
+        for dtype, extreme, tf32 in ways
+        for recorded in (True, False)
+    ]
 
 
 def name_of(kernel: str) -> str:
@@ -125,13 +102,13 @@ def profile_all(stem: str, path: Path) -> None:
 
 
 def in_order(launched: list[list[str]], us: list[float]) -> list[int]:
-    """First a few calls that launch all kernels in little time, then the others, by time."""
-    wanted, few = set().union(*launched), []
-    while wanted:
-        best = max(range(len(launched)), key=lambda i: len(wanted.intersection(launched[i])) / (us[i] + HOST_US))
-        few.append(best)
-        wanted.difference_update(launched[best])
-    return few + sorted(set(range(len(launched))).difference(few), key=us.__getitem__)
+    """By time, but first those that launch a kernel that none before them does."""
+    by_time, few, seen = sorted(range(len(launched)), key=us.__getitem__), [], set()
+    for index in by_time:
+        if not seen.issuperset(launched[index]):
+            few.append(index)
+            seen.update(launched[index])
+    return few + [index for index in by_time if index not in few]
 
 
 def call_all(stem: str, path: Path, deadline: float) -> None:

@@ -41,11 +41,6 @@ def sweep(stem: str) -> list[dict]:
     )
 
 
-def device_of(stem: str) -> str:
-    folder = ROOT / "results" / ("earlier" if is_earlier(stem) else "h200")
-    return json.loads((folder / f"{stem}.json").read_text())["environment"]["device"]
-
-
 def is_earlier(stem: str) -> bool:
     return not (ROOT / "results" / "h200" / f"{stem}.json").exists()
 
