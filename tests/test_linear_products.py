@@ -129,8 +129,12 @@ def product(kind, m: int = M, n: int = N, k: int = K):
     torch.manual_seed(3)
     x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
     b = torch.zeros(n, device="cuda")
-    operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
-    ours = operators.forward(x, w, b, torch.zeros(m, n, device="cuda"), 1e-5, True)[1]  # h, which a backward needs
+    forward = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE).forward.default
+    options = {"tf32": torch.backends.cuda.matmul.allow_tf32, "recorded": True}
+    options = {
+        argument.name: options[argument.name] for argument in forward._schema.arguments if argument.name in options
+    }
+    ours = forward(x, w, b, torch.zeros(m, n, device="cuda"), 1e-5, **options)[1]  # h, which a backward needs
     return ours, nn.functional.linear(x, w, b), x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
 
 
