@@ -11,9 +11,9 @@ sm_90, from 2^30 multiplications on, its product and its gradients run on the fp
 float32, and all that follows in the forward is the product's epilogue; elsewhere cuBLAS's product is followed by one
 kernel, without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, which is three fp16 products, 1.18 ms at the 700 TFLOP/s of
-cuBLAS's; 0.69 GB, and x and W are split in memory first, which reads and writes 0.15 GB each. Measured on an H200 with
-`python harness.py linear_swish_group_norm`: MEASURE ms; of that the splits are MEASURE.
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, three fp16 products, 1.18 ms at the 700 TFLOP/s of cuBLAS's;
+before it x and W are split in memory, 0.15 GB read and written. One H200, `python harness.py linear_swish_group_norm`:
+MEASURE ms; the product with all that follows takes 1.13, the splits 0.08.
 """
 
 import contextlib
@@ -84,9 +84,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
-// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. Where
-// TF32 is allowed, hi hi alone has TF32's 11 bits. The tensor cores truncate when they accumulate, so the sum over each
-// four lines of K starts at zero, small products first, and is then added to float32 registers ("promoted").
+// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
+// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, with small products
+// first, and is then added to float32 registers ("promoted").
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 //
@@ -101,21 +101,19 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
 // With c such values in its two rows an output is off by less than 2^-25 * 2^15 * c, which is within float32's own
 // error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the
-// epilogue stores the NaN kUncertain in its place and flags its strip of 16 rows x 64 columns, and `recompute` puts
-// float32's sum there. So are outputs of rows of few values, where the dropped lo lo does not average out.
+// finishers work it out in float32 from x and W themselves.
 
-constexpr int kTile = 128, kBlockSide = 64, kStripRows = 16;
-constexpr int kLine = 64;   // fp16 values of a row in a line: 32 of hi and the same 32 of lo; in one piece, 64 of hi
+constexpr int kTile = 128;
+constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
 constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
 constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
 // A promoted sum is too small by so much on average, since the tensor cores truncate (measured: uniform x, K of 132 to
-// 8192). A norm does not see it, but its gradient does, through rstd.
+// 8192). A norm does not see it, but its gradient does, through rstd. Where sums have few terms, nothing is truncated.
 constexpr float kRestored = 1 + 3 * 0x1p-23f;
-constexpr unsigned kUncertain = 0x7fc0beef;         // a NaN that no arithmetic makes
-constexpr float kFewProducts = 16;          // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
+constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -124,7 +122,11 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-__host__ __device__ constexpr int64_t padded_k(int64_t k) { return (k + kLine - 1) / kLine * kLine; }
+// The smallest of many exponents, found by atomicMax in a word that begins as 0.
+__device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
+__device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
 // v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
@@ -139,45 +141,52 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Four neighbouring values from k on, already scaled, into the pieces (one or two) of their row.
-__device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[4], int pieces) {
-    const auto store = [](__half* to, const __half2& a, const __half2& b) {  // in one instruction
-        const auto bits = [](const __half2& v) { return reinterpret_cast<const uint32_t&>(v); };
-        *reinterpret_cast<uint2*>(to) = make_uint2(bits(a), bits(b));
-    };
-    __half* to = pieces == 1 ? row + k : row + k / 32 * kLine + k % 32;
-    const __half2 a = __floats2half2_rn(v[0], v[1]), b = __floats2half2_rn(v[2], v[3]);
-    const float2 c = __half22float2(a), d = __half22float2(b);
-    store(to, a, b);
-    if (pieces == 1) return;
-    store(to + 32, __floats2half2_rn(v[0] - c.x, v[1] - c.y), __floats2half2_rn(v[2] - d.x, v[3] - d.y));
+// COUNT neighbouring values (4 or 8) from k on, already scaled, into the pieces of their row, in two stores.
+template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
+    Pack<__half, COUNT> hi, lo;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        hi.value[i] = __float2half_rn(v[i]);
+        lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
+    }
+    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kTerms * kLine + k % kTerms);
+    to[0] = hi, to[kTerms / COUNT] = lo;
 }
 // An output is its accumulator times the `unscale` of its row and column, and uncertain below the sum of their `doubt`.
 struct RowScale {
     float unscale, doubt;
 };
-// What split_rows reads and writes. `widest` and `given` are of a backward, and described there.
+// What is known of x and W after their split, in device memory, for the product and for the gradients.
+struct Known {
+    int few;       // not 0: a row has few values
+    int smallest;  // of the exponents of W's rows
+    int rows[1];   // the exponents of x's rows, as many as there are
+};
+// What split_rows reads and writes: scales, known and exponents in a forward, the other two in a backward.
 struct Operand {
     const float* values;
     __half* pieces;
-    RowScale* scales;
     int64_t rows;
-    int k, pieces_each;
-    const float* widest;
-    const RowScale* given;
-    __device__ __forceinline__ int of_all() const { return -__float2int_rn(*widest); }
+    int k;
+    RowScale* scales;
+    Known* known;
+    int* exponents;         // of the rows; null: they are W's
+    const int *all, *less;  // a row is scaled by 2^(all - less[row]); null: to its own maximum
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (given != nullptr) return of_all() - (127 - int(__float_as_uint(given[row].unscale) >> 23));
-        return widest == nullptr ? scale_exponent(largest) : min(scale_exponent(largest), of_all() + 14);
+        if (all == nullptr) return scale_exponent(largest);
+        return less == nullptr ? smallest_of(all) : max(smallest_of(all) - less[row], -252);  // 2^-252: to nothing
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
-// `group` threads, whole warps, own a row. Rows of up to 8192 values wait in registers between the search for the
-// largest and the split; longer ones are read twice.
-__global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own, int group) {
+// `group` threads, whole warps, own a row of x, and in the blocks after blocks_x one of W. Rows of up to 8192 values
+// wait in registers between the search for the largest and the split; longer ones are read twice.
+__global__ void __launch_bounds__(kSplitThreads, 3)
+    split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
+    const Operand& own = blockIdx.x < blocks_x ? x : w;
     const int lane = threadIdx.x % group, step = group * kSplitItems;
-    const int64_t row = int64_t(blockIdx.x) * (kSplitThreads / group) + threadIdx.x / group;
+    const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
+    const int64_t row = block * (kSplitThreads / group) + threadIdx.x / group;
     const bool exists = row < own.rows;
     const int padded = int(padded_k(own.k)), quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(own.values + row * own.k);
@@ -202,7 +211,6 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
     const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);
-    const float intact = own.pieces_each == 2 ? 0x1p-2f : 0x1p-14f;  // from here on a value loses no bits to subnormals
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
@@ -213,21 +221,22 @@ __global__ void __launch_bounds__(kSplitThreads, 3) split_rows(const Operand own
             for (int j = 0; j < 4; ++j) {
                 v[j] = v[j] * scale * again;
                 sum += fabsf(v[j]), squares = fmaf(v[j], v[j], squares);
-                lost += fabsf(v[j]) < intact && v[j] != 0 ? 1.0f : 0.0f;
+                lost += fabsf(v[j]) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;
             }
-            __half* const pieces = own.pieces + row * padded * own.pieces_each;
-            if (exists && at < quads) store_pieces(pieces, at * 4, v, own.pieces_each);
+            if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
         }
     }
     if (own.scales == nullptr) return;
     sum = reduce_group(sum, group, warp_values, Sum()), squares = reduce_group(squares, group, warp_values, Sum());
     lost = reduce_group(lost, group, warp_values, Sum());
-    RowScale result = {power_of_two(-exponent), lost * (own.pieces_each == 2 ? 0x1p14f : 2.0f)};
-    const bool few = own.pieces_each == 2 && sum * sum < kFewProducts * squares;
-    if (few || result.unscale > kLargestUnscale) result.doubt = INFINITY;
+    if (lane != 0 || !exists) return;
+    RowScale result = {power_of_two(-exponent), lost * 0x1p14f};
+    if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
-    if (own.widest != nullptr) result.unscale = power_of_two(own.of_all() - exponent);
-    if (lane == 0 && exists) own.scales[row] = result;
+    own.scales[row] = result;
+    if (sum * sum < kFewTerms * squares) own.known->few = 1;
+    if (own.exponents != nullptr) own.exponents[row] = exponent;
+    else take_smallest(&own.known->smallest, exponent);
 }
 
 // ---- multiply ----
@@ -237,7 +246,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
                  "[%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory. TURNED: an operand lies with K down its columns.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 template <bool TURNED_A, bool TURNED_B>
@@ -250,17 +259,12 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, in
         : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
         : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
 }
-// Which operands lie in memory with K across their rows (false), and which down their columns ("turned").
-template <int PIECES_, bool TURNED_A_, bool TURNED_B_> struct Kind {
-    static constexpr int PIECES = PIECES_, kTerms = kLine / PIECES;  // kTerms: of K in a line
-    static constexpr bool TURNED_A = TURNED_A_, TURNED_B = TURNED_B_;
-};
 struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
     unsigned char a[kTile * 128], b[kTile * 128];
 };
 struct MultiplyShared {
     Stage stages[kStages];
-    float4 slots[kSlots][kBlockSide * kBlockSide / 4];
+    float4 slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
 template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
@@ -284,12 +288,12 @@ struct Tiles {
     }
 };
 
-template <class K> __device__ __forceinline__ void producer(
+template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void producer(
     MultiplyShared& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles& tiles, int lines) {
     Ring<kStages> ring;
     const auto load = [&](bool turned, void* to, const CUtensorMap* map, int line, int row) {
         uint64_t* bar = &shared.full[ring.place];
-        if (turned) tensor_load(to, map, 0, line * K::kTerms, row / 32 * K::PIECES, bar);
+        if (turned) tensor_load(to, map, 0, line * kTerms, row / 32 * 2, bar);
         else tensor_load(to, map, line * kLine, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
@@ -298,8 +302,8 @@ template <class K> __device__ __forceinline__ void producer(
             Stage& stage = shared.stages[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
             mbarrier_expect(&shared.full[ring.place], sizeof(Stage));
-            load(K::TURNED_A, stage.a, map_a, line, corner.row);
-            load(K::TURNED_B, stage.b, map_b, line, corner.column);
+            load(TURNED_A, stage.a, map_a, line, corner.row);
+            load(TURNED_B, stage.b, map_b, line, corner.column);
         }
     }
 }
@@ -311,21 +315,15 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 // The products of a line, 16 of K at a time; steps and low pieces in the descriptors' units of 16 bytes.
-template <class K> __device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    constexpr bool A = K::TURNED_A, B = K::TURNED_B;
+template <bool A, bool B>
+__device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
-    if constexpr (K::PIECES == 2) {
-        wgmma<A, B>(d, a + kLowA, b, keep);
-        wgmma<A, B>(d, a, b + kLowB, 1);
-        wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
-        wgmma<A, B>(d, a + kStepA, b + kLowB + kStepB, 1);
-        wgmma<A, B>(d, a, b, 1);
-        wgmma<A, B>(d, a + kStepA, b + kStepB, 1);
-    } else {
-        wgmma<A, B>(d, a, b, keep);
-#pragma unroll
-        for (int i = 1; i < 4; ++i) wgmma<A, B>(d, a + i * kStepA, b + i * kStepB, 1);
-    }
+    wgmma<A, B>(d, a + kLowA, b, keep);
+    wgmma<A, B>(d, a, b + kLowB, 1);
+    wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
+    wgmma<A, B>(d, a + kStepA, b + kLowB + kStepB, 1);
+    wgmma<A, B>(d, a, b, 1);
+    wgmma<A, B>(d, a + kStepA, b + kStepB, 1);
 }
 // A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
 // lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
@@ -348,11 +346,13 @@ __device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) 
     }
 }
 
-template <class K>
-__device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
+template <bool TURNED_A, bool TURNED_B>
+__device__ __forceinline__ void consumer(
+    MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup, float restored) {
     const int warp = threadIdx.x / 32 % 4;
-    const uint64_t a = tile_descriptor<K::TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
-    const uint64_t b = tile_descriptor<K::TURNED_B>(shared.stages[0].b);
+    const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
+    const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
+    constexpr int kStep = sizeof(Stage) / 16;
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
@@ -373,7 +373,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
             for (int s = 0; s < kStages; ++s) {
                 mbarrier_wait(&shared.full[s], phase);
                 wgmma_fence();
-                multiply_line<K>(part, a + s * (sizeof(Stage) / 16), b + s * (sizeof(Stage) / 16), keep);
+                multiply_line<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, keep);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (keep) free_stage((s + kStages - 1) % kStages);
@@ -385,7 +385,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
 #pragma unroll
                     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], kRestored, sum[i]);
+                    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
                 }
             }
         }
@@ -418,7 +418,7 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
     }
 }
 
-template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(
+template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(
     const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines,
     const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -434,13 +434,13 @@ template <class K, class Epilogue> __global__ void __launch_bounds__(kMultiplyTh
     __syncthreads();
     if (warpgroup == 3) {
         fewer_registers<kProducerRegisters>();
-        if (threadIdx.x % 128 == 0) producer<K>(shared, &map_a, &map_b, tiles, lines);
+        if (threadIdx.x % 128 == 0) producer<TURNED_A, TURNED_B>(shared, &map_a, &map_b, tiles, lines);
     } else if (warpgroup == 2) {
         more_registers<kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<kConsumerRegisters>();
-        consumer<K>(shared, tiles, lines, warpgroup);
+        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, epilogue.restored());
     }
 #endif
 }
@@ -460,16 +460,18 @@ __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], c
 // What an epilogue of h = x W^T + bias begins with.
 struct LinearProduct {
     const float *x, *weight, *bias;
-    RowScale *rows, *columns;
-    unsigned char* flags;  // of each strip, across the columns first
     float* out;
     int m, n, k;
+    Known* known;
+    RowScale* scales;  // of W's rows, then of x's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
+    __device__ __forceinline__ float restored() const { return known->few != 0 ? 1.0f : kRestored; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
+        const RowScale *columns = this->scales, *rows = columns + n;
 #pragma unroll
         for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
 #pragma unroll
@@ -481,8 +483,8 @@ struct LinearProduct {
         }
         return scales;
     }
-    // From accumulators to h. Returns whether any of the warp is uncertain; it is marked then, and its strip flagged.
-    __device__ __forceinline__ bool unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+    // From accumulators to h.
+    __device__ __forceinline__ void unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unsigned uncertain = 0;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -491,63 +493,32 @@ struct LinearProduct {
             if (fabsf(own) < row.doubt + column.doubt) uncertain |= 1u << i;
             own = fmaf(own * row.unscale, column.unscale, scales.bias[i % 8]);
         }
-        if (!__any_sync(~0u, uncertain != 0)) return false;
+        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // the warp works out one after the other
+            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain) - 1, owner);
+            const int row = __shfl_sync(~0u, corner.row, owner) + which / 8 * 4;
+            const int column = __shfl_sync(~0u, corner.column, owner) + which % 8 / 4 * 32 + which % 4;
+            const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            if (uncertain >> i & 1) v[i / 8][i % 8] = __uint_as_float(kUncertain);
+            for (int i = 0; i < 32; ++i) {
+                if (threadIdx.x % 32 == owner && i == which) v[i / 8][i % 8] = sum + scales.bias[i % 8];
+            }
+            if (threadIdx.x % 32 == owner) uncertain &= uncertain - 1;
         }
-        flags[corner.row / kStripRows * ((n + kBlockSide - 1) / kBlockSide) + corner.column / kBlockSide] = 1;
-        return true;
     }
-};
-// Puts float32's sums in the place of uncertain outputs. A block takes every so-many-th strip of 16 rows x 64 columns;
-// a warp has a row of it, a lane two neighbouring columns, and the whole warp one uncertain output after the other.
-constexpr int kRecomputeThreads = 256;
-template <class Epilogue> __global__ void __launch_bounds__(kRecomputeThreads) recompute(const Epilogue epilogue) {
-    __shared__ int flagged[kRecomputeThreads], count;
-    const int m = epilogue.m, n = epilogue.n, k = epilogue.k, lane = threadIdx.x % 32;
-    const int across = (n + kBlockSide - 1) / kBlockSide, strips = (m + kStripRows - 1) / kStripRows * across;
-    const auto recomputed = [&](int row, int column) {
-        const auto* x = reinterpret_cast<const float4*>(epilogue.x + int64_t(row) * k);
-        const auto* w = reinterpret_cast<const float4*>(epilogue.weight + int64_t(column) * k);
+    __device__ __noinline__ float multiply_rows(int64_t row, int64_t column) const {  // a warp, in float32
+        const auto* a = reinterpret_cast<const float4*>(x + row * k);
+        const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
 #pragma unroll 8
-        for (int at = lane; at < k / 4; at += 32) {
-            const float4 a = x[at], b = w[at];
-            sum[0] = fmaf(a.x, b.x, sum[0]), sum[1] = fmaf(a.y, b.y, sum[1]);
-            sum[2] = fmaf(a.z, b.z, sum[2]), sum[3] = fmaf(a.w, b.w, sum[3]);
+        for (int at = threadIdx.x % 32; at < k / 4; at += 32) {
+            sum[0] = fmaf(a[at].x, b[at].x, sum[0]), sum[1] = fmaf(a[at].y, b[at].y, sum[1]);
+            sum[2] = fmaf(a[at].z, b[at].z, sum[2]), sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
         }
-        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum()) + epilogue.bias[column];
-    };
-    for (int first = blockIdx.x; first < strips; first += gridDim.x * kRecomputeThreads) {
-        const int own = first + threadIdx.x * gridDim.x;  // a thread looks at one flag
-        if (threadIdx.x == 0) count = 0;
-        __syncthreads();
-        if (own < strips && epilogue.flags[own] != 0) flagged[atomicAdd(&count, 1)] = own;
-        __syncthreads();
-        for (int i = 0; i < count * kStripRows; ++i) {
-            const int strip = flagged[i / kStripRows], row = strip / across * kStripRows + i % kStripRows;
-            const int column = strip % across * kBlockSide + lane * 2;
-            if (i % (kRecomputeThreads / 32) != threadIdx.x / 32 || row >= m) continue;
-            const auto* at = reinterpret_cast<const float2*>(epilogue.out + int64_t(row) * n + column);
-            float2 h = column < n ? *at : make_float2(0, 0);
-            for (int which = 0; which < 2; ++which) {
-                float& mine = which == 0 ? h.x : h.y;
-                unsigned uncertain = __ballot_sync(~0u, __float_as_uint(mine) == kUncertain);
-                for (; uncertain != 0; uncertain &= uncertain - 1) {
-                    const int owner = __ffs(uncertain) - 1;
-                    const float sum = recomputed(row, column + (owner - lane) * 2 + which);
-                    if (lane == owner) mine = sum;
-                }
-            }
-            if (column < n) epilogue.finish_row(row, column, h);
-        }
-        __syncthreads();
+        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
-}
+};
 // ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
 
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -555,20 +526,18 @@ static int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether h = x W^T is for the tensor cores. Against cuBLAS's float32 the product alone decides; what one product gains
-// on cuBLAS's TF32 must make up for the split, if no gradients follow.
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded) {
+// Whether h = x W^T, in float32, is for our product: the larger ones on sm_90.
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
-    const double products = double(m) * n * k;
-    const bool pays = !tf32 || recorded || (k >= 512 && products * 2.0e-15 >= double(m + n) * k * 1.6e-12 + 8e-6);
-    return shape && products >= 0x1p30 && pays && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+    return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
-
-static cudaError_t launch_split(const Operand& operand, cudaStream_t stream) {
+// Rows of x, and of W (may have none), of the same length.
+static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
-    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(operand.k)) group *= 2;
-    const int64_t blocks = divide_up(operand.rows, kSplitThreads / group);
-    split_rows<<<unsigned(blocks), kSplitThreads, 0, stream>>>(operand, group);
+    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
+    const int rows = kSplitThreads / group;  // of a block
+    const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
+    split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
@@ -577,16 +546,16 @@ struct Pieces {
     __half* values;
     int64_t rows, columns;
 };
-template <bool TURNED, int PIECES> static cudaError_t make_map(CUtensorMap* map, const Pieces& pieces) {
+template <bool TURNED> static cudaError_t make_map(CUtensorMap* map, const Pieces& pieces) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
     }();
-    const cuuint64_t halves = padded_k(pieces.columns) * PIECES, rows = pieces.rows, strides[2] = {halves * 2, 64};
+    const cuuint64_t halves = padded_k(pieces.columns) * 2, rows = pieces.rows, strides[2] = {halves * 2, 64};
     const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1};
-    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? kLine / PIECES : kTile, TURNED ? 4 * PIECES : 1};
+    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? unsigned(kTerms) : kTile, TURNED ? 8 : 1};
     const cuuint32_t steps[3] = {1, 1, 1};
     if (encode == nullptr) return cudaErrorNotSupported;
     const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values, sizes, strides, box, steps,
@@ -595,97 +564,105 @@ template <bool TURNED, int PIECES> static cudaError_t make_map(CUtensorMap* map,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-template <class K, class Epilogue> static cudaError_t launch_multiply_of(
+template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(
     const Pieces& a, const Pieces& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
-    const auto kernel = multiply<K, Epilogue>;
-    cudaError_t error = make_map<K::TURNED_A, K::PIECES>(&map_a, a);
-    if (error == cudaSuccess) error = make_map<K::TURNED_B, K::PIECES>(&map_b, b);
+    const auto kernel = multiply<TURNED_A, TURNED_B, Epilogue>;
+    cudaError_t error = make_map<TURNED_A>(&map_a, a);
+    if (error == cudaSuccess) error = make_map<TURNED_B>(&map_b, b);
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, most, sizeof(MultiplyShared));
     if (error != cudaSuccess) return error;
     const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
-    const int lines = int(divide_up(terms, K::kTerms * kStages) * kStages);
+    const int lines = int(divide_up(terms, kTerms * kStages) * kStages);
     kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(const Pieces& a,
-    const Pieces& b, int pieces_each, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
-    return pieces_each == 1 ? launch_multiply_of<Kind<1, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream)
-                            : launch_multiply_of<Kind<2, TURNED_A, TURNED_B>>(a, b, terms, epilogue, stream);
-}
-// What all of h = x W^T + b takes: the splits, the product with its epilogue, and float32's sums for uncertain outputs.
+// What all of h = x W^T + b takes: the splits, and the product with its epilogue.
 template <class Epilogue> static cudaError_t launch_linear(
-    const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, int pieces_each, cudaStream_t stream) {
+    const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    const Operand x = {epilogue.x, pieces_x, epilogue.rows, m, k, pieces_each};
-    const Operand w = {epilogue.weight, pieces_w, epilogue.columns, n, k, pieces_each};
-    cudaError_t error = launch_split(x, stream);
-    if (error == cudaSuccess) error = launch_split(w, stream);
+    Known* const known = epilogue.known;
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, known, known->rows};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, known};
+    cudaError_t error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
-    error = launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, pieces_each, k, epilogue, stream);
-    if (error == cudaSuccess) recompute<<<4 * sm_count(), kRecomputeThreads, 0, stream>>>(epilogue);
-    return error == cudaSuccess ? cudaGetLastError() : error;
+    return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
 //
 // G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are
-// turned operands too, so nothing is transposed in memory. As the sums run over n and m here, what scales W's and x's
-// rows has to be taken back on G's side:
+// turned operands too, so nothing is transposed in memory. The sums run over n and m here, where no row's scale can be
+// taken back afterwards, so:
 //
-//     W's row j is scaled to its own maximum, or as if that were 2^-14 of W's largest; G's column j is multiplied by
-//     the rest, u_j;
-//     then G's row i is scaled to the maximum of G_ij u_j, by 2^a_i;
-//     x's row i is scaled by 2^-a_i, and all of x by the one power of two that makes its largest value fit.
+//     G's row i is scaled to its own maximum, by 2^a_i;
+//     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
+//     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
 // So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
 
-// G as it waits for its products. widest: log2 of what all of W, and all of x, is unscaled by.
+// G as it waits for its products.
 struct SplitGradient {
     __half* pieces;
-    RowScale *rows, *columns;  // columns: u; null: all 1
-    const float* widest[2];
-    int pieces_each;
+    const Known* known;  // the forward's
+    int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
 };
-constexpr int kGradientThreads = 512;
-// A block has a row of G in registers, COUNT neighbouring columns a thread (0 beyond n): scales, splits and stores it.
-template <int COUNT> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[COUNT], int64_t row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * COUNT, padded = int(padded_k(n));
+// A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
+// thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
+constexpr int kColumns = 16;
+static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
+template <int THREADS> __device__ __forceinline__ void split_gradient_row(
+    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        if (to.columns != nullptr && first + i < n) v[i] *= to.columns[first + i].unscale;
-        largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    }
-    largest = reduce_group(largest, kGradientThreads, warp_values, Max());
+    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    largest = reduce_group(largest, 32, nullptr, Max());
+    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, warp_values[i]);
     const int exponent = scale_exponent(largest);
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const float s = power_of_two(exponent), four[4] = {v[i] * s, v[i + 1] * s, v[i + 2] * s, v[i + 3] * s};
-        __half* const pieces = to.pieces + row * padded * to.pieces_each;
-        if (first + i < padded) store_pieces(pieces, first + i, four, to.pieces_each);
+    for (int i = 0; i < kColumns; i += 8) {
+        float eight[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
-    if (threadIdx.x == 0) to.rows[row] = {power_of_two(-exponent), 0};
+    if (threadIdx.x > 0) return;
+    to.own[2 + row] = exponent;
+    take_smallest(&to.own[1], exponent + to.known->rows[row]);
+    if (largest > 0) atomicAdd(&to.own[0], 1);
 }
 // A thread's columns of a row of n; zeros beyond n.
-template <int COUNT> __device__ __forceinline__ void load_columns(const float* from, float (&v)[COUNT], int n) {
+__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
         v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     }
 }
-template <int COUNT> __device__ __forceinline__ void store_columns(float* to, const float (&v)[COUNT], int n) {
+__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i += 4) {
-        const int column = threadIdx.x * COUNT + i;
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
+}
+// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
+constexpr int kTurns = 64;
+__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
+    float before[kColumns] = {};
+    if (turn >= kTurns) load_columns(total, before, n);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
+    store_columns(total, before, n);
 }
 // The epilogue of dX, or of dW.
 struct StoreGradient {
@@ -696,14 +673,15 @@ struct StoreGradient {
     struct Scales {
         float rows[4], all[2];
     };
+    __device__ __forceinline__ float restored() const {
+        return grad.known->few != 0 || grad.own[0] < kFewTerms ? 1.0f : kRestored;
+    }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = __float2int_rn(of_weight ? *grad.widest[1] : *grad.widest[0]);
+        const int exponent = -smallest_of(of_weight ? &grad.own[1] : &grad.known->smallest);
         Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int row = min(corner.row + 4 * r, m - 1);
-            if (of_weight) scales.rows[r] = grad.columns != nullptr ? 1 / grad.columns[row].unscale : 1;
-            else scales.rows[r] = grad.rows[row].unscale;
+            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own[2 + min(corner.row + 4 * r, m - 1)]);
         }
         return scales;
     }
@@ -716,24 +694,24 @@ struct StoreGradient {
     }
 };
 
-// W's pieces, and u. Before G is split.
-extern "C" int split_weight(
-    const float* weight, __half* pieces, int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
-    return launch_split({weight, pieces, grad->columns, n, int(k), grad->pieces_each, grad->widest[0]}, stream);
-}
-// After that: dX from W's pieces, or dW, which splits x first.
-extern "C" int linear_gradient(bool of_weight, const float* x, __half* pieces, float* out, int64_t m, int64_t n,
+// dX = G W, or dW = G^T x, after G has been split: splits the other operand (W or x; `pieces` has room for it) first.
+extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
-    const Operand of_x = {x, pieces, nullptr, m, int(k), grad->pieces_each, grad->widest[1], grad->rows};
-    const cudaError_t error = of_weight ? launch_split(of_x, stream) : cudaSuccess;
+    const int64_t terms = of_weight ? m : n;
+    Operand split = {other, pieces, terms, int(k)};
+    split.all = of_weight ? &grad->own[1] : &grad->known->smallest;
+    split.less = of_weight ? &grad->own[2] : nullptr;
+    const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
     const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
-    const int64_t terms = of_weight ? m : n;
     const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
-    return of_weight ? launch_multiply<true, true>(a, b, grad->pieces_each, terms, epilogue, stream)
-                     : launch_multiply<false, true>(a, b, grad->pieces_each, terms, epilogue, stream);
+    return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
+                     : launch_multiply<false, true>(a, b, terms, epilogue, stream);
 }
-extern "C" int64_t gradient_blocks(int64_t m) { return m < sm_count() ? m : sm_count(); }  // rows of partial sums
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each has a row of partial sums
+    const int64_t most = sm_count() * 512 / gradient_threads(n);
+    return m < most ? m : most;
+}
 // ---- The groups of linear_swish_group_norm ----
 
 // To a few ulps of 1, and of the largest v around it.
@@ -765,6 +743,28 @@ template <int COUNT> __device__ __forceinline__ float normalize_group(
     shift = -rest * scale;
     return mean;
 }
+template <int COUNT> __device__ __forceinline__ bool are_finite(const float (&v)[COUNT]) {
+    float none = 0;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) none = fmaf(v[i], 0.0f, none);
+    return none == 0;
+}
+// gamma and beta, after normalize_group. An infinite gamma makes infinities and NaN where PyTorch's form has them, for
+// which value(i) is v before its mean was taken.
+template <int COUNT, class Value> __device__ __forceinline__ void apply_affine(float (&v)[COUNT],
+    const float (&gamma)[COUNT], const float (&beta)[COUNT], float mean, float scale, float shift, bool finite,
+    const Value& value) {
+    if (finite) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const float a = scale * gamma[i];
+            v[i] = value(i) * a + (beta[i] - (mean - shift / scale) * a);
+        }
+    }
+}
 // The whole network in the product's epilogue: a group of 64 features is a slot's columns, a row of it in eight lanes.
 struct StoreSwishGroupNorm : LinearProduct {
     float* h;  // null if it is not wanted
@@ -776,95 +776,113 @@ struct StoreSwishGroupNorm : LinearProduct {
         to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        if (unscale(v, corner, scales)) {
-            store_part<true>(out, v, corner, m, n);  // h, for `recompute`
-            return;
-        }
+        unscale(v, corner, scales);
         if (h != nullptr) store_part<true>(h, v, corner, m, n);
-        float first[8], second[8], scale[4], shift[4];
+        float first[8], second[8], mean[4], scale[4], shift[4];
         load_eight(extra_bias, corner.column, first);
 #pragma unroll
         for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = fmaf(v[i / 8][i % 8], sigmoid(v[i / 8][i % 8]), first[i % 8]);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) normalize_group(v[r], 8, eps, scale[r], shift[r]);
+        for (int r = 0; r < 4; ++r) mean[r] = normalize_group(v[r], 8, eps, scale[r], shift[r]);
         load_eight(gamma, corner.column, first);
         load_eight(beta, corner.column, second);
+        const bool finite = are_finite(first);
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            const float z = fmaf(v[i / 8][i % 8], scale[i / 8], shift[i / 8]);
-            v[i / 8][i % 8] = fmaf(z, first[i % 8], second[i % 8]);
+        for (int r = 0; r < 4; ++r) {
+            const auto value = [&](int i) { return v[r][i] + mean[r]; };
+            apply_affine(v[r], first, second, mean[r], scale[r], shift[r], finite, value);
         }
         store_part<true>(out, v, corner, m, n);
     }
-    // A warp has a group of a row, a lane two neighbouring values.
-    __device__ __forceinline__ void finish_row(int row, int column, float2 own) const {
-        const int64_t at = int64_t(row) * n + column;
-        if (h != nullptr) *reinterpret_cast<float2*>(h + at) = own;
-        float v[2] = {own.x, own.y}, scale, shift;
-        for (int i = 0; i < 2; ++i) v[i] = fmaf(v[i], sigmoid(v[i]), extra_bias[column + i]);
-        normalize_group(v, 32, eps, scale, shift);
-        for (int i = 0; i < 2; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[column + i], beta[column + i]);
-        *reinterpret_cast<float2*>(out + at) = make_float2(v[0], v[1]);
-    }
 };
 // The same after ATen's product, for groups of 8 to 128 features. `lanes` neighbouring lanes have a group, 16 bytes
-// each, of kSliceRows rows, for which they load the vectors once.
+// each, of kSliceRows rows, for which they load the vectors once. WIDTH: 64, or 0 for any: 148 us for 173.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
-template <typename T> __global__ void __launch_bounds__(kSliceThreads) finish_slices(const T* __restrict__ h,
-    const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta, T* __restrict__ out,
-    int64_t rows, int n, float eps, int lanes) {
+template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
+    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
+    T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
     constexpr int V = 16 / sizeof(T);
-    const int64_t pack = int64_t(blockIdx.x) * kSliceThreads + threadIdx.x;  // of the first of each kSliceRows rows
-    const unsigned packs = n / V, column = unsigned(pack % packs) * V;
-    const int64_t first = pack / packs * kSliceRows;
-    const auto pack_at = [](const T* at) { return *reinterpret_cast<const Pack<T, V>*>(at); };
-    const Pack<T, V> plus = pack_at(bias + column), times = pack_at(gamma + column), shifts = pack_at(beta + column);
+    if (WIDTH != 0) lanes = WIDTH / V;
+    const unsigned index = blockIdx.x * kSliceThreads + threadIdx.x, pack = index % packs;
+    const int64_t first = int64_t(index / packs) * kSliceRows;
+    const auto pack_at = [&](const T* from, int64_t row) {
+        return reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
+    };
+    const Pack<T, V> plus = pack_at(bias, 0), times = pack_at(gamma, 0), shifts = pack_at(beta, 0);
     Pack<T, V> held[kSliceRows];  // all on their way at once
 #pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h + min(first + r, rows - 1) * n + column);
+    for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
+    float add[V], a[V], b[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+        add[j] = to_float(plus.value[j]), a[j] = to_float(times.value[j]), b[j] = to_float(shifts.value[j]);
+    }
+    const bool finite = are_finite(a);
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
         float v[V], scale, shift;
-        for (int j = 0; j < V; ++j) {
+        const auto value = [&](int j) {
             const float own = to_float(held[r].value[j]);
-            v[j] = fmaf(own, sigmoid(own), to_float(plus.value[j]));
-        }
+            return fmaf(own, sigmoid(own), add[j]);
+        };
+#pragma unroll
+        for (int j = 0; j < V; ++j) v[j] = value(j);
         const float mean = normalize_group(v, lanes, eps, scale, shift);
-        for (int j = 0; j < V; ++j) {
-            const float a = to_float(times.value[j]), b = to_float(shifts.value[j]);
-            // An infinite gamma makes infinities and NaN where PyTorch's form of the sum has them.
-            const float sum = is_finite(a) ? fmaf(fmaf(v[j], scale, shift), a, b) : fmaf(v[j] + mean, a, b - mean * a);
-            held[r].value[j] = from_float<T>(sum);
-        }
-        if (first + r < rows) *reinterpret_cast<Pack<T, V>*>(out + (first + r) * n + column) = held[r];
+        apply_affine(v, a, b, mean, scale, shift, finite, value);
+#pragma unroll
+        for (int j = 0; j < V; ++j) held[r].value[j] = from_float<T>(v[j]);
+        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
     }
+}
+// Memory to shared memory, by the copy engine, which counts the bytes in `bar`. Multiples of 16 bytes.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
 // G is split as its products want it. The sums over rows of G, G_v, grad * z and grad, which are the gradients of the
 // linear bias, the other bias, gamma and beta, go to partials[block][4][n]. A block owns every gridDim.x-th row, a
-// thread the same COUNT columns of each; the next row is on its way while one is worked on.
-template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) split_group_gradients(
+// thread the same columns of each; kRowsAhead rows of h and grad are in shared memory or on their way to it.
+constexpr int kRowsAhead = 3;
+template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_group_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ extra_bias,
-    const float* __restrict__ gamma, float* __restrict__ partials, int64_t rows, int n, float eps,
+    const float* __restrict__ gamma, float* __restrict__ partials, int rows, int n, float eps,
     const SplitGradient to) {
-    __shared__ float warp_values[kGradientThreads / 32];
-    constexpr int kLanes = 64 / COUNT;
-    float sums[4][COUNT] = {}, next_h[COUNT], next_grad[COUNT];
-    load_columns(h + blockIdx.x * int64_t(n), next_h, n), load_columns(grad + blockIdx.x * int64_t(n), next_grad, n);
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        float own_h[COUNT], g[COUNT], s[COUNT], z[COUNT], vector[COUNT], scale, shift, of_d = 0, of_dz = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) own_h[i] = next_h[i], g[i] = next_grad[i];
-        const int64_t next = row + gridDim.x < rows ? row + gridDim.x : row;
-        load_columns(h + next * n, next_h, n), load_columns(grad + next * n, next_grad, n);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(128) float ahead[];  // [kRowsAhead][h, grad][n]
+    __shared__ float warp_values[2][THREADS / 32];
+    __shared__ uint64_t full[kRowsAhead];
+    constexpr int kLanes = 64 / kColumns;
+    const auto fetch = [&](int row, int stage) {
+        if (row >= rows) return;
+        mbarrier_expect(&full[stage], 2 * n * sizeof(float));
+        bulk_load(ahead + 2 * stage * n, h + int64_t(row) * n, n * sizeof(float), &full[stage]);
+        bulk_load(ahead + (2 * stage + 1) * n, grad + int64_t(row) * n, n * sizeof(float), &full[stage]);
+    };
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kRowsAhead; ++s) mbarrier_init(&full[s], 1);
+        fence_mbarrier_init();
+        for (int s = 0; s < kRowsAhead; ++s) fetch(blockIdx.x + s * gridDim.x, s);
+    }
+    __syncthreads();
+    float sums[4][kColumns] = {};
+    int turn = 0;
+    for (int row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
+        const int stage = turn % kRowsAhead;
+        float g[kColumns], slope[kColumns], z[kColumns], vector[kColumns], scale, shift, of_d = 0, of_dz = 0;
+        mbarrier_wait(&full[stage], turn / kRowsAhead & 1);
+        load_columns(ahead + 2 * stage * n, z, n), load_columns(ahead + (2 * stage + 1) * n, g, n);
         load_columns(extra_bias, vector, n);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) s[i] = sigmoid(own_h[i]), z[i] = fmaf(own_h[i], s[i], vector[i]);
+        for (int i = 0; i < kColumns; ++i) {
+            const float s = sigmoid(z[i]);
+            slope[i] = fmaf(z[i] * s, 1 - s, s), z[i] = fmaf(z[i], s, vector[i]);
+        }
         normalize_group(z, kLanes, eps, scale, shift);
         load_columns(gamma, vector, n);
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             z[i] = fmaf(z[i], scale, shift);
             sums[2][i] = fmaf(g[i], z[i], sums[2][i]), sums[3][i] += g[i];
             g[i] *= vector[i];
@@ -873,33 +891,39 @@ template <int COUNT> __global__ void __launch_bounds__(kGradientThreads, 1) spli
         of_d = reduce_group(of_d, kLanes, nullptr, Sum()) / 64;
         of_dz = reduce_group(of_dz, kLanes, nullptr, Sum()) / 64;
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             const float of_v = scale * (g[i] - of_d - z[i] * of_dz);
-            g[i] = of_v * fmaf(own_h[i] * s[i], 1 - s[i], s[i]);
+            g[i] = of_v * slope[i];
             sums[0][i] += g[i], sums[1][i] += of_v;
         }
-        split_gradient_row(g, row, n, to, warp_values);
-    }
+        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);  // the block waits: all have read the stage
+        if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
+        if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
 #pragma unroll
-    for (int q = 0; q < 4; ++q) store_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n);
+        for (int q = 0; q < 4; ++q) {
+            add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn);
+        }
+    }
+#endif
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, RowScale* scales, __half* pieces_x, __half* pieces_w,
-    unsigned char* flags, int64_t m, int64_t n, int64_t k, float eps, int pieces_each, cudaStream_t stream) {
-    const LinearProduct product = {x, weight, linear_bias, scales + n, scales, flags, out, int(m), int(n), int(k)};
+    const float* gamma, const float* beta, float* out, float* h, Known* known, RowScale* scales, __half* pieces_x,
+    __half* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const LinearProduct product = {x, weight, linear_bias, out, int(m), int(n), int(k), known, scales};
     const StoreSwishGroupNorm epilogue = {product, h, bias, gamma, beta, eps};
-    return launch_linear(epilogue, pieces_x, pieces_w, pieces_each, stream);
+    return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
 
 template <typename T> static cudaError_t launch_slices(const void* h, const void* bias, const void* gamma,
     const void* beta, void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T);
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));
-    finish_slices<T><<<blocks, kSliceThreads, 0, stream>>>(
-        as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, int(n), eps, int(n / groups / V));
+    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));  // fewer than 2^24
+    const auto kernel = n == 64 * groups ? finish_slices<T, 64> : finish_slices<T, 0>;
+    kernel<<<blocks, kSliceThreads, 0, stream>>>(
+        as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps, int(n / groups / V));
     return cudaGetLastError();
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16. n / groups is a power of two from 8 to 128.
@@ -912,31 +936,29 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
 // G, split, and the partial sums over its rows. n is at most 8192.
 extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
-    const auto kernel = n <= 4096 ? split_group_gradients<8> : split_group_gradients<16>;
-    const unsigned blocks = unsigned(gradient_blocks(m));
-    kernel<<<blocks, kGradientThreads, 0, stream>>>(grad, h, bias, gamma, partials, m, int(n), eps, *to);
+    const int threads = gradient_threads(n);
+    const auto kernel = threads == 256 ? split_group_gradients<256> : split_group_gradients<512>;
+    const unsigned blocks = unsigned(gradient_blocks(m, n)), shared = unsigned(kRowsAhead * 2 * n * sizeof(float));
+    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
+    kernel<<<blocks, threads, shared, stream>>>(grad, h, bias, gamma, partials, int(m), int(n), eps, *to);
     return cudaGetLastError();
 }
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/add.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/log2.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-#include <torch/version.h>
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -946,9 +968,10 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + linear_bias, and the scales of weight's and x's rows.
+// h = x weight^T + linear_bias, and what the product knows of x and weight.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool recorded) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
+    bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(groups > 0 && n % groups == 0, "weight's rows are not ", groups, " groups");
@@ -958,7 +981,7 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
     if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({n + m, 2}, x.options())};
+    return {out, at::empty_like(out), at::empty_symint({2 + m}, x.options().dtype(at::kInt))};
 }
 // A group of a row, by one thread; v waits in out. Statistics are added up in double.
 void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
@@ -979,9 +1002,10 @@ void finish_slice(const float* h, const float* bias, const float* gamma, const f
     }
 }
 Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32,
+    bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none, no_scales] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, false);
+    auto [out, none, nothing] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
     const at::Tensor h = single(at::linear(x, weight, linear_bias)), result = at::empty_like(h);
     const at::Tensor plus = single(bias), times = single(gamma), shift = single(beta);
     const int64_t width = h.size(1) / groups;
@@ -992,7 +1016,7 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
                 shift.data_ptr<float>() + feature, result.data_ptr<float>() + at, width, eps);
         }
     });
-    return {result.to(x.scalar_type()), none, no_scales};
+    return {result.to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight and the vectors, for groups of 64; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -1011,29 +1035,16 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 // ---- The product in C++: the same text in both linear files. ----
 
 struct GradientPointers {  // the kernels' SplitGradient
-    void *pieces, *rows, *columns;
-    const float* widest[2];
-    int pieces_each;
+    void* pieces;
+    const int* known;
+    int* own;
 };
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, bool tf32, bool recorded);
-extern "C" int split_weight(
-    const float* weight, void* pieces, int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int linear_gradient(bool of_weight, const float* x, void* pieces, float* out, int64_t m, int64_t n,
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
+extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m);
-// How many pieces a value is split into: one where the user allows TF32 in matrix products, as cuBLAS asks.
-int pieces_each() {
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-    return precision == at::Float32Precision::TF32 ? 1 : 2;
-#elif TORCH_VERSION_MINOR == 9
-    return at::globalContext().float32Precision("cuda", "matmul") == "tf32" ? 1 : 2;
-#else
-    return at::globalContext().allowTF32CuBLAS() ? 1 : 2;
-#endif
-}
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
-    return at::empty({rows, (k + 63) / 64 * 64 * pieces_each()}, like.options().dtype(at::kHalf));
+    return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -1042,36 +1053,26 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// dX and dW, where wanted, from x, W and the scales of their rows in the forward. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, bool of_x,
+// dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const auto log2_unscale = [](const at::Tensor& scales) { return at::log2(scales.select(1, 0)); };
-    const at::Tensor g = pieces_of(m, n, x), w = aligned(weight);
-    const at::Tensor rows = at::empty({m, 2}, x.options()), columns = at::empty({n, 2}, x.options());
-    const at::Tensor widest_w = at::amax(log2_unscale(scales.narrow(0, 0, n)));
-    GradientPointers grad = {g.data_ptr(), rows.data_ptr(), of_x ? columns.data_ptr() : nullptr, {floats(widest_w)}};
-    grad.pieces_each = pieces_each();
-    at::Tensor other = of_x ? pieces_of(n, k, x) : at::Tensor();
-    if (of_x) check_launch(split_weight(floats(w), other.data_ptr(), n, k, &grad, current_stream()));
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({2 + m}, known.options());
+    const GradientPointers grad = {g.data_ptr(), known.data_ptr<int>(), own.data_ptr<int>()};
     check_launch(split_gradient(&grad));
-    const auto multiply = [&](bool of_weight, const float* x) {
-        const at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, scales.options());
-        check_launch(linear_gradient(of_weight, x, other.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
+        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);  // theirs for both, in turns
+        const at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
+        check_launch(linear_gradient(
+            of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
-    if (of_x) multiply(false, nullptr);
-    if (!of_weight) return;
-    other.reset();  // W's pieces have been used: their memory serves dW
-    other = pieces_of(m, k, x);
-    const at::Tensor ready = aligned(x), log2_x = log2_unscale(scales.narrow(0, n, m));
-    const at::Tensor widest_x = at::amax(at::add(log2_x, log2_unscale(rows)));
-    grad.widest[1] = floats(widest_x);
-    multiply(true, floats(ready));
+    if (of_x) multiply(false, weight);
+    if (of_weight) multiply(true, x);
 }
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, void* scales, void* pieces_x, void* pieces_w,
-    void* flags, int64_t m, int64_t n, int64_t k, float eps, int pieces_each, cudaStream_t stream);
+    const float* gamma, const float* beta, float* out, float* h, int* known, void* scales, void* pieces_x,
+    void* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
     void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
@@ -1079,24 +1080,24 @@ extern "C" int split_group_gradient(const float* grad, const float* h, const flo
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
-    bool recorded) {
+    bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, recorded);
+    if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const bool wide = x.scalar_type() == at::kFloat && n == 64 * groups;
-    const bool fits = wide && product_fits(m, n, k, pieces_each() == 1, recorded);
+    const bool fits = wide && !tf32 && product_fits(m, n, k);
     const at::Tensor product = fits ? at::Tensor() : at::linear(x, weight, linear_bias).contiguous();
-    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, recorded && fits);
-    const auto& [out, h, row_scales] = outputs;
+    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded && fits);
+    const auto& [out, h, known] = outputs;
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor of_x = pieces_of(m, k, x), of_w = pieces_of(n, k, x);
-        const at::Tensor flags = at::zeros({(m + 15) / 16 * groups}, x.options().dtype(at::kByte));
-        const at::Tensor scales = recorded ? row_scales : at::empty({n + m, 2}, x.options());
+        const at::Tensor found = recorded ? known : at::empty({2 + m}, x.options().dtype(at::kInt));
+        const at::Tensor scales = at::empty({n + m, 2}, x.options());
+        const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_swish_group_norm(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
-            floats(shift), floats(out), recorded ? floats(h) : nullptr, scales.data_ptr(), of_x.data_ptr(),
-            of_w.data_ptr(), flags.data_ptr(), m, n, k, float(eps), pieces_each(), current_stream()));
+            floats(shift), floats(out), recorded ? floats(h) : nullptr, found.data_ptr<int>(), scales.data_ptr(),
+            pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, float(eps), current_stream()));
     } else {
         const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
         check_launch(swish_group_norm(dtype, product.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
@@ -1106,14 +1107,14 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& scales, const at::Tensor& bias, const at::Tensor& gamma, double eps,
+    const at::Tensor& h, const at::Tensor& known, const at::Tensor& bias, const at::Tensor& gamma, double eps,
     std::array<bool, 6> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, scales, bias, gamma, eps, {});
+    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, known, bias, gamma, eps, {});
     const c10::cuda::CUDAGuard guard(x.device());
-    product_gradients(x, weight, scales, needs[0], needs[1], results, [&](const GradientPointers* to) {
+    product_gradients(x, weight, known, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
         const at::Tensor given = aligned(grad), plus = aligned(bias), times = aligned(gamma);
-        const at::Tensor partials = at::empty({gradient_blocks(m), 4, n}, x.options());
+        const at::Tensor partials = at::empty({gradient_blocks(m, n), 4, n}, x.options());
         const int error = split_group_gradient(floats(given), floats(h), floats(plus), floats(times), floats(partials),
             m, n, float(eps), to, current_stream());
         const at::Tensor sums = at::sum(partials, {0});
@@ -1130,8 +1131,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
-          "float eps, bool recorded) -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor scales, Tensor bias, Tensor gamma, "
+          "float eps, bool tf32, bool recorded) -> (Tensor, Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor known, Tensor bias, Tensor gamma, "
           "float eps, bool[6] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
@@ -1210,12 +1211,11 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         return False
-    return not torch._C._are_functorch_transforms_active() and all(
-        type(t) in (torch.Tensor, nn.Parameter)
-        and t.layout is torch.strided
-        and t.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        and (t.dtype, t.device) == (x.dtype, x.device)
-        for t in (x, *others)
+    if torch._C._are_functorch_transforms_active() or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
+    return all(
+        type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
     )
 
 
@@ -1225,10 +1225,16 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 2^30 multiplications, n at most 8192."""
-    if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS:
+    if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30
+
+
+@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
+def _allows_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
@@ -1259,11 +1265,11 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and the scales of rows. Second derivatives are ATen's."""
+    """The whole network. Also returns, and saves, h and what the product knows. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps):
-        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, True)
+        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, False, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1274,10 +1280,10 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        *tensors, h, scales = ctx.saved_tensors
+        *tensors, h, known = ctx.saved_tensors
         (x, weight, linear_bias, bias, gamma, beta), needs = tensors, ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, scales, bias, gamma, ctx.eps, needs)
+            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, known, bias, gamma, ctx.eps, needs)
         else:  # they are to be differentiated in turn
             out = _finish_plainly(
                 bias,
@@ -1309,4 +1315,4 @@ class ModelNew(nn.Module):
         tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
         if _is_recorded(*tensors):
             return LinearSwishGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        return _forward(*tensors, norm.num_groups, norm.eps, False)[0]
+        return _forward(*tensors, norm.num_groups, norm.eps, _allows_tf32(), False)[0]
