@@ -39,8 +39,6 @@ def find_nvcc() -> str | None:
 SPILLS = {
     "conv_sigmoid_group_norm": 64,
     "instance_norm": 8,
-    "linear_instance_norm_residual": 24,
-    "linear_swish_group_norm": 200,
 }
 
 
