@@ -1,4 +1,4 @@
-"""A ModelNew in a training program: optimisers, mixed precision, checkpoints, parametrised weights, transforms, graphs.
+"""A ModelNew in a training program: optimisers, mixed precision, parametrised weights, transforms, graphs.
 
 Everywhere the measure is the Model in the same program: its losses step by step, its gradients, its dtypes.
 """
@@ -12,7 +12,6 @@ from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
 
 
 def batches(case, device, count: int) -> list[list[torch.Tensor]]:
@@ -69,29 +68,6 @@ def test_autocast_gives_the_models_dtypes(case, low, device):
             with torch.no_grad(), torch.autocast(device.type, dtype=low):
                 seen.append([out.dtype, module(*leaves).dtype, *(g.dtype for g in grads)])
         assert seen[1] == seen[0], dtypes
-
-
-# ---- activation checkpointing
-
-
-@first_cases
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_activation_checkpointing(case, reentrant, device):
-    """The forward runs again in the backward, and gives the same bits; on a CPU, where training is the plain way and a
-    forward without gradients is not, the same values."""
-    _, new, inputs = build(case, device)
-    results = []
-    for call in (new, lambda *tensors: checkpoint(new, *tensors, use_reentrant=reentrant)):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        new.zero_grad()
-        out = call(*leaves)
-        loss_of(out).backward()
-        results.append([out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))])
-    for once, again in zip(*results, strict=True):
-        if reentrant and device.type == "cpu":
-            torch.testing.assert_close(again, once)
-        else:
-            assert torch.equal(again, once)
 
 
 # ---- parametrised weights
