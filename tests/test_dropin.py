@@ -186,7 +186,14 @@ def without_a_bias(layer):
     return layer
 
 
+def of_a_class_of_its_own(layer):
+    kind = type(layer)
+    layer.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    return layer
+
+
 LAYERS = {
+    "of a class of its own": of_a_class_of_its_own,
     "in a Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
     "with a forward of its own": with_a_forward_of_its_own,
     "without a bias": without_a_bias,
