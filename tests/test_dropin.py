@@ -137,8 +137,9 @@ def test_hooks_fire(case, device):
     assert seen == ["before", "after", len(inputs)]
 
 
-def doubled_layer(module, inputs, output):
-    return output * 2 if isinstance(module, (nn.Linear, nn.Conv2d)) else None
+def squeezed_layer(module, inputs, output):
+    """Not only another scale, which a norm takes out again."""
+    return output.tanh() if isinstance(module, (nn.Linear, nn.Conv2d)) else None
 
 
 @learning_cases
@@ -148,11 +149,11 @@ def test_hooks_of_the_modules_inside_count(case, on, device):
     model, new, inputs = build(case, device)
     handles = []
     if on == "every module":
-        handles.append(nn.modules.module.register_module_forward_hook(doubled_layer))
+        handles.append(nn.modules.module.register_module_forward_hook(squeezed_layer))
     for module in (model, new):
         layer, *_, norm = module.children()
         if on == "the layer":
-            layer.register_forward_hook(doubled_layer)
+            layer.register_forward_hook(squeezed_layer)
         elif on == "the norm":
             norm.register_forward_hook(lambda module, inputs, output: output + 1)
     try:
@@ -167,7 +168,7 @@ def test_hooks_of_the_modules_inside_count(case, on, device):
 
 def with_a_forward_of_its_own(layer):
     original = layer.forward
-    layer.forward = lambda x: 2 * original(x)
+    layer.forward = lambda x: original(x).tanh()
     return layer
 
 
@@ -188,7 +189,7 @@ def without_a_bias(layer):
 
 def of_a_class_of_its_own(layer):
     kind = type(layer)
-    layer.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    layer.__class__ = type("Squeezed", (kind,), {"forward": lambda self, x: kind.forward(self, x).tanh()})
     return layer
 
 
