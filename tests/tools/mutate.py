@@ -60,7 +60,6 @@ KERNELS = [
     (ROWS, "type(module) is kind and", "isinstance(module, kind) and", "dropin"),
     (ROWS, 'and "forward" not in own and not hooks', "and not hooks", "dropin"),
     (ROWS, 'and "forward" not in own and not hooks', 'and "forward" not in own', "dropin"),
-    (ROWS, "or linear.bias is None", "", "dropin"),
     (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
