@@ -1,15 +1,19 @@
-# Both commands make .venv, install the pinned requirements, and run. They need python 3.10 or newer, a C++ compiler and make; on a machine
-# with a GPU also the CUDA toolkit's nvcc.
+# Each command makes .venv, installs the pinned requirements, and runs. They need Python 3.10 or newer, a C++ compiler
+# and make; on a machine with a GPU also the CUDA toolkit's nvcc.
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test measure chart
+.PHONY: run test lint measure chart
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
 
 test: $(VENV)/installed-for-tests
-	$(VENV)/bin/python -m pytest -n auto
+	$(VENV)/bin/python -m pytest -n auto --maxschedchunk 1
+
+lint: $(VENV)/installed-for-tests
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 
 # The committed measurements, anew; they are an H200's. Of one pair alone: make measure MEASURED=instance_norm
 MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
@@ -21,11 +25,10 @@ measure: $(VENV)/installed
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
-# The charts and the tables, from the committed measurements.
+# The charts, and the tables of README.md and results/README.md, from the committed measurements.
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
-	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/sweep/*.json)) --plot results/sweep.svg > /dev/null
-	$(VENV)/bin/python harness.py $(patsubst %,--from %,$(wildcard results/h200/*.json)) --plot results/h200.svg --markdown
+	$(VENV)/bin/python tests/tools/plot.py
 	$(VENV)/bin/python tests/tools/summary.py --write
 
 $(VENV)/installed: requirements.txt

@@ -1,29 +1,39 @@
-"""What the tests share: the device they run on, a fixed seed, the markers."""
+"""What the tests share: the device they run on, a fixed seed, and where tests that need a GPU are left out."""
 
+import contextlib
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: idle threads do not keep a busy machine's cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded: idle threads free their cores
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers are as many as the cores
 
 import pytest
 import torch
 
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    for expected in (
-        "input's size at dim=. does not match num_features:UserWarning",  # the Model of linear_instance_norm_residual normalises one channel
-        "Initializing zero-element tensors is a no-op:UserWarning",  # layers with no input features
-        "`torch.jit.script:DeprecationWarning",  # PyTorch's own functional_call uses it
-    ):
-        config.addinivalue_line("filterwarnings", f"ignore:{expected}")
+DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], ids=["on cpu", "on cuda"])
+def pytest_sessionstart(session):
+    """Each worker builds some of the kernel files, so that none waits for a file that another one builds."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from cases import STEMS, solution
+
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        for stem in STEMS[worker :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            with contextlib.suppress(Exception):  # the tests that need the file say so
+                solution(stem)
+
+
+def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # these first, or one worker ends long after
+    if not torch.cuda.is_available():
+        left_out = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(params=DEVICES, ids=lambda device: f"on {device}")
 def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
     return torch.device(request.param)
 
 

@@ -2,10 +2,12 @@
 
     h = x W^T + b;    h = (h - mean(h)) / sqrt(var(h) + eps) over each row;    out = (h + y) * y
 
-The two unsqueezes make (B, 1, 1, F) of (B, F): one channel, 1 x F pixels. So the instance norm runs over the F features of each row,
-not over the batch; PyTorch warns that one channel is not `out_features` of them, and goes on. The norm has no parameters.
+The two unsqueezes make (B, 1, 1, F) of (B, F): one channel, 1 x F pixels. So the instance norm runs over the F features
+of each row, not over the batch; PyTorch warns that one channel is not `out_features` of them, and goes on. The norm has
+no parameters.
 
-Shapes: x (B, in_features), y (B, out_features) or broadcastable to it, out (B, out_features); out_features of 1 is a ValueError.
+Shapes: x (B, in_features), y (B, out_features) or broadcastable to it, out (B, out_features); out_features of 1 is a
+ValueError.
 Work at the benchmark shapes: 0.37 GB (x, y, W and b read once, out written once), 137.4 GFLOP in the matrix product.
 """
 
@@ -20,9 +22,10 @@ out_features = 8192
 sweep = [
     dict(batch_size=batch, in_features=ins, out_features=outs)
     for batch, ins, outs in (
-        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096), (512, 64, 8192),
-        (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096), (4096, 1024, 16384), (8192, 256, 1024),
-        (16384, 1000, 1000), (32768, 1024, 4096), (65536, 128, 64), (65536, 16384, 1024),
+        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096),
+        (512, 64, 8192), (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096),
+        (4096, 1024, 16384), (8192, 256, 1024), (16384, 1000, 1000), (32768, 1024, 4096), (65536, 128, 64),
+        (65536, 16384, 1024),
     )
 ]  # fmt: skip
 

@@ -2,10 +2,12 @@
 
     h = x W^T + b;    h = sigmoid(h) * h;    h = h + bias;    out = GroupNorm(h) with weight and bias
 
-Swish comes before the extra bias. The norm runs over the out_features / num_groups contiguous features of each group of each row.
+Swish comes before the extra bias. The norm runs over the out_features / num_groups contiguous features of each group of
+each row.
 
 Shapes: x (B, in_features), bias broadcastable to (B, out_features), out (B, out_features).
-Work at the benchmark shapes: 0.69 GB (x, W and the vectors read once, out written once), 274.9 GFLOP in the matrix product.
+Work at the benchmark shapes: 0.69 GB (x, W and the vectors read once, out written once), 274.9 GFLOP in the matrix
+product.
 """
 
 import torch
@@ -21,9 +23,10 @@ bias_shape = (out_features,)
 sweep = [
     dict(batch_size=batch, in_features=ins, out_features=outs, num_groups=outs // 64, bias_shape=(outs,))
     for batch, ins, outs in (
-        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096), (512, 64, 8192),
-        (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096), (4096, 1024, 16384), (8192, 256, 1024),
-        (16384, 1000, 1024), (32768, 1024, 4096), (65536, 128, 64), (65536, 16384, 1024),
+        (1, 1024, 4096), (4, 8192, 8192), (16, 1024, 4096), (64, 4096, 4096), (128, 8192, 8192), (256, 1024, 4096),
+        (512, 64, 8192), (1024, 2048, 2048), (1024, 8192, 8192), (2048, 512, 512), (4096, 4096, 4096),
+        (4096, 1024, 16384), (8192, 256, 1024), (16384, 1000, 1024), (32768, 1024, 4096), (65536, 128, 64),
+        (65536, 16384, 1024),
     )
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Fresh Python processes: what a test of importing, copying or building has to happen in, and pools that share many small cases."""
+"""Fresh Python processes: what a test of importing, copying or building has to happen in."""
 
 import multiprocessing
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from cases import Case, build
 
-# What the process has to do: load a kernel file given by its path, run its ModelNew on the saved case, compare with the saved result.
+# What the process has to do: load a kernel file given by its path, run its ModelNew on the saved case, compare.
 PRELUDE = """
 import importlib.util
 import os
@@ -40,12 +40,13 @@ def save_case(case: Case, path: Path, device="cpu") -> Path:
     model, _, inputs = build(case, device)
     with torch.no_grad():
         expected = model(*inputs)
-    torch.save({"init": case.arguments(), "state": model.cpu().state_dict(), "inputs": inputs, "expected": expected}, path)
+    state = model.cpu().state_dict()
+    torch.save({"init": case.arguments(), "state": state, "inputs": inputs, "expected": expected}, path)
     return path
 
 
 def start_python(script: str, *arguments, cwd: Path, python=sys.executable, **environment) -> subprocess.Popen:
-    """PRELUDE and the script in a process group of its own, in the folder `cwd`. An environment variable given as None is unset."""
+    """PRELUDE and the script in a session of its own, in the folder `cwd`. An environment variable of None is unset."""
     env = {k: v for k, v in {**os.environ, "PYTHONPATH": None, **environment}.items() if v is not None}
     return subprocess.Popen(
         [str(python), "-X", "faulthandler", "-c", PRELUDE + script, *map(str, arguments)],  # where it dies, if it does
@@ -84,7 +85,8 @@ def pool(processes: int):
 
 
 def visible_gpus() -> list[str]:
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    everything = ",".join(map(str, range(torch.cuda.device_count())))
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or everything).split(",")
 
 
 def _on_one_gpu(gpus: list[str]) -> None:

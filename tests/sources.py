@@ -4,24 +4,27 @@ import ast
 import re
 from collections.abc import Iterator
 
-from cases import SOLUTIONS
+from cases import ROOT
+
+NO_DEFINITION = ("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert")
 
 
 def source(stem: str) -> str:
-    return (SOLUTIONS / f"{stem}.py").read_text()
+    return (ROOT / "kernels" / f"{stem}.py").read_text()
 
 
 def strings(stem: str) -> dict[str, str]:
     """The file's own strings by name: CUDA_SOURCE and CPP_SOURCE."""
-    assigned = {ast.unparse(node.targets[0]): node.value for node in ast.parse(source(stem)).body if isinstance(node, ast.Assign)}
+    nodes = [node for node in ast.parse(source(stem)).body if isinstance(node, ast.Assign)]
+    assigned = {ast.unparse(node.targets[0]): node.value for node in nodes}
     return {name: ast.literal_eval(assigned[name]) for name in ("CUDA_SOURCE", "CPP_SOURCE")}
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """What begins at the first column of a C++ string, each to its closing brace or semicolon; without comments."""
+    """What begins at the first column of a C++ string, to its closing brace or semicolon; without comments."""
     block: list[str] = []
     for line in re.sub(r"//.*", "", text).splitlines():
-        if not block and (not line.strip() or line[0] in " #}" or line.startswith(("namespace", "using", "extern", "TORCH_LIBRARY", "static_assert"))):
+        if not block and (not line.strip() or line[0] in " #}" or line.startswith(NO_DEFINITION)):
             continue
         block.append(line.rstrip())
         joined = "\n".join(block)
@@ -31,16 +34,17 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def definitions(stem: str) -> dict[str, dict[str, str]]:
-    """The functions and structs at the file's top level, in Python, C++ and CUDA: name to {head: text}, since C++ overloads."""
+    """The file's functions and structs, in Python, C++ and CUDA: name to {head: text}, since C++ overloads."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source(stem)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found[node.name] = {"Python": ast.unparse(node)}
+    nested = r"\([^()]*(\([^()]*\))*[^()]*\)"
     for language, text in strings(stem).items():
         for block in _blocks(text):
             head = re.sub(r"\s+", " ", block.split("{")[0]).strip()
-            bare = re.sub(r"template <[^()]*?> (?=\w)|__launch_bounds__\([^()]*(\([^()]*\))*[^()]*\)|alignas\([^()]*(\([^()]*\))*[^()]*\)", "", head)
-            if name := re.search(r"\b(?:struct|class) (\w+)", bare) or re.search(r"(\w+)(?:<[^()]*>)?\(", bare):
-                if name[1] != "static_assert":
-                    found.setdefault(f"{language}: {name[1]}", {})[head] = block
+            bare = re.sub(rf"template <[^()]*?> (?=\w)|__launch_bounds__{nested}|alignas{nested}", "", head)
+            name = re.search(r"\b(?:struct|class) (\w+)", bare) or re.search(r"(\w+)(?:<[^()]*>)?\(", bare)
+            if name:
+                found.setdefault(f"{language}: {name[1]}", {})[head] = block
     return found

@@ -1,4 +1,4 @@
-"""The build: quick, clear about what is missing, and safe from whatever happens around it; every CUDA string compiles without a spill."""
+"""The build: clear about what is missing, safe from whatever happens around it; every CUDA string compiles."""
 
 import os
 import re
@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FIRST, SOLUTIONS, STEMS
+from cases import FIRST, ROOT, STEMS, solution
 from processes import PRELUDE, finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
-stems = pytest.mark.parametrize("stem", STEMS)
-FILE = SOLUTIONS / f"{FIRST[0].stem}.py"  # all files build by the same function, which test_copying holds equal
+# All files build by the same function, which test_copying holds equal. This one is the quickest to build.
+CASE = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])
+FILE = ROOT / "kernels" / f"{CASE.stem}.py"
 
 IMPORT = 'load(sys.argv[1], "fresh")'
 IMPORT_AND_CHECK = 'check(load(sys.argv[1], "fresh").ModelNew, sys.argv[2])'
@@ -26,7 +27,7 @@ IMPORT_AND_CHECK = 'check(load(sys.argv[1], "fresh").ModelNew, sys.argv[2])'
 @pytest.fixture
 def saved(tmp_path):
     """An input of FILE's Model and what the Model makes of it."""
-    return save_case(FIRST[0], tmp_path / "case.pt", "cuda" if torch.cuda.is_available() else "cpu")
+    return save_case(CASE, tmp_path / "case.pt", "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def find_nvcc() -> str | None:
@@ -34,30 +35,28 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((path for home in homes if (path := shutil.which(f"{home}/bin/nvcc"))), None)
 
 
-# Bytes a thread, at most, in some kernels of values one by one, whose two operands fill the registers.
-KNOWN_TO_SPILL = {("instance_norm", "90a"): 8, ("instance_norm", "120"): 64}
+# Bytes that a thread of the worst kernel spills on sm_90a, where the records were measured; none of the others may.
+SPILLS = {"instance_norm": 8}
 
 
-@pytest.mark.parametrize("architecture", ["80", "90a", "120"])
-@stems
-def test_cuda_compiles_without_a_spill(stem, architecture, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", STEMS)
+def test_cuda_compiles_and_spills_no_more_than_is_known(stem, tmp_path):
+    """For sm_80 and sm_120 it compiles as well, without a warning."""
     nvcc = find_nvcc()
     if nvcc is None:
         assert not os.environ.get("CI"), "no nvcc, which continuous integration must have"
         pytest.skip("no nvcc on this machine")
     (tmp_path / "kernels.cu").write_text(strings(stem)["CUDA_SOURCE"])
-    flags = ["-O3", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *COMMON_NVCC_FLAGS]
-    flags += ["-Xptxas=-v", "-diag-suppress=177"]  # constants of code that an architecture leaves out
+    flags = ["-O3", "-Xptxas=-v", "-diag-suppress=177", *COMMON_NVCC_FLAGS]  # 177: constants an architecture leaves out
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a", "120")]
     command = [nvcc, "-c", "kernels.cu", "-o", "kernels.o", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     report = done.stdout + done.stderr
     assert done.returncode == 0 and "warning" not in report, report
-    assert f"' for 'sm_{architecture}'" in report
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    most = max(int(stores) for stores, _ in spills)
-    assert most <= KNOWN_TO_SPILL.get((stem, architecture), 0), report
-    if most:
-        pytest.xfail(f"kernels spill up to {most} bytes")
+    spills = re.findall(r"function '(\w+)' for 'sm_90a'(?:\n.*){2}?(\d+) bytes spill stores", report)
+    assert spills
+    assert max(int(bytes_) for _, bytes_ in spills) <= SPILLS.get(stem, 0), report
 
 
 # ---- what may be missing
@@ -82,7 +81,7 @@ def python_without_ninja(folder: Path) -> Path:
 
 
 def last_line_of_failure(script: str, folder: Path, **options) -> str:
-    code, _, err = finish(start_python(script, FILE, cwd=folder, **options), timeout=30)
+    code, _, err = finish(start_python(script, FILE, cwd=folder, **options), timeout=60)
     assert code == 1, err
     return err.strip().splitlines()[-1]
 
@@ -118,7 +117,8 @@ torch.utils.cpp_extension.CUDA_HOME = {home!r}
 
 @pytest.mark.parametrize("home", [None, "/nowhere"], ids=["no toolkit", "CUDA_HOME without nvcc"])
 def test_without_nvcc_the_toolkit_is_asked_for(home, tmp_path):
-    said = last_line_of_failure(WITH_A_GPU.format(home=home) + IMPORT, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
+    script = WITH_A_GPU.format(home=home) + IMPORT
+    said = last_line_of_failure(script, tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
     assert "bin/nvcc" in said and "install the CUDA toolkit, and set CUDA_HOME" in said
 
 
@@ -135,71 +135,86 @@ def test_a_compiler_error_is_shown(tmp_path):
     text = FILE.read_text().replace('CPP_SOURCE = r"""', 'CPP_SOURCE = r"""\n#include "no_such_header.h"\n', 1)
     (tmp_path / "wrong.py").write_text(text)
     for _ in range(2):  # and again, where a half-built library could now be found
-        code, _, err = finish(start_python(IMPORT, "wrong.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built"))
+        process = start_python(IMPORT, "wrong.py", cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
+        code, _, err = finish(process)
         assert code != 0 and "no_such_header.h" in err
 
 
 # ---- what may happen
 
-
-def test_odd_paths_and_a_python_that_is_not_activated(saved, tmp_path):
-    """Ninja is beside python alone; spaces and letters of other alphabets; an architecture list that nobody's GPU is in."""
-    folder = tmp_path / "research, ein Ordner mit Leerzeichen und Ümläuten"
-    folder.mkdir()
-    shutil.copy(FILE, folder / "eine Kopie.py")
-    python = python_without_ninja(folder / "venv")
-    (python.parent / "ninja").symlink_to(shutil.which("ninja") or Path(sys.executable).parent / "ninja")
-    environment = {"TORCH_EXTENSIONS_DIR": folder / "gebaut", "TORCH_CUDA_ARCH_LIST": "nonsense;3.0;99.9+PTX"}
-    if not torch.cuda.is_available():
-        environment |= {"PATH": folder_of_tools(tmp_path / "tools", *COMPILER_TOOLS), "CXX": None}
-    run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, cwd=folder, python=python, **environment)
-
-
-def test_two_versions_of_pytorch_share_a_cache(saved, tmp_path):
-    """Each builds for itself, and finds its own again."""
-    counts = []
-    for version in ("", 'torch.__version__ = "9.9.9"\n', 'torch.__version__ = "9.9.9"\n', ""):
-        run_python(version + IMPORT_AND_CHECK, FILE, saved, cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path / "built")
-        counts.append(len(list(tmp_path.glob("built/*/*.so"))))
-    assert counts == [1, 2, 2, 2]
-
-
-# Beside every compilation a line in the file `calls`; the first compiler also leaves half an object and waits to be killed, if it is told to.
+# Stands for the compiler. Beside every compilation a line in the file `calls`. The first one also leaves half an object
+# and waits to be killed, if it is told to. An object that the library of this PyTorch was made of is copied from there,
+# which is quicker than to make it again; ninja calls compilers in a folder of the library's name.
 COMPILER = """#!/bin/sh
-case "$*" in *" -c "*) echo "$@" >> "$CALLS" ;; esac
-case "$*" in *" -c "*) if [ -n "$WAIT" ] && mkdir "$WAIT" 2> /dev/null; then
-    for last; do :; done
-    echo "half an object" > "${{last}}"; exec sleep 600
-fi ;; esac
+for last; do test "$before" = -o && out="$last"; before="$last"; done
+case "$*" in *" -c "*)
+    echo "$@" >> "$CALLS"
+    test -n "$WAIT" && mkdir "$WAIT" 2> /dev/null && echo "half an object" > "$out" && exec sleep 600
+    made="{cache}/$(basename "$PWD")/$(basename "$out")"
+    test -f "$made" && exec cp "$made" "$out"
+esac
 exec {compiler} "$@"
 """
 
 
 def slow_compiler(folder: Path, compiler: str) -> Path:
+    solution(CASE.stem)
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions"))
     path = folder / "counted-compiler"
-    path.write_text(COMPILER.format(compiler=compiler))
+    path.write_text(COMPILER.format(compiler=compiler, cache=cache))
     path.chmod(0o755)
     return path
 
 
-def test_eight_processes_build_once(saved, tmp_path):
-    options = {"CXX": slow_compiler(tmp_path, "c++"), "CALLS": tmp_path / "calls", "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
-    processes = [start_python(IMPORT_AND_CHECK, FILE, saved, cwd=tmp_path, **options) for _ in range(8)]
+@pytest.fixture
+def counted(tmp_path):
+    """Options of a process that builds anew, by a compiler that counts its calls."""
+    compiler = slow_compiler(tmp_path, shutil.which("c++"))
+    return {"CXX": compiler, "CALLS": tmp_path / "calls", "TORCH_EXTENSIONS_DIR": tmp_path / "built", "cwd": tmp_path}
+
+
+def test_odd_paths_and_a_python_that_is_not_activated(saved, counted, tmp_path):
+    """Ninja is beside python alone; spaces and letters of other alphabets; an architecture that is nobody's."""
+    folder = tmp_path / "research, ein Ordner mit Leerzeichen und Ümläuten"
+    folder.mkdir()
+    shutil.copy(FILE, folder / "eine Kopie.py")
+    python = python_without_ninja(folder / "venv")
+    (python.parent / "ninja").symlink_to(shutil.which("ninja") or Path(sys.executable).parent / "ninja")
+    options = counted | {"TORCH_EXTENSIONS_DIR": folder / "gebaut", "TORCH_CUDA_ARCH_LIST": "nonsense;99.9+PTX"}
+    if not torch.cuda.is_available():
+        options["PATH"] = folder_of_tools(tmp_path / "tools", *COMPILER_TOOLS, "cp", "basename")
+    run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, python=python, **options)
+
+
+@pytest.mark.slow
+def test_two_versions_of_pytorch_share_a_cache(saved, counted, tmp_path):
+    """Each builds for itself, and finds its own again."""
+    counts = []
+    for version in ("", 'torch.__version__ = "9.9.9"\n', ""):
+        run_python(version + IMPORT_AND_CHECK, FILE, saved, **counted)
+        counts.append(len(list(tmp_path.glob("built/*/*.so"))))
+    assert counts == [1, 2, 2]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_processes_at_once_build_once(saved, counted, tmp_path):
+    processes = [start_python(IMPORT_AND_CHECK, FILE, saved, **counted) for _ in range(5)]
     results = [finish(process, 240) for process in processes]
-    assert [code for code, _, _ in results] == [0] * 8, results
+    assert [code for code, _, _ in results] == [0] * 5, results
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["everything", "the compiler", "python and ninja"])
 @pytest.mark.parametrize("compiler", ["g++", pytest.param("nvcc", marks=pytest.mark.gpu)])
-def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, tmp_path):
-    """PyTorch's own lock and half an object are left behind; the next import builds, and does not wait for a lock that nobody holds."""
-    if compiler == "nvcc" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device on this machine")
-    path = slow_compiler(tmp_path, "c++" if compiler == "g++" else find_nvcc())
-    options = {"CXX" if compiler == "g++" else "PYTORCH_NVCC": path, "CALLS": tmp_path / "calls", "WAIT": tmp_path / "waits"}
-    options["TORCH_EXTENSIONS_DIR"] = tmp_path / "built"
-    first = start_python(IMPORT, FILE, cwd=tmp_path, **options)
+def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, counted, tmp_path):
+    """PyTorch's lock and half an object are left behind; the next import builds, and waits for nobody's lock."""
+    options = counted | {"WAIT": tmp_path / "waits"}
+    if compiler == "nvcc":
+        del options["CXX"]
+        options["PYTORCH_NVCC"] = slow_compiler(tmp_path, find_nvcc())
+    first = start_python(IMPORT, FILE, **options)
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob("built/*/*.o")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -208,28 +223,30 @@ def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, tmp_
     kill(first, {"everything": "", "the compiler": "sleep", "python and ninja": "python|ninja"}[killed])
     code, _, err = finish(first) if killed == "the compiler" else (first.wait(), "", "")
     assert code != 0, err
-    run_python(IMPORT_AND_CHECK, FILE, saved, cwd=tmp_path, timeout=120, **options)
+    run_python(IMPORT_AND_CHECK, FILE, saved, timeout=120, **options)
     kill(first, "")
 
 
 def kill(process: subprocess.Popen, names: str) -> None:
     """Those of the process's session that are called so; ninja gives each compiler a process group of its own."""
-    subprocess.run(["pkill", "-KILL", "-s", str(process.pid), names], check=False)
+    subprocess.run(["pkill", f"-{signal.SIGKILL}", "-s", str(process.pid), names], check=False)
 
 
 def may_mount() -> bool:
     """Whether a process here may have a file system of its own, which it sees alone."""
-    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode
+    unshare = shutil.which("unshare")
+    return bool(unshare) and not subprocess.run([unshare, "-rm", "true"], check=False, capture_output=True).returncode
 
 
-def test_a_full_disk_is_named(tmp_path):
+def test_a_full_disk_is_named(counted, tmp_path):
     """The source fits, in pages of 4 KB, what the compiler makes of it does not."""
     if not may_mount():
         pytest.skip("needs the right to mount a file system of its own")
     (tmp_path / "built").mkdir()
-    size = len(strings(FIRST[0].stem)["CPP_SOURCE"]) + 16384
+    size = len(strings(CASE.stem)["CPP_SOURCE"]) + 16384
     mounted = f'mount -t tmpfs -o size={size} tmpfs built && exec "$@"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", sys.executable, "-c", PRELUDE + IMPORT, FILE]
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "built")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    environment = {**os.environ, **{name: str(value) for name, value in counted.items()}}
+    options = {"env": environment, "capture_output": True, "text": True, "check": False, "timeout": 120}
+    done = subprocess.run(command, cwd=tmp_path, **options)
     assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""The README says what the committed records say."""
+"""What a reader copies from the README works, and its tables say what the committed records say."""
 
 import ast
 import json
@@ -6,18 +6,19 @@ import re
 import shutil
 
 import pytest
+import summary
 import torch
 from cases import ROOT, problem
-from judge.source import code_of, code_sha256
 from processes import run_python
-from tools.summary import summary
 
-README = (ROOT / "README.md").read_text()
+from judge.source import code_of, code_sha256
+
 RECORDS = [path for folder in ("h200", "sweep") for path in sorted((ROOT / "results" / folder).glob("*.json"))]
 
 
-def test_the_table_is_the_records():
-    assert summary() == re.search(r"<!-- results: make chart -->\n(.*?)\n<!-- end results -->", README, re.S).group(1)
+@pytest.mark.parametrize("name", summary.TABLES)
+def test_the_tables_are_the_records(name):
+    assert (ROOT / name).read_text() == summary.filled(name)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name} {path.stem}")
@@ -28,19 +29,32 @@ def test_records_are_of_the_files_as_they_are(path):
         assert run["ok"]
 
 
-def test_files_it_names_exist():
-    named = re.findall(r"`((?:models|kernels|judge|tests|results)/[\w./]*)`", README)
-    missing = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
-    assert named and not missing
+CODE = '''"""A file."""
+X = 1  # one
+S = r"""
+int i = 2;  // two
+const char* s = "//";
+"""
 
-
-CODE = '"""A file."""\nX = 1  # one\nS = r"""\nint i = 2;  // two\nconst char* s = "//";\n"""\n\ndef f():\n    "What f does."\n    return "#"\n'
+def f():
+    "What f does."
+    return "#"
+'''
 
 
 @pytest.mark.parametrize(
     ("old", "new", "same"),
-    [("# one", "# eins", True), ("// two", "// zwei", True), ("A file.", "Two\nlines.", True), ("What f does.", "Nothing.", True)]
-    + [("\n\n", "\n", True), ("X = 1", "X = 2", False), ("int i = 2", "int i = 3", False), ('"//"', '"/"', False), ('"#"', '""', False)],
+    [
+        ("# one", "# eins", True),
+        ("// two", "// zwei", True),
+        ("A file.", "Two\nlines.", True),
+        ("What f does.", "Nothing.", True),
+        ("\n\n", "\n", True),
+        ("X = 1", "X = 2", False),
+        ("int i = 2", "int i = 3", False),
+        ('"//"', '"/"', False),
+        ('"#"', '""', False),
+    ],
 )
 def test_a_changed_comment_is_no_changed_code(old, new, same):
     assert CODE.count(old) == 1
@@ -49,7 +63,7 @@ def test_a_changed_comment_is_no_changed_code(old, new, same):
 
 def test_its_training_loop_learns(tmp_path):
     """As a new user has it: the code of the README in one file, the copied ModelNew beside it."""
-    (loop,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (loop,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "loop.py").write_text(loop)
     (stem,) = re.findall(r"from (\w+) import ModelNew", loop)
     shutil.copy(ROOT / "kernels" / f"{stem}.py", tmp_path)
@@ -59,4 +73,5 @@ def test_its_training_loop_learns(tmp_path):
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     arguments = ast.literal_eval(re.search(r"ModelNew(\(.*\)),", loop)[1])
     model = problem(stem).Model(*arguments)  # what was trained there can go on here
-    model.load_state_dict({name.removeprefix("0."): value for name, value in weights.items() if name.startswith("0.")}, strict=True)
+    own = {name.removeprefix("0."): value for name, value in weights.items() if name.startswith("0.")}
+    model.load_state_dict(own, strict=True)

@@ -1,4 +1,4 @@
-"""A ModelNew in somebody's training program: optimisers, mixed precision, checkpoints, parametrised weights, transforms, CUDA graphs.
+"""A ModelNew in a training program: optimisers, mixed precision, parametrised weights, transforms, graphs.
 
 Everywhere the measure is the Model in the same program: its losses step by step, its gradients, its dtypes.
 """
@@ -8,16 +8,10 @@ import itertools
 
 import pytest
 import torch
-from cases import FIRST, WITH_PARAMETERS, build, converted, in_dtype
+from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
-
-first_cases = pytest.mark.parametrize("case", FIRST, ids=str)
-learning_cases = pytest.mark.parametrize("case", [case for case in FIRST if case.stem in WITH_PARAMETERS], ids=str)
-LOW = [torch.bfloat16, torch.float16]
 
 
 def batches(case, device, count: int) -> list[list[torch.Tensor]]:
@@ -47,58 +41,20 @@ def losses_of(module, case, device, optimizer, steps: int = 6) -> list[float]:
 # ---- optimisers
 
 
-class ByData(torch.optim.Optimizer):
-    """Changes weights behind autograd's back, in place or by putting a new tensor into the parameter."""
-
-    def __init__(self, parameters, in_place: bool):
-        super().__init__(parameters, {})
-        self.in_place = in_place
-
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if self.in_place:
-                parameter.data.add_(parameter.grad, alpha=-0.1)
-            else:
-                parameter.data = parameter.data - 0.1 * parameter.grad
-
-
-OPTIMIZERS = {
-    "SGD, one by one": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
-    "SGD, foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
-    "Adam, foreach": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=True),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "writes to .data": lambda parameters: ByData(parameters, in_place=True),
-    "another .data": lambda parameters: ByData(parameters, in_place=False),
-}
-
-
 @learning_cases
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_losses_are_the_models_step_by_step(case, optimizer, device):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
+def test_losses_are_the_models_step_by_step(case, optimizer, how, device):
     model, new, _ = build(case, device)
-    theirs, ours = (losses_of(m, case, device, OPTIMIZERS[optimizer](m.parameters())) for m in (model, new))
+    theirs, ours = (losses_of(m, case, device, optimizer(m.parameters(), lr=0.01, **how)) for m in (model, new))
     assert ours == pytest.approx(theirs, rel=1e-4)
-
-
-@learning_cases
-@pytest.mark.parametrize("optimizer", ["AdamW, fused", "writes to .data"])
-def test_compiled_once_for_all_steps(case, optimizer, device):
-    """A compiled module sees the weights that an optimiser changed, and is not compiled again for them."""
-    model, new, _ = build(case, device)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(new, fullgraph=True, backend=counter)
-    ours = losses_of(compiled, case, device, OPTIMIZERS[optimizer](new.parameters()), steps=4)
-    theirs = losses_of(model, case, device, OPTIMIZERS[optimizer](model.parameters()), steps=4)
-    assert ours == pytest.approx(theirs, rel=1e-4)
-    assert counter.frame_count == 1
 
 
 # ---- mixed precision
 
 
 @first_cases
-@pytest.mark.parametrize("low", LOW, ids=in_dtype)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=in_dtype)
 def test_autocast_gives_the_models_dtypes(case, low, device):
     """For every mixture of input dtypes: of the output, and of the gradients."""
     model, new, inputs = build(case, device)
@@ -114,60 +70,18 @@ def test_autocast_gives_the_models_dtypes(case, low, device):
         assert seen[1] == seen[0], dtypes
 
 
-@learning_cases
-def test_gradient_scaling(case, device):
-    """Losses and scales of float16 training; a step whose gradients overflow is left out."""
-    model, new, _ = build(case, device)
-    histories = []
-    for module in (model, new):
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
-        history = []
-        for step, inputs in enumerate(batches(case, device, 6)):
-            optimizer.zero_grad()
-            with torch.autocast(device.type, dtype=torch.float16):
-                loss = loss_of(module(*inputs))
-            before = [p.detach().clone() for p in module.parameters()]
-            scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            moved = not all(torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True))
-            assert moved == (step != 2)
-            history.append((loss.item(), scaler.get_scale()))
-        histories.append(history)
-    (theirs, their_scales), (ours, our_scales) = (zip(*history) for history in histories)
-    assert our_scales == their_scales
-    assert ours == pytest.approx(theirs, rel=2e-3)
-
-
-# ---- activation checkpointing
-
-
-@first_cases
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_activation_checkpointing(case, reentrant, device):
-    """The forward runs again in the backward, and gives the same bits; on a CPU, where training is the plain way and a
-    forward without gradients is not, the same values."""
-    _, new, inputs = build(case, device)
-    results = []
-    for call in (new, lambda *tensors: checkpoint(new, *tensors, use_reentrant=reentrant)):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        new.zero_grad()
-        out = call(*leaves)
-        loss_of(out).backward()
-        results.append([out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))])
-    for once, again in zip(*results, strict=True):
-        if reentrant and device.type == "cpu":  # its first forward is without gradients, and training on a CPU may be PyTorch's own
-            torch.testing.assert_close(again, once)
-        else:
-            assert torch.equal(again, once)
-
-
-# ---- parametrised and replaced weights
+# ---- parametrised weights
 
 
 class Softplus(nn.Module):
+    """A parametrisation that notes each look at its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks = 0
+
     def forward(self, value):
+        self.looks += 1
         return nn.functional.softplus(value)
 
     def right_inverse(self, value):
@@ -179,7 +93,7 @@ def on_the_layer(apply):
     return lambda module: apply(next(m for m in module.children() if isinstance(m, (nn.Linear, nn.Conv2d))))
 
 
-def on_the_vectors(module):
+def on_every_vector(module):
     """One on each parameter beside that layer's: of the module itself and of its norm."""
     for owner in (module, *(m for m in module.children() if isinstance(m, nn.GroupNorm))):
         for name in [name for name, _ in owner.named_parameters(recurse=False)]:
@@ -189,9 +103,8 @@ def on_the_vectors(module):
 PARAMETRIZATIONS = {
     "weight_norm": on_the_layer(parametrizations.weight_norm),
     "spectral_norm": on_the_layer(parametrizations.spectral_norm),
-    "orthogonal": on_the_layer(parametrizations.orthogonal),
     "weight_norm by a hook": on_the_layer(nn.utils.weight_norm),
-    "one of its own on every vector": on_the_vectors,
+    "one of its own on every vector": on_every_vector,
 }
 
 
@@ -199,14 +112,17 @@ PARAMETRIZATIONS = {
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize("way", PARAMETRIZATIONS)
 def test_parametrized_weights(case, way, device):
-    """Spectral norm iterates at each look at the weight while training: one look too many, and it is another weight than the Model's."""
+    """Spectral norm iterates at each look at the weight while training: one too many is another weight than theirs."""
     model, new, _ = build(case, device)
     for module in (model, new):
         torch.manual_seed(3)
         PARAMETRIZATIONS[way](module)
     new.load_state_dict(model.state_dict())
-    theirs, ours = (losses_of(m, case, device, torch.optim.SGD(m.parameters(), lr=0.1), steps=4) for m in (model, new))
+    sgd = torch.optim.SGD
+    theirs, ours = (losses_of(m, case, device, sgd(m.parameters(), lr=0.1), steps=4) for m in (model, new))
     assert ours == pytest.approx(theirs, rel=1e-4)
+    looks = [[p.looks for p in module.modules() if isinstance(p, Softplus)] for module in (model, new)]
+    assert looks[1] == looks[0]
     with torch.no_grad():
         inputs = batches(case, device, 1)[0]
         torch.testing.assert_close(new.eval()(*inputs), model.eval()(*inputs), rtol=1e-3, atol=1e-3)
@@ -221,9 +137,9 @@ slow_vmap = pytest.mark.filterwarnings("ignore:There is a performance drop")  # 
 @first_cases
 def test_per_sample_gradients(case, device):
     """vmap over grad: of the parameters and of the inputs, for each sample alone."""
-    model, new, inputs = build(case, device, torch.float64)
+    model, new, inputs = build(case, device)
 
-    def per_sample(module):
+    def per_sample(module, *inputs):
         def loss(parameters, *sample):
             return loss_of(functional_call(module, parameters, tuple(t.unsqueeze(0) for t in sample)))
 
@@ -231,7 +147,17 @@ def test_per_sample_gradients(case, device):
         wanted = tuple(range(1 + len(inputs)))
         return vmap(grad(loss, argnums=wanted), in_dims=(None, *[0] * len(inputs)))(parameters, *inputs)
 
-    torch.testing.assert_close(per_sample(new), per_sample(model), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(per_sample(new, *inputs), per_sample(model, *inputs), rtol=1e-3, atol=1e-5)
+
+
+@slow_vmap
+@first_cases
+def test_forward_mode(case, device):
+    """A lost tangent would be a gradient of zero that nobody notices."""
+    model, new, inputs = build(case, device)
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    (_, expected), (_, tangent) = (torch.func.jvp(module, tuple(inputs), tangents) for module in (model, new))
+    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
 
 
 @slow_vmap
@@ -252,20 +178,18 @@ def test_an_ensemble_by_vmap(case, recorded, device):
 # ---- CUDA graphs
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@gpu
 @learning_cases
-@pytest.mark.parametrize("optimizer", ["Adam", "SGD, foreach"])
-def test_a_whole_training_step_in_a_cuda_graph(case, optimizer):
-    """Forward, backward and the optimiser's step, captured once and replayed on new inputs: the Model's losses without a graph."""
-    make = {
-        "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, capturable=True),
-        "SGD, foreach": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
-    }[optimizer]
+def test_a_whole_training_step_in_a_cuda_graph(case):
+    """Forward, backward and the optimiser's step, captured once and replayed on new inputs: the Model's losses."""
+
+    def adam(parameters):
+        return torch.optim.Adam(parameters, lr=0.01, capturable=True)
+
     device = torch.device("cuda")
     model, new, _ = build(case, device)
     warm_up, *rest = batches(case, device, 6)
-    optimizer, static = make(new.parameters()), [t.clone() for t in warm_up]
+    optimizer, static = adam(new.parameters()), [t.clone() for t in warm_up]
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -287,4 +211,4 @@ def test_a_whole_training_step_in_a_cuda_graph(case, optimizer):
             t.copy_(value)
         graph.replay()
         losses.append(loss.item())
-    assert losses == pytest.approx(losses_of(model, case, device, make(model.parameters())), rel=1e-4)
+    assert losses == pytest.approx(losses_of(model, case, device, adam(model.parameters())), rel=1e-4)

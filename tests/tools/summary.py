@@ -1,6 +1,10 @@
-"""The README's table, from results/h200/*.json: python tests/tools/summary.py [--write]
+"""The tables of README.md and results/README.md, from the records in results/ alone.
 
-A row a pair, in float32 with TF32 off: milliseconds, times eager, times torch.compile. --write puts it into README.md.
+    python tests/tools/summary.py [--write]
+
+README.md gets a row a pair, in float32 with TF32 off; results/README.md every row. --write puts them between their
+marks; without it the README's is printed. A pair that results/h200 has no record of is shown with a star, as
+results/earlier has it.
 """
 
 import argparse
@@ -9,33 +13,128 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DIRECTIONS = {"forward": "forward", "forward_recorded": "forward, gradients recorded", "forward_backward": "forward + backward"}
-BLOCK = re.compile(r"(?<=<!-- results: make chart -->\n).*?(?=\n<!-- end results -->)", re.DOTALL)
+DIRECTIONS = {
+    "forward": "forward",
+    "forward_recorded": "forward, gradients recorded",
+    "forward_backward": "forward + backward",
+}
+STEMS = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
 
 
-def summary() -> str:
-    lines = ["| pair | " + " | ".join(DIRECTIONS.values()) + " | forward, % of the floor |", "| --- " * (len(DIRECTIONS) + 2) + "|"]
-    for path in sorted((ROOT / "results" / "h200").glob("*.json")):
-        runs = json.loads(path.read_text())["runs"]
-        chosen = {run["direction"]: run for run in runs if (run["dtype"], run["precision"]) == ("float32", "highest")}
-        if not chosen:
-            continue
-        cells = []
-        for direction in DIRECTIONS:
-            run = chosen[direction]
-            cells.append(f"{run['ms']['new']:.3f} ms, {run['speedup']['eager']:.2f}x eager, {run['speedup']['compile']:.2f}x compile")
-        lines.append(f"| `{path.stem}` | " + " | ".join(cells) + f" | {chosen['forward']['roof']['percent']:.0f}% |")
-    return "\n".join(lines)
+def runs_of(path: Path) -> list[dict]:
+    """Those that were timed. Of frozen weights, which kernels no longer treat apart, there are earlier records."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    return [run for run in runs if run["ms"] and not run.get("frozen")]
+
+
+def benchmark(stem: str) -> list[dict]:
+    """All runs of a pair at its benchmark shapes."""
+    folder = ROOT / "results" / "h200"
+    folder = folder if (folder / f"{stem}.json").exists() else ROOT / "results" / "earlier"
+    return [run for path in sorted(folder.glob(f"{stem}*.json")) for run in runs_of(path)]
+
+
+def sweep(stem: str) -> list[dict]:
+    """All runs of a pair at other shapes."""
+    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json") or runs_of(
+        ROOT / "results" / "earlier" / f"sweep_{stem}.json"
+    )
+
+
+def is_earlier(stem: str) -> bool:
+    return not (ROOT / "results" / "h200" / f"{stem}.json").exists()
+
+
+def strict_float32(stem: str, direction: str) -> dict | None:
+    """The run of the README's table and charts, if it was measured."""
+    wanted = (direction, "float32", "highest")
+    return next((run for run in benchmark(stem) if (run["direction"], run["dtype"], run["precision"]) == wanted), None)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def front_table() -> str:
+    def cell(run: dict | None) -> str:
+        if run is None:
+            return "not measured"
+        times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
+        return f"{times} {run['roof']['percent']:.0f}% of the floor"
+
+    rows = [
+        [f"`{stem}`{'*' if is_earlier(stem) else ''}", *(cell(strict_float32(stem, way)) for way in DIRECTIONS)]
+        for stem in STEMS
+    ]
+    return markdown(["pair", *DIRECTIONS.values()], rows)
+
+
+def full_row(run: dict) -> list[str]:
+    """A run of results/README.md: what was measured, then milliseconds and factors with their intervals."""
+    times = [f"{run['ms'][name]:.4g}" if name in run["ms"] else "-" for name in ("new", "eager", "compile")]
+    factors = []
+    for name in ("eager", "compile"):
+        low, high = run["speedup_ci"].get(name, (0, 0))
+        factors.append(f"{run['speedup'][name]:.2f} [{low:.2f}, {high:.2f}]" if name in run["speedup"] else "-")
+    error = [run["error"].get(name) for name in ("new_max", "eager_max")]
+    percent = f"{run['roof']['percent']:.0f}%" if run["roof"] else "-"
+    return [
+        run["dtype"],
+        "allowed" if run["precision"] == "high" else "off",
+        DIRECTIONS[run["direction"]],
+        *times,
+        *factors,
+        percent,
+        " / ".join("-" if e is None else f"{e:.1e}" for e in error),
+    ]
+
+
+def full_tables() -> str:
+    header = ["dtype", "TF32", "direction", "new ms", "eager ms", "compile ms", "x eager [95%]", "x compile [95%]"]
+    header += ["of floor", "largest error, new / eager"]
+    parts = []
+    for stem in STEMS:
+        earlier = " (an earlier revision)" if is_earlier(stem) else ""
+        parts.append(f"`{stem}`{earlier}:\n\n" + markdown(header, [full_row(run) for run in benchmark(stem)]))
+    return "\n\n".join(parts)
+
+
+def slower_table() -> str:
+    """The shapes of the sweeps at which eager or torch.compile is faster."""
+    rows = []
+    for stem in STEMS:
+        for run in sweep(stem):
+            best = min(run["speedup"], key=run["speedup"].get)
+            if run["speedup"][best] < 1:
+                shapes = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
+                rows.append([f"`{stem}`", shapes, run["dtype"], f"{run['speedup'][best]:.2f}x {best}"])
+    return markdown(["pair", "input", "dtype", "ModelNew is"], rows)
+
+
+TABLES = {
+    "README.md": {"results": front_table},
+    "results/README.md": {"all rows": full_tables, "slower": slower_table},
+}
+
+
+def filled(name: str) -> str:
+    """The file with its tables as the records have them."""
+    text = (ROOT / name).read_text()
+    for mark, table in TABLES[name].items():
+        block = re.compile(rf"(?<=<!-- {mark}: make chart -->\n).*?(?=<!-- end {mark} -->)", re.DOTALL)
+        text, found = block.subn(lambda _, table=table: table() + "\n", text)
+        assert found == 1, f"{name} has no marks for {mark}"
+    return text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into README.md instead of printing it")
+    parser.add_argument("--write", action="store_true", help="put the tables into the two files")
     if parser.parse_args().write:
-        readme = ROOT / "README.md"
-        readme.write_text(BLOCK.sub(lambda _: summary(), readme.read_text()))
+        for name in TABLES:
+            (ROOT / name).write_text(filled(name))
     else:
-        print(summary())
+        print(front_table())
 
 
 if __name__ == "__main__":

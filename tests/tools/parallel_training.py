@@ -1,30 +1,34 @@
 """Trains every pair on several processes at once, and holds the losses against the Model's on one.
 
-    torchrun --nproc-per-node=2 tests/parallel_training.py [cpu]
+    torchrun --nproc-per-node=2 tests/tools/parallel_training.py [cpu]
 
-NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also compiled, the mean loss of
-all ranks, each at its samples of the batch, must be step by step the Model's at the whole batch. Prints a line a pair and way; exits with 1 if
-one differs.
+NCCL where there are GPUs, gloo on the CPU. Under DistributedDataParallel, and under FSDP2's fully_shard, also
+compiled, the mean loss of all ranks, each at its samples of the batch, must be step by step the Model's at the whole
+batch. Prints a line a pair and way; exits with 1 if one differs.
 """
 
 import copy
 import datetime
 import os
 import sys
+from pathlib import Path
 
 import torch
-from cases import FIRST, build, converted
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cases import FIRST, build, converted
+
 STEPS = 5
 
 
 class Network(nn.Module):
-    """The module with a parameter before it, so that a gradient of its input is needed too, and each pair has something to learn."""
+    """The module with a parameter before it: its input's gradient is needed, and each pair has something to learn."""
 
     def __init__(self, module: nn.Module, width: int):
         super().__init__()
@@ -93,4 +97,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # the mesh keeps gloo's threads: one that lets go of a tensor while the interpreter ends aborts the process
+    os._exit(code)  # the mesh keeps gloo's threads, which may abort a process that ends in order

@@ -1,9 +1,10 @@
 """Random valid cases of a pair, judged as the tests judge: against the Model in float64, and eager's own error there.
 
-    python tests/fuzz.py --pair NAME --cases 10000 --seed 0 [--device cuda] [--processes 16]
+    python tests/tools/fuzz.py --pair NAME --cases 10000 --seed 0 [--device cuda] [--processes 16]
 
-A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from (pair, seed, index).
-For each miss one line is printed: the command that repeats it, and what is wrong. Exit code 1 if there was one.
+A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
+(pair, seed, index). For each miss one line is printed: the command that repeats it, and what is wrong. Exit code 1 if
+there was one.
 """
 
 import argparse
@@ -16,16 +17,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases wait for their threads most of the time
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases mostly wait for their threads
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, STEMS, Case, converted, fits, in_float64, runs, solution
+from cases import DTYPES, LAYOUTS, STEMS, Case, converted, fits, in_float64, solution
 from processes import pool
 
-# ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors and blocks are made of.
+# ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors are made of.
 
 SIZES = [*range(1, 10), 15, 16, 17, 31, 32, 33, 63, 64, 65]
 BATCHES = [0, 1, 1, 2, 2, 3, 4, 5, 9]
@@ -72,8 +75,10 @@ def convolved(r: random.Random) -> tuple:
         columns = 2
     outs = groups * size
     whole = (outs, rows, columns)
-    operands = [(outs, 1, 1)] * 6 + [(batch, outs, 1, 1), (1, outs, 1, 1), whole, (batch, *whole), (columns,), (rows, 1), (1,), ()]
-    return (ins, outs, kernel, groups, r.choice(operands), r.choice(operands)), ((batch, ins, rows + high - 1, columns + wide - 1),)
+    operands = [(outs, 1, 1)] * 6 + [(batch, outs, 1, 1), (1, outs, 1, 1), whole, (batch, *whole)]
+    operands += [(columns,), (rows, 1), (1,), ()]
+    image = (batch, ins, rows + high - 1, columns + wide - 1)
+    return (ins, outs, kernel, groups, r.choice(operands), r.choice(operands)), (image,)
 
 
 SHAPES = {
@@ -84,10 +89,6 @@ SHAPES = {
 }
 
 # ---- values, from standard normal ones in float64; what does not fit the dtype is cut to its largest number
-
-
-def one_far_off(z: torch.Tensor, info: torch.finfo, r: random.Random) -> torch.Tensor:
-    return with_some(1e4)(z, info, r)
 
 
 def with_some(value: float) -> Callable:
@@ -121,8 +122,8 @@ VALUES: dict[str, Callable] = {
 }
 
 
-# Of equal values float64's own result is the rounding of their mean, and nothing finer is there to tell how large it may be; they are
-# left to tests/test_forward.py, which knows.
+# Of equal values float64's own result is the rounding of their mean, and nothing finer tells how large it may be; they
+# are left to tests/test_forward.py, which knows.
 EQUAL = ["zero", "constant", "of tiny variance", "subnormal"]
 
 
@@ -137,7 +138,7 @@ def drawn(kind: str, like: torch.Tensor, r: random.Random) -> torch.Tensor:
 
 
 def placed(t: torch.Tensor, r: random.Random) -> torch.Tensor:
-    """The same values with the dimensions in any order in memory, gaps between them, at any offset; NaN stands all around."""
+    """The same values with the dimensions in any order in memory, with gaps, at any offset; NaN stands all around."""
     strides, stride = [0] * t.dim(), r.choice([1, 1, 2])
     for dim in r.sample(range(t.dim()), t.dim()):
         strides[dim] = stride
@@ -163,11 +164,13 @@ def moved(t: torch.Tensor, device) -> torch.Tensor:
 
 @torch.no_grad()
 def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each value of the Model's output, whether a rounding makes NaN, an infinity or a number of it; and whether NaN or either infinity.
+    """Of each value of the Model's output, whether a rounding makes NaN, an infinity or a number of it; and whether NaN
+    or either infinity.
 
-    So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms, which becomes NaN and
-    spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value too near zero to have a sign, also where
-    float64 on the CPU, which multiplies before it subtracts, has NaN itself: the second kind. (The norms are what the Models end with.)
+    So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms,
+    which becomes NaN and spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value
+    too near zero to have a sign, also where float64 on the CPU, which multiplies before it subtracts, has NaN itself:
+    the second kind. (The norms are what the Models end with.)
     """
     exact, given, info, signless = in_float64(model), {}, torch.finfo(inputs[0].dtype), []
 
@@ -180,7 +183,8 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
 
     def without_sign(norm, norm_inputs, out, name):
         normed, rounded = (
-            F.group_norm(t, norm.num_groups, eps=norm.eps).unflatten(1, (norm.num_groups, -1)) for t in (*norm_inputs, given[name])
+            F.group_norm(t, norm.num_groups, eps=norm.eps).unflatten(1, (norm.num_groups, -1))
+            for t in (*norm_inputs, given[name])
         )
         error = (normed - rounded).abs().flatten(2).amax(2).view(*normed.shape[:2], *[1] * (normed.dim() - 2))
         near = (normed.abs() <= 2 * error + info.eps).flatten(1, 2)
@@ -190,7 +194,9 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
         if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
             layer.register_forward_hook(overflowing)
         elif isinstance(layer, torch.nn.GroupNorm):
-            original.register_forward_pre_hook(lambda norm, norm_inputs, name=name: given.update({name: norm_inputs[0]}))
+            original.register_forward_pre_hook(
+                lambda norm, norm_inputs, name=name: given.update({name: norm_inputs[0]})
+            )
             layer.register_forward_hook(functools.partial(without_sign, name=name))
     model(*inputs)
     for layer in model.modules():
@@ -209,14 +215,13 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     kinds = [r.choice(values) if r.random() < 0.7 else "ordinary" for _ in range(9)]
     changed = [r.choice(values) if r.random() < 0.3 else None for _ in range(9)]  # of parameters; None: as they were
     first_seed = r.randrange(2**40)
-    if not runs(dtype, device):
-        return
     case = Case(stem, "", init, shapes)
-    layouts = [lay for name, lay in LAYOUTS.items() if fits(case, name) and (dtype is not torch.float64 or name != "one value repeated")]
+    taken = [name for name in LAYOUTS if fits(case, name) and (dtype, name) != (torch.float64, "one value repeated")]
+    layouts = [LAYOUTS[name] for name in taken]
 
     def change(model, new, inputs):
         r = random.Random(first_seed)  # the same magnitudes and places for each sample, other values
-        for (name, one), other, kind in zip(model.named_parameters(), new.parameters(), changed):
+        for one, other, kind in zip(model.parameters(), new.parameters(), changed):
             if kind is not None:
                 one.data = other.data = placed(drawn(kind, one, r), r)
         return [laid(drawn(kind, t, r), layouts, r) if t.is_floating_point() else t for kind, t in zip(kinds, inputs)]
@@ -228,7 +233,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
         return module(*(moved(t, device) for t in inputs))
 
     def forward(module, inputs) -> dict[str, torch.Tensor]:
-        return {"output": on_device(module, inputs).cpu()}  # these are small: the host compares them faster than a GPU is told to
+        return {"output": on_device(module, inputs).cpu()}  # small: the host compares them faster than a GPU would
 
     left_out = []
 
@@ -248,8 +253,8 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
         try:
             assert_as_accurate_as_eager(forward, itertools.chain([first], samples))
         except Inaccurate:
-            # Where the two values of a group nearly meet, each rounding counts a thousandfold, and whose is the larger in the worst such
-            # sample is luck, once in tens of thousands of cases. A fault is there in other samples too.
+            # Where the two values of a group nearly meet, each rounding counts a thousandfold, and whose is the larger
+            # in the worst such sample is luck, once in tens of thousands of cases. A fault is in other samples too.
             assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype, change, first_seed + 24))
         except AssertionError:  # NaN or Inf elsewhere than in eager
             samples = noting_what_to_leave_out(draws(case, "cpu", dtype, change, first_seed))
@@ -257,7 +262,8 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
     except Exception as error:
         said = [f"input {kind}" for kind, _ in zip(kinds, inputs)]
         said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if kind is not None]
-        raise AssertionError(f"{shapes} from {init} in {dtype}, {', '.join(said)}: {type(error).__name__}: {error}") from error
+        what = f"{shapes} from {init} in {dtype}, {', '.join(said)}"
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def misses(stem: str, seed: int, indices: Iterable[int], device="cpu") -> Iterator[str]:
@@ -267,11 +273,12 @@ def misses(stem: str, seed: int, indices: Iterable[int], device="cpu") -> Iterat
             judge(stem, seed, index, device)
         except AssertionError as miss:
             what = " ".join(str(miss).split())
-            yield f"python tests/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}  # {what}"
+            again = f"--pair {stem} --seed {seed} --index {index} --device {device}"
+            yield f"python tests/tools/fuzz.py {again}  # {what}"
 
 
 def judged(share: tuple[str, int, range, str]) -> tuple[int, list[str]]:
-    """Of a pair, a seed, indices and a device: how many cases, and the lines of those missed; in whatever process this is called."""
+    """Of a pair, a seed, indices and a device: how many cases, and the lines of those missed; in any process."""
     warnings.simplefilter("ignore")
     torch.backends.cudnn.allow_tf32 = False  # strict float32, as in the tests
     stem, seed, indices, device = share
@@ -289,18 +296,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     indices = range(options.cases) if options.index is None else range(options.index, options.index + 1)
     solution(options.pair)  # built, if it must be, before the clock starts
-    start, done, missed = time.perf_counter(), 0, 0
     shares = [(options.pair, options.seed, indices[i : i + 50], options.device) for i in range(0, len(indices), 50)]
-    if options.processes > 1:
-        results = pool(options.processes).imap_unordered(judged, shares)
-    else:
-        results = map(judged, shares)
+    results = pool(options.processes).imap_unordered(judged, shares) if options.processes > 1 else map(judged, shares)
+    start, done, missed = time.perf_counter(), 0, 0
     for count, lines in results:
         done, missed = done + count, missed + len(lines)
-        for line in lines:
-            print(line, flush=True)
-        seconds = time.perf_counter() - start
-        print(f"{options.pair}: {done} of {len(indices)}, {missed} missed, {seconds:.0f} s", file=sys.stderr, flush=True)
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    seconds = time.perf_counter() - start
     print(f"{options.pair} on {options.device}, seed {options.seed}: {done} cases, {missed} missed, {seconds:.0f} s")
     return 1 if missed else 0
 

@@ -1,0 +1,209 @@
+"""The convolution of conv_sigmoid_group_norm on the tensor cores, in both directions: every way through it."""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, draws, forward
+from cases import LAYOUTS, STEMS, Case, build, gpu, in_float64
+from test_gradients import gradients
+
+STEM = "conv_sigmoid_group_norm"
+pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
+
+
+def case(
+    name: str, samples: int, channels: int, height: int, width: int, size: int, groups: int, of_group: int
+) -> Case:
+    out = groups * of_group
+    init = (channels, out, size, groups, (out, 1, 1), (out, 1, 1))
+    return Case(STEM, name, init, ((samples, channels, height, width),))
+
+
+SHAPES = [
+    case("groups of four channels", 2, 8, 34, 36, 3, 8, 4),
+    case("an odd size", 2, 8, 35, 37, 3, 8, 4),
+    case("the benchmark's images", 3, 8, 256, 256, 3, 8, 4),
+    case("images 260 wide", 2, 8, 40, 260, 3, 8, 4),
+    case("a column beyond a strip", 1, 8, 17, 131, 3, 8, 4),
+    case("more units than teams", 70, 8, 130, 130, 3, 8, 4),
+    case("a team for each unit", 300, 8, 34, 34, 3, 4, 4),
+    case("narrow images", 2, 8, 200, 20, 3, 2, 4),
+    case("low images", 2, 8, 3, 400, 3, 8, 4),
+    case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
+    case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
+    case("one channel to one", 3, 1, 40, 41, 3, 1, 1),
+    case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
+    case("groups of 20 channels", 2, 8, 100, 100, 3, 2, 20),
+    case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
+    case("images too large for 32 channels at once", 1, 8, 520, 516, 3, 8, 4),
+    case("images of odd width in two launches", 1, 8, 600, 601, 3, 8, 4),
+    case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
+    case("images seven pixels wide", 2, 8, 300, 7, 3, 8, 4),
+    case("images four pixels wide of twelve channels", 2, 12, 300, 4, 3, 8, 4),
+    case("images too small for the kernels", 2, 8, 10, 10, 3, 8, 4),
+    case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
+    case("40 channels to 75", 2, 40, 29, 64, 3, 15, 5),
+    case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
+    case("1x1 kernels of an odd size", 2, 20, 57, 59, 1, 4, 6),
+    case("1x1 kernels from 64 channels to 128", 3, 64, 56, 56, 1, 1, 128),
+    case("5x5 kernels", 2, 8, 24, 24, 5, 8, 4),
+]
+NAMED = {case.name: case for case in SHAPES}
+FEW, MANY = NAMED["groups of four channels"], NAMED["64 channels to 128"]
+BENCHMARK, ODD = NAMED["the benchmark's images"], NAMED["an odd size"]
+ways = pytest.mark.parametrize("case", [FEW, MANY], ids=["few channels", "many channels"])
+shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+# The backward adds up thousands of roundings of each parameter's gradient.
+ROUNDINGS = 8
+
+
+def both_ways(module, inputs) -> dict[str, torch.Tensor]:
+    return forward(module, inputs) | gradients(module, inputs)
+
+
+@shapes
+@dtypes
+def test_is_as_accurate_as_eager(case, dtype):
+    assert_as_accurate_as_eager(forward, draws(case, "cuda", dtype))
+
+
+@shapes
+def test_gradients_are_as_accurate_as_eagers(case):
+    assert_as_accurate_as_eager(gradients, draws(case, "cuda", torch.float32))
+
+
+@shapes
+def test_gives_the_same_bits_each_time_and_whether_gradients_are_recorded_or_not(case):
+    """The last where one kernel takes the sizes: elsewhere the forward that records is the Model's own lines."""
+    _, new, inputs = build(case, "cuda")
+    first = both_ways(new, inputs)
+    for _ in range(10):
+        again = both_ways(new, inputs)
+        assert all(torch.equal(again[name], first[name]) for name in first)
+    recorded = new(*inputs).detach()
+    torch.testing.assert_close(recorded, first["output"], rtol=1e-4, atol=1e-4)
+    if case in (FEW, BENCHMARK):
+        assert torch.equal(recorded, first["output"])
+
+
+# ---- values that are hard on fp16
+
+
+def inputs_of(magnitude):
+    def change(model, new, inputs):
+        return [inputs[0] * magnitude]
+
+    return change
+
+
+def weights_of(magnitude):
+    def change(model, new, inputs):
+        for module in (model, new):
+            module.conv.weight.data.mul_(magnitude)
+        return [inputs[0] / min(magnitude, 1e6)]
+
+    return change
+
+
+def a_few_beyond_half_precision(model, new, inputs):
+    x = inputs[0].clone()
+    x[0, 3, 17, 11], x[1, 0, 0, 0], x[1, -1, -1, -1] = 1e6, -7e5, 1e9
+    return [x]
+
+
+def channels_of_almost_one_value(model, new, inputs):
+    """Sigmoids close to 1, which differ in their last bits: the norm magnifies what the statistics get wrong."""
+    for module in (model, new):
+        module.bias.data.fill_(9.0)
+        module.scale.data.fill_(1.0)
+    return inputs
+
+
+HARD = {
+    **{f"inputs of {magnitude:g}": inputs_of(magnitude) for magnitude in (1e-30, 1e-6, 1e-3, 1e3, 1e6, 1e30)},
+    **{f"weights of {magnitude:g}": weights_of(magnitude) for magnitude in (1e-30, 1e-6, 1e3, 1e20)},
+    "a few inputs beyond half precision": a_few_beyond_half_precision,
+    "channels of almost one value": channels_of_almost_one_value,
+}
+
+
+@ways
+@pytest.mark.parametrize("change", HARD)
+def test_is_as_accurate_as_eager_with(case, change):
+    assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32, HARD[change]))
+
+
+@ways
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e-3, 1e3])
+def test_gradients_of_any_magnitude(case, magnitude):
+    def scaled(module, inputs):
+        return gradients(module, inputs, lambda grad: grad * magnitude)
+
+    assert_as_accurate_as_eager(scaled, draws(case, "cuda", torch.float32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_in_any_layout(layout):
+    def laid(module, inputs):
+        return gradients(module, inputs, LAYOUTS[layout])
+
+    assert_as_accurate_as_eager(laid, draws(FEW, "cuda", torch.float32))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("case", [ODD, FEW, MANY], ids=str)
+def test_what_is_not_finite_stays_where_eager_or_float64_has_it(value, case):
+    """Infinities stay infinities, though a difference of two is in every product of halves. In each tensor in turn."""
+
+    def poisoned(which):
+        def change(model, new, inputs):
+            for module in (model, new):
+                t = [*inputs, *module.parameters()][which].data
+                t.view(-1)[t.numel() // 3] = t.view(-1)[-1] = value
+            return inputs
+
+        return change
+
+    for which in range(5):  # x, bias, scale, the convolution's weight and bias
+        assert_as_accurate_as_eager(both_ways, draws(case, "cuda", torch.float32, poisoned(which)), ROUNDINGS)
+
+
+def test_roundings_do_not_add_up_over_an_image():
+    """Where the norm's weight is 1, `grad - mean` is rounded by the same amount for each gradient of a binade."""
+    model, new, inputs = build(BENCHMARK, "cuda")
+    for module in (model, new):
+        module.group_norm.weight.data.fill_(1)
+    got, right = gradients(new, inputs), gradients(in_float64(model), [inputs[0].double()])
+    for name in ("conv.bias", "bias", "scale", "group_norm.weight", "group_norm.bias"):
+        error, scale = (t.square().mean().sqrt().item() for t in (got[name] - right[name], right[name]))
+        assert error < 1e-6 * scale, f"{name}: {error / scale:.1e}"
+
+
+@torch.no_grad()
+def test_two_streams_at_once():
+    """Each launch needs all its blocks at once: two launches must not hold half of the GPU each, and wait."""
+    _, new, inputs = build(NAMED["more units than teams"], "cuda")
+    expected = new(*inputs)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outputs = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outputs.append(new(*inputs))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outputs)
+
+
+@torch.no_grad()
+def test_tf32_accuracy_where_the_user_allows_it(monkeypatch):
+    """The same bits again where it is allowed in convolutions alone."""
+    model, new, inputs = build(BENCHMARK, "cuda")
+    right = in_float64(model)(inputs[0].double())
+    strict = new(*inputs)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    ours, eager = ((module(*inputs).double() - right).abs().max().item() for module in (new, model))
+    assert ours <= 2 * eager
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert torch.equal(new(*inputs), strict)

@@ -1,0 +1,168 @@
+"""instance_norm: every kernel of both directions, forced by the slice's size, and sums that are hard on a norm."""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, draws, forward
+from cases import LAYOUTS, Case, build, each, gpu, in_dtype
+from torch.autograd.graph import saved_tensors_hooks
+
+STEM = "instance_norm"
+
+# fmt: off
+SIZES = [  # samples, height, width; three channels
+    (301, 1, 2), (300, 1, 3), (301, 2, 4), (300, 3, 3), (100, 4, 4), (50, 7, 7), (33, 11, 11), (20, 15, 17),
+    (20, 16, 16), (9, 31, 31), (9, 32, 32), (5, 32, 64), (5, 45, 45), (3, 71, 73), (300, 33, 33), (50, 64, 64),
+    (20, 90, 90), (20, 127, 129), (9, 181, 181), (50, 256, 256), (5, 255, 257), (13, 512, 512), (3, 511, 513),
+    (3, 768, 1024), (2, 1024, 1024), (1, 1023, 1025), (1, 2048, 2048), (1, 2047, 2049), (2, 1448, 1448),
+    (1, 3001, 3001),
+]
+# By what holds a slice: registers of one warp and of more, a cluster, nothing; whole packs of 16 bytes and not.
+KINDS = [
+    (7, 2, 2), (9, 7, 7), (2, 6, 33), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512),
+    (1, 1100, 1000),
+]
+# fmt: on
+
+
+def case_of(images: int, height: int, width: int) -> Case:
+    shape = (images, 3, height, width)
+    return Case(STEM, f"{3 * images} slices of {height} x {width}", (3,), (shape,), layouts=height * width < 5000)
+
+
+EVERY_SIZE = [case_of(*shape) for shape in SIZES]
+EVERY_KIND = [case_of(*shape) for shape in KINDS]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def fixed_gradient(out: torch.Tensor) -> torch.Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(5)).to(out)
+
+
+def both_ways(module, inputs, grad_of=fixed_gradient) -> dict[str, torch.Tensor]:
+    x = inputs[0].detach().requires_grad_()
+    out = module(x)
+    grad = grad_of(out)
+    return forward(module, inputs) | {"gradient": torch.autograd.grad(out, x, grad)[0].detach()}
+
+
+@each(EVERY_SIZE, DTYPES, ["contiguous", "offset by one element"], most_on_cpu=2e4)
+def test_every_kernel_is_as_accurate_as_eager(case, dtype, layout, device):
+    def lay(model, new, inputs):
+        return [LAYOUTS[layout](t) for t in inputs]
+
+    assert_as_accurate_as_eager(both_ways, draws(case, device, dtype, lay))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=in_dtype)
+def test_slices_that_no_chip_holds(dtype):
+    """In both directions. In float64 eager's own drift over as many values is larger than ours."""
+    case = Case(STEM, "one slice of 4399 x 4401", (1,), ((1, 1, 4399, 4401),))
+    assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
+
+
+def x_far_from_zero(x, grad):
+    x += 1e3
+
+
+def an_outlier_in_x(x, grad):
+    x[..., 0, 0] = 1e3
+
+
+def a_gradient_far_from_zero(x, grad):
+    grad += 100
+
+
+def an_outlier_in_the_gradient(x, grad):
+    grad[..., -1, -1] = 1e3
+
+
+def no_variance(x, grad):
+    """dx = (g - mean(g)) / sqrt(eps)."""
+    x.fill_(5.25)
+
+
+def few_values(x, grad):
+    """Sums of equal terms, whose roundings all go one way."""
+    x.round_()
+
+
+CHANGES = [
+    x_far_from_zero,
+    an_outlier_in_x,
+    a_gradient_far_from_zero,
+    an_outlier_in_the_gradient,
+    no_variance,
+    few_values,
+]
+
+
+@each(EVERY_KIND, DTYPES, most_on_cpu=3e4)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_badly_scaled_values(case, dtype, change, device):
+    def changed(model, new, inputs):
+        change(inputs[0], torch.zeros_like(inputs[0]))
+        return inputs
+
+    def grad_of(out):
+        grad = fixed_gradient(out)
+        change(torch.zeros_like(grad), grad)
+        return grad
+
+    def run(module, inputs):
+        return both_ways(module, inputs, grad_of)
+
+    assert_as_accurate_as_eager(run, draws(case, device, dtype, changed), roundings=2)
+
+
+@each(EVERY_KIND, DTYPES)
+def test_equal_values_leave_nothing(case, dtype, device):
+    """Their mean is one of them, to the last bit."""
+    if device.type == "cpu" and dtype is not torch.float32:
+        pytest.skip("PyTorch's own leaves something")
+    _, new, inputs = build(case, device, dtype)
+    slices = inputs[0].flatten(0, 1)
+    sizes = 10 ** torch.linspace(-4, 3, len(slices), device=device)
+    slices.copy_(slices[:, :1, :1] * sizes[:, None, None])
+    assert not new(inputs[0]).any()
+
+
+@each(EVERY_KIND, [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("where", ["input", "gradient"])
+def test_not_a_number_stays_in_its_slice(case, dtype, where, value, device):
+    """In its own slice nothing is finite, as with the Model; the others are as they were."""
+    model, new, inputs = build(case, device, dtype)
+    (x,) = inputs
+
+    def grad_of(out):
+        grad = fixed_gradient(out)
+        if where == "gradient":
+            grad[-1, -1, -1, 1] = value
+        return grad
+
+    clean = both_ways(new, inputs)["gradient"]
+    if where == "input":
+        x[-1, -1, -1, 1] = value
+    got, expected = (both_ways(module, [x], grad_of)["gradient"] for module in (new, model))
+    assert torch.equal(got.isfinite(), expected.isfinite())
+    assert not got[-1, -1].isfinite().any()
+    clean[-1, -1] = got[-1, -1] = 0
+    assert torch.equal(got, clean)
+
+
+# ---- on a GPU alone
+
+
+@gpu
+def test_the_input_alone_is_saved():
+    _, new, inputs = build(case_of(3, 8, 8), "cuda")
+    x, saved = inputs[0].requires_grad_(), []
+
+    def note(tensor):
+        saved.append(tensor.data_ptr())
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        new(x)
+    assert saved == [x.data_ptr()]

@@ -1,0 +1,302 @@
+"""Float32 products on fp16 tensor cores, of both linear pairs: as accurate as cuBLAS's float32 whatever the scales.
+
+Every shape here is one that the tensor cores take on sm_90; elsewhere the same tests hold ATen's product to the same
+bounds.
+"""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, draws, forward
+from cases import STEMS, Case, build, gpu, solution
+from torch import nn
+
+PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
+pytestmark = [gpu, pytest.mark.skipif(len(PAIRS) < 2, reason="the two linear pairs are not both here")]
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="for sm_90"
+)
+tf32 = pytest.mark.parametrize("tf32", [False, True], ids=["strict", "TF32 allowed"])
+
+M = N = K = 1024
+EPSILON = 2.0**-24
+
+
+def rows(m: int, n: int, k: int) -> Case:
+    name = f"{m} rows, {k} features to {n}"
+    return Case("linear_instance_norm_residual", name, (k, n), ((m, k), (m, n)))
+
+
+def groups(m: int, n: int, k: int, group: int = 64) -> Case:
+    name = f"{m} rows, {k} features to {n} in groups of {group}"
+    return Case("linear_swish_group_norm", name, (k, n, n // group, (n,)), ((m, k),))
+
+
+# fmt: off
+CASES = [rows(M, N, K), groups(M, N, K)]
+ODD = [
+    rows(1, 4096, 1024), rows(37, 2112, 1032), rows(1000, 1032, 1100), rows(4097, 2056, 132), rows(129, 8192, 1028),
+    rows(2000, 640, 9000), rows(300, 264, 1001), groups(3, 2112, 2056), groups(1000, 1088, 1100),
+    groups(4097, 2112, 132), groups(129, 8192, 1028), groups(640, 192, 9000), groups(1500, 1024, 1024, 32),
+    groups(1500, 1024, 1024, 128), groups(300, 256, 1001), groups(2048, 1024, 1024, 1024),
+]
+LARGE = [rows(4000, 4096, 1024), groups(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
+TRAINED = [  # the backward's product is ours, or just not
+    rows(1100, 1032, 1028), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260),
+    groups(1100, 4160, 516), groups(1100, 1024, 1028, 128),
+]
+# fmt: on
+BENCHMARKS = [rows(1024, 8192, 8192), groups(32768, 4096, 1024)]
+cases = pytest.mark.parametrize("case", CASES, ids=str)
+trained = pytest.mark.parametrize("case", TRAINED, ids=str)
+
+
+# ---- the product alone, by what x and W hold
+
+
+def uniform(x, w):
+    return torch.rand_like(x), (2 * torch.rand_like(w) - 1) * K**-0.5
+
+
+def normal(x, w):
+    return x, w
+
+
+def far_from_zero(x, w):
+    return x + 100, w
+
+
+def rows_of_many_sizes(x, w):
+    sizes = 2.0 ** torch.randint(-40, 41, (x.shape[0], 1), device=x.device)
+    return x * sizes, w * 2.0 ** torch.randint(-40, 41, (w.shape[0], 1), device=x.device)
+
+
+def uniform_against_odd_rows(x, w):
+    """Rows of W whose roundings cannot be balanced, against an x of one sign, which would show it."""
+    w[0], w[1], w[2] = 0, 0.3, 0.37 * nn.functional.one_hot(torch.tensor(7), w.shape[1])
+    w[3::16] = 1 + (torch.randint_like(w[3::16], 1024) + 0.5) / 1024  # half way between two values of eleven bits
+    w[4::16] *= 2.0 ** -(torch.arange(w.shape[1], device=w.device) % 30)
+    return torch.rand_like(x), w
+
+
+def balanced(x, w):
+    sizes = 2.0 ** (torch.arange(x.shape[1], device=x.device) % 81 - 40)
+    return x * sizes, w / sizes
+
+
+def balanced_now_and_then(x, w):
+    x[::50], w[::50] = (t[::50] for t in balanced(x, w))
+    return x, w
+
+
+def outliers(x, w):
+    """One in each row of x, small ones and huge ones."""
+    sizes = 10.0 ** torch.randint(3, 31, (x.shape[0],), device=x.device)
+    x[torch.arange(x.shape[0]), torch.randint(x.shape[1], (x.shape[0],))] = sizes
+    return x, w
+
+
+def mostly_zeros(x, w):
+    return x * (torch.rand_like(x) < 0.05), w * (torch.rand_like(w) < 0.5)
+
+
+def zero_rows(x, w):
+    x[::3], w[::5] = 0, 0
+    return x, w
+
+
+def denormals(x, w):
+    x[::2] *= 2.0**-140
+    return x, w
+
+
+def tiny_rows(x, w):
+    x *= 2.0**-100
+    w[::2] *= 2.0**-20
+    return x, w
+
+
+def near_the_largest(x, w):
+    return (0.5 + 0.5 * torch.rand_like(x)) * x.sign() * 3.4e38, w * 1e-3
+
+
+def heavy_tailed(x, w):
+    return (3 * x).exp(), w * (2 * torch.randn_like(w)).exp()
+
+
+def product(kind, m: int = M, n: int = N, k: int = K):
+    """Ours, eager's, the right one, and the sum of the magnitudes of its terms."""
+    torch.manual_seed(3)
+    x, w = kind(torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda") * k**-0.5)
+    b = torch.zeros(n, device="cuda")
+    operators = getattr(torch.ops, solution("linear_instance_norm_residual").NAMESPACE)
+    y = torch.zeros(m, n, device="cuda")
+    ours = operators.forward(x, w, b, y, 1e-5, tf32=False, recorded=True)[1]  # h, which a backward needs
+    return ours, nn.functional.linear(x, w, b), x.double() @ w.double().T, x.double().abs() @ w.double().abs().T
+
+
+def worst(out, right, terms) -> float:
+    """The error in units of 2^-24 of the sum of magnitudes: what float32's own bound counts in."""
+    error = ((out.double() - right).abs() - 2.0**-148).clamp(min=0) / (EPSILON * terms).clamp(min=2.0**-149)
+    return error[out.isfinite() & terms.isfinite() & (right.abs() < 3.4e38)].max().item()
+
+
+def largest_and_rms(out, right) -> torch.Tensor:
+    error = (out.double() - right)[right.abs() < 3.3e38]
+    return torch.stack([error.abs().max(), error.square().mean().sqrt()]).cpu()
+
+
+SPARSE = [mostly_zeros, heavy_tailed]  # few products count
+KINDS = [
+    uniform, normal, far_from_zero, uniform_against_odd_rows, rows_of_many_sizes, balanced, balanced_now_and_then,
+    outliers, zero_rows, denormals, tiny_rows, near_the_largest, *SPARSE,
+]  # fmt: skip
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+@kinds
+def test_no_scale_costs_accuracy(kind):
+    ours, eager, right, terms = product(kind)
+    assert bool(ours[right.abs() < 3.3e38].isfinite().all())
+    assert worst(ours, right, terms) <= 2 * max(worst(eager, right, terms), 1)
+
+
+@kinds
+@pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 2048, 8192), (4096, 4096, 128), (2048, 512, 20000)])
+def test_comes_out_no_worse_than_eagers(kind, m, n, k):
+    """Not below where both are right to the last bit. Sparse sums may be worse: they have a bound above."""
+    ours, eager, right, _ = product(kind, m, n, k)
+    ours, eager = largest_and_rms(ours, right), largest_and_rms(eager, right)
+    assert bool((ours <= eager).all()) or kind in SPARSE
+    if kind in (uniform, normal):
+        assert bool((ours < eager).all())
+
+
+def test_integers_are_exact():
+    ours, _, right, _ = product(lambda x, w: (torch.randint_like(x, -300, 301), torch.randint_like(w, -8, 9)))
+    assert torch.equal(ours.double(), right)
+
+
+def test_one_bad_row_spoils_no_other():
+    def one_bad(x, w):
+        x[7], x[500, 3], x[600, 5] = balanced(x, w)[0][7], torch.inf, torch.nan
+        return x, w
+
+    ours, eager, right, terms = product(one_bad)
+    assert torch.equal(ours.isfinite(), eager.isfinite())
+    assert worst(ours, right, terms) <= 2 * worst(eager, right, terms)
+
+
+# ---- the networks, forward
+
+
+@on_hopper
+@cases
+@torch.no_grad()
+def test_the_tensor_cores_run(case):
+    """The product's kernel is ours, not a library's."""
+    _, new, inputs = build(case, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        new(*inputs)
+        torch.cuda.synchronize()
+    assert any("multiply<" in event.name for event in profile.events())
+
+
+@pytest.mark.parametrize("case", CASES + ODD + LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@tf32
+def test_networks_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
+
+
+@cases
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@torch.no_grad()
+def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
+    for place in ("x", "weight", "bias"):
+        model, new, inputs = build(case, "cuda")
+        for module in (model, new):
+            linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
+            {"x": inputs[0], "weight": linear.weight, "bias": linear.bias[None]}[place][::100, 3] = value
+        expected, out = model(*inputs), new(*inputs)
+        assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf()), place
+
+
+# ---- the networks, backward
+
+
+def network_gradients(module: nn.Module, inputs: list, wanted: list | None = None) -> dict[str, torch.Tensor]:
+    """The output and gradients, all or some, of inputs and parameters, by name."""
+    leaves = [t.detach().clone() for t in inputs]
+    tensors = {**{f"input {i}": t for i, t in enumerate(leaves)}, **dict(module.named_parameters())}
+    for name, t in tensors.items():
+        t.requires_grad_(wanted is None or name in wanted)
+    out = module(*leaves)
+    asked = [name for name, t in tensors.items() if t.requires_grad]
+    generator = torch.Generator(out.device).manual_seed(7)
+    given = torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
+    found = torch.autograd.grad(out, [tensors[name] for name in asked], given)
+    return {"output": out.detach(), **dict(zip(asked, found, strict=True))}
+
+
+def ours_eagers_and_right(case: Case, change=lambda x: x) -> tuple[dict, dict, dict]:
+    model, new, inputs = build(case, "cuda")
+    inputs[0] = change(inputs[0])
+    found, eager = (network_gradients(module, inputs) for module in (new, model))
+    return found, eager, network_gradients(model.double(), [t.double() for t in inputs])
+
+
+@trained
+@tf32
+def test_gradients_are_as_accurate_as_eager(case, tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+
+
+def many_sizes(x):
+    generator = torch.Generator().manual_seed(1)
+    return x * 2.0 ** torch.randint(-20, 21, (x.shape[0], 1), generator=generator).to(x.device)
+
+
+def an_outlier(x):
+    x[3, 5] = 1e6
+    return x
+
+
+def three_columns(x):
+    x[:, 3:] = 0
+    return x
+
+
+@trained
+@pytest.mark.parametrize("change", [many_sizes, an_outlier, three_columns], ids=lambda change: change.__name__)
+def test_no_scale_costs_gradients_accuracy(case, change):
+    """To the norm of each gradient: twice eager's error at most."""
+    found, eager, right = ours_eagers_and_right(case, change)
+    for name, true in right.items():
+        own, theirs = ((values[name] - true).norm() for values in (found, eager))
+        assert own <= 2 * theirs + 2.0**-23 * true.norm(), name
+
+
+@trained
+def test_gradients_of_a_part_of_the_network(case):
+    """Frozen layers get none, the others what they get without them; the same bits every time."""
+    _, new, inputs = build(case, "cuda")
+    every, again = (network_gradients(new, inputs) for _ in range(2))
+    assert all(torch.equal(every[name], again[name]) for name in every)
+    names = [name for name in every if name != "output"]
+    for part in [[name] for name in names] + [[name for name in names if "bmm" not in name and "matmul" not in name]]:
+        found = network_gradients(new, inputs, part)
+        assert set(found) == {"output", *part}
+        for name, own in found.items():
+            torch.testing.assert_close(own, every[name], rtol=1e-4, atol=1e-4 * every[name].abs().max().item())
+
+
+@pytest.mark.parametrize("case", BENCHMARKS, ids=str)
+def test_the_benchmarks_sums_over_the_batch_are_no_worse_than_eagers(case):
+    """What all rows' gradients have in common adds up: a product a few units of 2^-24 too small shows here."""
+    found, eager, right = ours_eagers_and_right(case)
+    for name in [name for name in right if right[name].dim() == 1]:
+        for measure in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()):
+            assert measure(found[name] - right[name]) <= measure(eager[name] - right[name])

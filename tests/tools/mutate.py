@@ -1,0 +1,146 @@
+"""Changes one line of the kernels or the judge at a time and says which changes the tests notice.
+
+    python tests/tools/mutate.py [--only WORD] [--tree FOLDER] [--cuda]
+
+Each row of the table is a file, what stands there exactly once, what is put in its place, and the tests that must fail
+then. A copy of the repository is changed, never the repository itself. --tree takes another checkout, in which a row
+whose text is not there is said to be missing. Rows with CUDA text are run by --cuda alone, on a GPU.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NORM, CONV = "instance_norm", "conv_sigmoid_group_norm"
+ROWS, SWISH = "linear_instance_norm_residual", "linear_swish_group_norm"
+
+# Kernel files: pair, old, new, file of tests, run for the pair alone.
+KERNELS = [
+    # C++ on a CPU
+    (NORM, "(square - sum * shift) / n;", "(square - sum * shift) / (n - 1);", "forward"),
+    (NORM, "std::sqrt((variance < 0 ? 0 : variance) + eps);", "std::sqrt(variance < 0 ? 0 : variance);", "forward"),
+    (NORM, "const double shift = sum / n,", "const double shift = sum / (n + 1),", "forward"),
+    (NORM, "for (int64_t i = 0; i < n; ++i) y[i]", "for (int64_t i = 0; i < n - 1; ++i) y[i]", "forward"),
+    (NORM, "    double sum = 0, square = 0;", "    float sum = 0, square = 0;", "forward"),
+    (NORM, "    if (x.numel() == 0) return y;\n    const int64_t n =", "    const int64_t n =", "forward"),
+    (NORM, "s < end; ++s) normalize_slice(from", "s + 1 < end; ++s) normalize_slice(from", "forward"),
+    (NORM, "s < end; ++s) normalize_slice(from", "s <= end; ++s) normalize_slice(from", "sanitizers"),
+    (NORM, "    return y;\n}\n\n#ifdef WITH_CUDA", "    return y.transpose(-1, -2);\n}\n\n#ifdef WITH_CUDA", "forward"),
+    (ROWS, "const double mean = sum / n;", "const double mean = from[0];", "forward"),
+    (ROWS, "rstd = float(1 / std::sqrt(squares / n", "rstd = float(1 / std::sqrt(squares / (n - 1)", "forward"),
+    (ROWS, "+ other[i]) * other[i];", "+ other[i]) * from[i];", "forward"),
+    (ROWS, "row < end; ++row", "row + 1 < end; ++row", "forward"),
+    (ROWS, "squares / n + eps", "squares / n + 1e-5", "forward"),
+    (SWISH, "h / (Vec(1) + h.neg().exp()) + bias;", "h / (Vec(1) + h.neg().exp());", "forward"),
+    (SWISH, "feature = slice % groups * width;", "feature = 0;", "forward"),
+    (SWISH, "((out[i] - hi) - lo) * a + beta[i]", "((out[i] - hi) - lo) * a + bias[i]", "forward"),
+    (SWISH, "std::abs(a) < INFINITY ? ", "true ? ", "forward"),
+    (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
+    (SWISH, "times = single(gamma), shift = single(beta);", "times = single(gamma), shift = single(bias);", "forward"),
+    (CONV, "return Vec(1.0f) / (Vec(1.0f) + z.neg().exp());", "return Vec(0.5f) + z * Vec(0.25f);", "forward"),
+    (CONV, "parameter(kGamma, first + c) * rstd;", "parameter(kGamma, c) * rstd;", "forward"),
+    (CONV, "parameters[kConvBias]).contiguous()", "parameters[kBias].flatten()).contiguous()", "forward"),
+    (CONV, "activate((value + bias) * scale)", "activate(value * scale + bias)", "forward"),
+    (CONV, "slice < end; ++slice", "slice + 1 < end; ++slice", "forward"),
+    (CONV, "x.sym_size(2) - weight.sym_size(2) + 1", "x.sym_size(2) - weight.sym_size(2)", "compile"),
+    # Python
+    (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
+    (NORM, "and x.dim() in (3, 4)", "", "invalid"),
+    (NORM, "norm.affine or norm.track_running_stats", "norm.affine", "dropin"),
+    (NORM, "not torch._C._are_functorch_transforms_active()", "True", "training"),
+    (NORM, "x.is_cpu and x.dtype is torch.float32", "x.is_cpu and x.dtype is not torch.float64", "forward"),
+    (NORM, "    fcntl.flock(lock, fcntl.LOCK_EX)", "    fcntl.flock", "build"),
+    (NORM, 'pathlib.Path(folder, "lock").unlink(missing_ok=True)', "pathlib.Path", "build"),
+    (NORM, "cuda_flags, torch.__version__))", "cuda_flags))", "build"),
+    (ROWS, "type(module) is kind and", "isinstance(module, kind) and", "dropin"),
+    (ROWS, 'and "forward" not in own and not hooks', "and not hooks", "dropin"),
+    (ROWS, 'and "forward" not in own and not hooks', 'and "forward" not in own', "dropin"),
+    (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
+    (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
+    (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
+    (CONV, "conv.bias is None or norm.weight is None", "norm.weight is None", "dropin"),
+    (CONV, "!= ((1, 1), (0, 0), (1, 1), 1)", "!= (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
+    (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
+    (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
+    (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
+]  # fmt: skip
+
+# The judge's own: file, old, new.
+JUDGE = [
+    ("check", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
+    ("check", "if form_here == form and bits != bits_here:", "if False:"),
+    ("check", "(same, 0.0).nan_to_num_(float(\"inf\"), float(\"inf\"))", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
+    ("bench", "if median <= allowed:", "if median <= 100 * allowed:"),
+    ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
+    ("bench", "theirs / mine for mine, theirs", "mine / theirs for mine, theirs"),
+]  # fmt: skip
+
+# CUDA strings: pair, old, new, file of tests.
+CUDA = [
+    (NORM, "sums.of[0] * shift) * task.share;", "sums.of[0] * shift) * task.share * 1.001;", "instance_norm"),
+    (NORM, "rsqrt((variance < 0 ? 0 : variance) + task.eps)", "rsqrt(variance < 0 ? 0 : variance)", "instance_norm"),
+    (NORM, "fma(mean, double(g_sum), double(product))", "double(product)", "instance_norm"),
+    (NORM, "own.add(warp_sums[(threadIdx.x & -group) / 32 + w])", "own.add(warp_sums[w])", "instance_norm"),
+    (NORM, "if (first + i * group * V < end) sums.add", "sums.add", "instance_norm"),
+    (NORM, "    mbarrier_wait(exchanged, round / 4 & 1);\n", "", "instance_norm"),
+    (NORM, "mbarrier_wait(&state.empty[at.stage], at.parity ^ 1);", "", "instance_norm"),
+    (ROWS, "mbarrier_wait(&shared.full[s], phase);", "", "linear_products"),
+    (SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
+    (SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
+]  # fmt: skip
+
+
+def rows() -> list[tuple[str, str, str, list[str], bool]]:
+    """Path, old, new, pytest's arguments, and whether a GPU is needed."""
+    found = []
+    for table, gpu in ((KERNELS, False), (CUDA, True)):
+        for stem, old, new, tests in table:
+            of_the_pair = {"build": ["-k", "not cuda"], "sanitizers": [], "invalid": []}.get(tests, ["-k", stem])
+            found.append((f"kernels/{stem}.py", old, new, [f"tests/test_{tests}.py", *of_the_pair], gpu))
+    return found + [(f"judge/{name}.py", old, new, ["tests/test_harness.py"], False) for name, old, new in JUDGE]
+
+
+def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "copy")
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
+        file = copy / path
+        text = file.read_text() if file.exists() else ""
+        if text.count(old) != 1:
+            return f"TEXT IS THERE {text.count(old)} TIMES"
+        file.write_text(text.replace(old, new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if done.returncode == 0:
+            return "MISSED"
+        return (
+            f"caught by {failed[0].partition('::')[2].partition('[')[0]}"
+            if failed
+            else f"caught: exit {done.returncode}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose file or text has this word")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
+    parser.add_argument("--cuda", action="store_true", help="the rows of CUDA text, on a GPU")
+    options = parser.parse_args()
+    bad = 0
+    for path, old, new, tests, gpu in rows():
+        if gpu == options.cuda and options.only in f"{path} {old}":
+            said = verdict(options.tree, path, old, new, tests)
+            bad += not said.startswith("caught")
+            print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

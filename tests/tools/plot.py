@@ -1,0 +1,128 @@
+"""The charts of results/, from its records alone: python tests/tools/plot.py [--folder results] [--png]
+
+A figure a direction, with a panel a pair on a scale of its own: milliseconds of ModelNew, torch.compile and eager, and
+the floor as a line. One figure of the sweep: percent of the floor over the size, of ModelNew and of both baselines, the
+better one marked. Each as SVG for a light and for a dark page; --png writes images to look at instead. Needs
+matplotlib.
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+import summary
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.lines import Line2D
+
+COLOURS = {  # by the file's ending: text and axes, grid, ModelNew, compile, eager, the floor
+    "": dict(ink="#1f2328", grid="#d8dee4", new="#0969da", compile="#8c959f", eager="#c4cbd2", floor="#cf222e"),
+    "_dark": dict(ink="#e6edf3", grid="#30363d", new="#58a6ff", compile="#8b949e", eager="#484f58", floor="#ff7b72"),
+}
+DASHES = (0, (4, 2))
+LABELS = {"new": "ModelNew", "compile": "torch.compile", "eager": "eager", "floor": "floor"}
+
+
+def styled(axes, colours: dict, title: str) -> None:
+    axes.set_title(title, fontsize=9, color=colours["ink"], loc="left")
+    axes.tick_params(colors=colours["ink"], which="both", labelsize=8, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(colours["grid"])
+    axes.xaxis.label.set_color(colours["ink"])
+    axes.yaxis.label.set_color(colours["ink"])
+    axes.set_axisbelow(True)
+
+
+def legend(figure, colours: dict, handles: list) -> None:
+    style = {"loc": "outside lower center", "ncols": len(handles), "frameon": False, "fontsize": 8}
+    figure.legend(handles=handles, labelcolor=colours["ink"], **style)
+
+
+def bars(axes, run: dict, colours: dict) -> None:
+    """Horizontal bars, ModelNew's on top; behind each its milliseconds and, of the baselines, how many times ours."""
+    names = [name for name in ("new", "compile", "eager") if name in run["ms"]]
+    times, floor = [run["ms"][name] for name in names], run["roof"]["floor_ms"]
+    drawn = axes.barh([LABELS[name] for name in names], times, color=[colours[name] for name in names], height=0.68)
+    texts = [f"{ms:.3g} ms" + (f", {ms / times[0]:.1f}x" if name != "new" else "") for name, ms in zip(names, times)]
+    axes.bar_label(drawn, texts, padding=3, fontsize=8, color=colours["ink"])
+    axes.axvline(floor, color=colours["floor"], linewidth=1.2, linestyle=DASHES)
+    axes.set_xlim(0, 1.45 * max(times))
+    axes.invert_yaxis()
+    axes.set_xticks([])
+
+
+def draw_direction(direction: str, colours: dict):
+    figure, grid = pyplot.subplots(2, 2, figsize=(8.8, 3.7), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.06, hspace=0.08)
+    for axes, stem in zip(grid.flat, summary.STEMS):
+        run = summary.strict_float32(stem, direction)
+        title = f"{stem}: {run['roof']['percent']:.0f}% of the floor" if run else f"{stem}: not measured"
+        styled(axes, colours, title + (" *" if run and summary.is_earlier(stem) else ""))
+        if run:
+            bars(axes, run, colours)
+        else:
+            axes.set(xticks=[], yticks=[])
+    figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32, one NVIDIA H200", fontsize=10, color=colours["ink"])
+    floor = "floor: the machine's measured bandwidth and matrix rate allow no less"
+    star = "; * an earlier revision" if any(map(summary.is_earlier, summary.STEMS)) else ""
+    legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor + star)])
+    return figure
+
+
+def draw_sweep(colours: dict):
+    """A column of dots a shape: ModelNew, and with a ring the better of the two baselines."""
+    dtypes = ("float32", "bfloat16")
+    figure, grid = pyplot.subplots(2, 4, figsize=(12, 5), sharey=True, layout="constrained")
+    for row, dtype in zip(grid, dtypes):
+        for axes, stem in zip(row, summary.STEMS):
+            styled(axes, colours, f"{stem}, {dtype}")
+            runs = [run for run in summary.sweep(stem) if run["dtype"] == dtype and run["roof"]]
+            for run in runs:
+                floor = run["roof"]["floor_ms"]
+                percent = {name: 100 * floor / ms for name, ms in run["ms"].items()}
+                best = max((name for name in percent if name != "new"), key=percent.get)
+                axes.plot([floor] * 2, [percent["new"], percent[best]], color=colours["eager"], linewidth=1, zorder=1)
+                for name in ("eager", "compile", "new"):
+                    if name in percent:
+                        ring = colours["ink"] if name == best else "none"
+                        style = {"markeredgecolor": ring, "markeredgewidth": 0.9, "linestyle": "none"}
+                        size = 5.5 if name == "new" else 4.5
+                        axes.plot(floor, percent[name], marker="o", markersize=size, color=colours[name], **style)
+            axes.axhline(100, color=colours["floor"], linewidth=1.2, linestyle=DASHES)
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.grid(axis="y", color=colours["grid"], linewidth=0.6)
+            axes.set_ylim(0, 118)
+    for axes in grid[-1]:
+        axes.set_xlabel("size of the work: its floor, ms", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("% of the floor", fontsize=8)
+    dots = [Line2D([], [], marker="o", linestyle="none", color=colours[n], label=LABELS[n]) for n in ("new", "compile")]
+    dots.append(Line2D([], [], marker="o", linestyle="none", color=colours["eager"], label=LABELS["eager"]))
+    ring = {"marker": "o", "linestyle": "none", "color": "none", "markeredgecolor": colours["ink"]}
+    legend(figure, colours, [*dots, Line2D([], [], label="the better baseline", **ring)])
+    figure.suptitle("forward at other shapes, without gradients", fontsize=10, color=colours["ink"])
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=summary.ROOT / "results", help="where the figures go")
+    parser.add_argument("--png", action="store_true", help="PNG on a page of the right colour instead of SVG")
+    options = parser.parse_args()
+    # The same records give the same file.
+    settings = {"svg.hashsalt": "results", "font.family": "DejaVu Sans", "axes.facecolor": "none"}
+    with matplotlib.rc_context(settings):
+        for ending, colours in COLOURS.items():
+            figures = {direction: draw_direction(direction, colours) for direction in summary.DIRECTIONS}
+            for name, figure in (figures | {"sweep": draw_sweep(colours)}).items():
+                path = options.folder / f"{name}{ending}.{'png' if options.png else 'svg'}"
+                page = {"": "#ffffff", "_dark": "#0d1117"}[ending] if options.png else "none"
+                metadata = {} if options.png else {"metadata": {"Date": None}}
+                figure.savefig(path, facecolor=page, dpi=110, **metadata)
+                pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

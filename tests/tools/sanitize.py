@@ -1,0 +1,197 @@
+"""Every kernel under compute-sanitizer: forward and gradients of the tests' cases, those first that reach a new kernel.
+
+    python tests/tools/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck] [--pairs NAME,...] [--seconds 60]
+    python tests/tools/sanitize.py --reach     only says which kernels of the built library the calls do not launch
+
+First all calls run once under PyTorch's profiler, which says which of them launches which kernels, and for how long.
+Then one process for each pair and tool, all at once, each for so many seconds. A line for each says how many calls were
+made, how many kernels they launched, and what the tool found; under it, where. Exit code 1 if any of that is in a
+kernel of ours, or if a tool did not get through all kernels. What is found in a library's kernel alone is listed apart:
+initcheck does not see what cuBLAS stores by bulk copies. Every tensor is an allocation of its own, so that the tools
+know its borders.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
+from processes import visible_gpus
+from test_gpu import LARGE
+from test_linear_products import TRAINED
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+0x\w+(?:.*\n=+ +and \w+ access at (.+?)\+0x\w+)?", re.MULTILINE)
+LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
+
+
+def call_of(case: Case, dtype, recorded: bool, extreme: bool, tf32: bool) -> tuple[str, Callable[[], None]]:
+    """With its name. Extreme: with some values that are infinite, NaN or the type's largest."""
+
+    def whole():
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        _, new, inputs = build(case)
+        new, (x, *others) = new.to("cuda", dtype), converted(inputs, "cuda", dtype)
+        for i, value in enumerate((torch.finfo(dtype).max, torch.inf, -torch.inf, torch.nan) if extreme else ()):
+            x.view(-1)[7 * i :: 997] = value
+        with torch.set_grad_enabled(recorded):
+            out = new(*(t.requires_grad_(recorded) for t in (x, *others)))
+        if recorded:
+            out.backward(torch.ones_like(out))
+
+    return f"{case} in {dtype}, gradients {recorded}, extremes {extreme}, TF32 {tf32}", whole
+
+
+def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
+    cases = {case for case in [*CASES, *LARGE, *TRAINED] if case.stem == stem and case.values < LARGEST}
+    ways = [(dtype, False, tf32) for dtype in DTYPES[1:] for tf32 in ((False, True) if "linear" in stem else (False,))]
+    ways += [(dtype, True, False) for dtype in DTYPES[1:]]
+    return [
+        call_of(case, dtype, recorded, extreme, tf32)
+        for case in sorted(cases, key=lambda case: case.values)
+        for dtype, extreme, tf32 in ways
+        for recorded in (True, False)
+    ]
+
+
+def name_of(kernel: str) -> str:
+    """As compilers and profilers both have it: without arguments, casts and blanks."""
+    plain = re.sub(r"^void |\(anonymous namespace\)::|\((?:\w|::)+\)(?=[\w-])|\s", "", kernel)
+    return plain.partition(">(")[0].partition("(")[0].replace("true", "1").replace("false", "0")
+
+
+def built_kernels(stem: str) -> set[str]:
+    """Those in the library."""
+    library = next(p for p in torch.ops.loaded_libraries if Path(p).name.startswith(solution(stem).NAMESPACE))
+    options = {"capture_output": True, "text": True, "check": True}
+    listed = subprocess.run(["cuobjdump", "--dump-resource-usage", library], **options).stdout
+    plain = subprocess.run(["c++filt", *re.findall(r"Function (\w+):", listed)], **options).stdout
+    return {name_of(kernel) for kernel in plain.splitlines()}
+
+
+def profile_all(stem: str, path: Path) -> None:
+    """Writes, as JSON, the kernels of each call and its microseconds. A kernel that only waits stands between calls."""
+    calls = calls_of(stem)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _, call in calls:
+            call()
+            torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+    built, launched, us = built_kernels(stem), [set()], [0.0]
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        if "spin_kernel" in event.name:
+            launched.append(set())
+            us.append(0.0)
+        else:
+            us[-1] += event.time_range.elapsed_us()
+            launched[-1] |= {name_of(event.name)} & built
+    assert len(launched) == len(calls) + 1
+    path.write_text(json.dumps({"calls": [sorted(names) for names in launched[:-1]], "us": us, "built": sorted(built)}))
+
+
+def in_order(launched: list[list[str]], us: list[float]) -> list[int]:
+    """By time, but first those that launch a kernel that none before them does."""
+    by_time, few, seen = sorted(range(len(launched)), key=us.__getitem__), [], set()
+    for index in by_time:
+        if not seen.issuperset(launched[index]):
+            few.append(index)
+            seen.update(launched[index])
+    return few + [index for index in by_time if index not in few]
+
+
+def call_all(stem: str, path: Path, deadline: float) -> None:
+    calls, reach = calls_of(stem), json.loads(path.read_text())
+    for index in in_order(reach["calls"], reach["us"]):
+        if time.monotonic() > deadline:
+            break
+        name, call = calls[index]
+        print(f"calling {name}", flush=True)
+        call()
+        torch.cuda.synchronize()
+        print(f"called {index}", flush=True)
+
+
+def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subprocess.Popen:
+    command, gpus = [sys.executable, __file__, *map(str, arguments)], visible_gpus()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[gpu % len(gpus)]}
+    if tool:
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000", "--show-backtrace", "no", *command]
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    streams = {"stdout": output.open("w"), "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+
+
+def report(tool: str, stem: str, reach: dict, said: str) -> bool:
+    """Whether all kernels were launched, without a fault but in libraries; prints what was found."""
+    called = [int(index) for index in re.findall(r"^called (\d+)$", said, re.MULTILINE)]
+    kernels, wanted = (set().union(*(reach["calls"][i] for i in c)) for c in (called, range(len(reach["calls"]))))
+    summary = re.search(r"SUMMARY: (\d+) (?:error|hazard)", said)
+    faults = Counter((what, *(name_of(site) for site in sites if site)) for what, *sites in FAULT.findall(said))
+    ours = {fault: count for fault, count in faults.items() if {*fault[1:]} & {*reach["built"]} or len(fault) == 1}
+    nameless = int(summary[1]) > 0 and not faults if summary else False
+    print(
+        f"{tool}, {stem}: {len(called)} of {len(reach['calls'])} calls, {len(kernels)} of {len(wanted)} kernels,",
+        end=" ",
+    )
+    print(f"{sum(ours.values())} errors, {faults.total() - sum(ours.values())} in libraries alone", end="")
+    print("" if summary else ", cut off", flush=True)
+    for fault, count in faults.most_common():
+        print(f"    {'ours' if fault in ours else 'a library'}: {count} times {', '.join(fault)}")
+    return not ours and not nameless and bool(summary) and kernels == wanted
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--pairs", default=",".join(STEMS))
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of each tool; the last call may take half of it more"
+    )
+    parser.add_argument("--reach", action="store_true")
+    parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
+    parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.profile:
+        profile_all(options.pairs, options.profile)
+    if options.call:
+        call_all(options.pairs, options.call, options.until)
+    if options.profile or options.call:
+        return 0
+    folder, stems, reach, running, right = Path(tempfile.mkdtemp()), options.pairs.split(","), {}, {}, True
+    for gpu, stem in enumerate(stems):
+        path = folder / stem
+        running[stem] = start("--pairs", stem, "--profile", path, output=folder / f"{stem}.log", gpu=gpu)
+    for stem, process in running.items():
+        assert process.wait() == 0, (folder / f"{stem}.log").read_text()
+        reach[stem] = json.loads((folder / stem).read_text())
+        missing = sorted(set(reach[stem]["built"]) - set().union(*reach[stem]["calls"]))
+        print(f"{stem}: the calls launch all of {len(reach[stem]['built'])} kernels but {missing}", flush=True)
+    until, running = time.monotonic() + options.seconds, {}
+    for gpu, (tool, stem) in enumerate((t, s) for t in options.tools.split(",") for s in stems if not options.reach):
+        log, asked = folder / f"{tool}, {stem}", ("--pairs", stem, "--call", folder / stem, "--until", until)
+        running[tool, stem] = log, start(*asked, output=log, gpu=gpu, tool=tool)
+    for (tool, stem), (log, process) in running.items():
+        try:
+            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        right &= report(tool, stem, reach[stem], log.read_text())
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
