@@ -63,24 +63,50 @@ def list_of(value: str, choices, what: str) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="harness.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="harness.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="pairs to run (all), or the two files of one pair")
     parser.add_argument("--list", action="store_true", help="name the pairs and stop")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    parser.add_argument("--dtype", default="float32", metavar="LIST", help=f"comma separated: {','.join(machine.DTYPES)} (default float32)")
     parser.add_argument(
-        "--precision", default="highest", metavar="LIST", help="highest: strict float32 (default); high: TF32 allowed; or both"
+        "--dtype",
+        default="float32",
+        metavar="LIST",
+        help=f"comma separated: {','.join(machine.DTYPES)} (default float32)",
+    )
+    parser.add_argument(
+        "--precision",
+        default="highest",
+        metavar="LIST",
+        help="highest: strict float32 (default); high: TF32 allowed; or both",
     )
     parser.add_argument("--backward", action="store_true", help="also with gradients recorded, and forward + backward")
-    parser.add_argument("--frozen", action="store_true", help="call ModelNew's freeze_weight(), where it has that: forward only")
-    parser.add_argument("--batch", type=int, metavar="N", help="default: the benchmark batch on a GPU, one that takes little time on a CPU")
-    parser.add_argument("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
     parser.add_argument(
-        "--baselines", default="eager,compile", metavar="LIST", help=f"of {','.join(trial.BASELINES)} (default eager,compile)"
+        "--frozen", action="store_true", help="call ModelNew's freeze_weight(), where it has that: forward only"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, inputs and the order of rounds (default 0)")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="default: the benchmark batch on a GPU, one that takes little time on a CPU",
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time"
+    )
+    parser.add_argument(
+        "--baselines",
+        default="eager,compile",
+        metavar="LIST",
+        help=f"of {','.join(trial.BASELINES)} (default eager,compile)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of weights, inputs and the order of rounds (default 0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart, SVG or PNG by suffix (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the chart, SVG or PNG by suffix (needs matplotlib)"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     sources = "take the records from an earlier --json, or from several, and run nothing"
     parser.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
@@ -122,7 +148,9 @@ def chosen_settings(options: argparse.Namespace) -> trial.Settings:
     dtypes = [machine.DTYPES[name] for name in list_of(options.dtype, machine.DTYPES, "dtype")]
     load = Load(device, dtypes, list_of(options.precision, machine.PRECISIONS, "precision"), options.backward)
     seconds_each = timing.SECONDS_EACH[device] / (8 if options.sweep else 1)
-    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each, options.frozen)
+    return trial.Settings(
+        load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each, options.frozen
+    )
 
 
 def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
@@ -134,7 +162,9 @@ def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
     except RAISED:  # `prepare` says what is wrong with the file
         return [{}]
     if not shapes:
-        raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants named `sweep`")
+        raise UsageError(
+            f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants named `sweep`"
+        )
     return shapes
 
 
@@ -154,11 +184,15 @@ def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings
         batch = asked or problem.benchmark_batch
     if not asked and batch != problem.benchmark_batch:
         benchmark = problem.benchmark_batch
-        say(f"{pair.name}: batch {batch} instead of the benchmark's {benchmark}, which takes too long or too much memory here")
+        say(
+            f"{pair.name}: batch {batch} instead of the benchmark's {benchmark}, which takes too long or too much memory here"
+        )
     return trial.Entry(pair, problem, distributed.agreed(batch))
 
 
-def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Namespace, argv: list[str]) -> tuple[list[trial.Run], dict]:
+def run_all(
+    pairs: list[Pair], settings: trial.Settings, options: argparse.Namespace, argv: list[str]
+) -> tuple[list[trial.Run], dict]:
     load = settings.load
     distributed.join(load.device)
     judge_pair = distributed.judge_pair if distributed.launched() else trial.judge_pair

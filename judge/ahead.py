@@ -23,7 +23,16 @@ def compile_ahead(entries: list[trial.Entry], settings: trial.Settings) -> None:
     """In as many processes as there are cores, or fewer: each imports the compiler first. What fails here the judge compiles, and tells."""
     load = settings.load
     tasks = [
-        (entry.pair.model_path, entry.problem.constants, entry.batch, load.device, dtype, level, backward, settings.seed)
+        (
+            entry.pair.model_path,
+            entry.problem.constants,
+            entry.batch,
+            load.device,
+            dtype,
+            level,
+            backward,
+            settings.seed,
+        )
         for entry in entries
         for dtype in load.dtypes
         for level in load.precisions
@@ -31,13 +40,17 @@ def compile_ahead(entries: list[trial.Entry], settings: trial.Settings) -> None:
         if "compile" in settings.baselines and not entry.failure
     ]
     if tasks:
-        with multiprocessing.get_context("spawn").Pool(min(-(-len(tasks) // 3), len(os.sched_getaffinity(0))), _be_alone) as pool:
+        with multiprocessing.get_context("spawn").Pool(
+            min(-(-len(tasks) // 3), len(os.sched_getaffinity(0))), _be_alone
+        ) as pool:
             pool.starmap(_compile, tasks, chunksize=1)
 
 
 def _be_alone() -> None:
     """A process among many compiles without processes of its own, and under the names that the judge's process will look for."""
-    sys.modules.pop("__mp_main__", None)  # pickle, which makes these names, would say that PyTorch's constants are from there
+    sys.modules.pop(
+        "__mp_main__", None
+    )  # pickle, which makes these names, would say that PyTorch's constants are from there
     from torch._inductor import config
 
     config.compile_threads = 1
@@ -46,7 +59,14 @@ def _be_alone() -> None:
 
 
 def _compile(
-    path: Path, constants: dict, batch: int | None, device: str, dtype: torch.dtype, level: str, backward: bool, seed: int
+    path: Path,
+    constants: dict,
+    batch: int | None,
+    device: str,
+    dtype: torch.dtype,
+    level: str,
+    backward: bool,
+    seed: int,
 ) -> None:
     """One call, as the judge makes it to have the baseline compiled."""
     with contextlib.suppress(Exception):  # no room beside the others, say

@@ -13,7 +13,10 @@ import torch
 
 ERROR_RATIO = 2.0
 APART_RATIO = 16.0  # honest ones have been seen 6 of the Model's errors apart from it, in gradients of 64 values
-CHUNK = {"cuda": 1 << 22, "cpu": 1 << 15}  # elements compared at a time: few launches on a GPU, a core's own cache on a CPU
+CHUNK = {
+    "cuda": 1 << 22,
+    "cpu": 1 << 15,
+}  # elements compared at a time: few launches on a GPU, a core's own cache on a CPU
 
 # Gate 1, used as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the Model
 # rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16 Model and the exact result.
@@ -40,7 +43,11 @@ class Errors:
 
     def add(self, whose: str, magnitudes: torch.Tensor) -> None:
         setattr(self, f"{whose}_max", max(getattr(self, f"{whose}_max"), magnitudes.max().item()))
-        setattr(self, f"{whose}_squares", getattr(self, f"{whose}_squares") + torch.linalg.vector_norm(magnitudes).item() ** 2)
+        setattr(
+            self,
+            f"{whose}_squares",
+            getattr(self, f"{whose}_squares") + torch.linalg.vector_norm(magnitudes).item() ** 2,
+        )
 
     def rms(self, squares: float) -> float:
         return (squares / self.count) ** 0.5 if self.count else 0.0
@@ -65,7 +72,9 @@ class Errors:
         ):
             limit = max(ERROR_RATIO * eager, half_ulp * scale)
             if not new <= limit:
-                complaints.append(f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})")
+                complaints.append(
+                    f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
+                )
         return complaints
 
     def are_beyond(self, known: Errors, dtype: torch.dtype) -> bool:
@@ -88,7 +97,12 @@ class Difference:
 
 
 def compare(
-    new: torch.Tensor, eager: torch.Tensor, reference: torch.Tensor | None, tolerance: float, scale: float, errors: Errors
+    new: torch.Tensor,
+    eager: torch.Tensor,
+    reference: torch.Tensor | None,
+    tolerance: float,
+    scale: float,
+    errors: Errors,
 ) -> Difference:
     """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the sums of gate 2, in chunks.
 
@@ -107,7 +121,9 @@ def compare(
             found.nan_disagrees += int((n.isnan() != e.isnan()).sum())
         if rest:
             eager_distance, distance = _distance(e, rest[0]), _distance(n, rest[0])
-            if not eager_distance.max().isfinite():  # where the Model overflows, its error says nothing of what others may have
+            if (
+                not eager_distance.max().isfinite()
+            ):  # where the Model overflows, its error says nothing of what others may have
                 distance.masked_fill_(eager_distance.isinf(), 0.0)
                 eager_distance.masked_fill_(eager_distance.isinf(), 0.0)
             errors.add("eager", eager_distance)

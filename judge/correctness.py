@@ -15,9 +15,9 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Callable
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -88,7 +88,9 @@ class Examination:
         self.new: torch.nn.Module | None = None
         self.inputs: list = []
         self.answer: dict[str, object] = {}
-        self.answer_seed = case.seed  # the last of the seeds: its weights, inputs and answer are kept for the later checks
+        self.answer_seed = (
+            case.seed
+        )  # the last of the seeds: its weights, inputs and answer are kept for the later checks
         self.later_seed = case.seed + MOST_SEEDS
         self.tolerance = TOLERANCE[case.dtype][case.precision]
 
@@ -122,7 +124,9 @@ class Examination:
         given = tree_flatten(result)[0]
         if self._changes_later(given):
             self._wrong(LATE)
-        names = [name for name in self.answer if name != "structure" and name.startswith(GRADIENT) == self.case.backward]
+        names = [
+            name for name in self.answer if name != "structure" and name.startswith(GRADIENT) == self.case.backward
+        ]
         for name, mine, theirs in itertools.zip_longest(names, given, tree_flatten(expected())[0]):
             alike = same_form(name, mine, theirs) is None
             if alike and isinstance(theirs, torch.Tensor):
@@ -145,7 +149,9 @@ class Examination:
             expected = observe(self.model, timed_inputs, self.case.backward, self.case.seed)
             self._judge("after timing", self._candidate(timed_inputs, self.case.seed), expected, None, {})
             del expected
-            self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer after timing is not the one before it")
+            self._expect_answer(
+                self._candidate(self.inputs, self.answer_seed), "the answer after timing is not the one before it"
+            )
             self._other_layouts()
             self._other_batches()
         except CandidateRaised as raised:
@@ -161,7 +167,9 @@ class Examination:
         case = self.case
         return case.problem.inputs(case.batch, case.device, case.dtype, seed)
 
-    def _candidate(self, inputs: list, seed: int, forward_only: bool = False, incoming: Callable = random_like) -> dict[str, object]:
+    def _candidate(
+        self, inputs: list, seed: int, forward_only: bool = False, incoming: Callable = random_like
+    ) -> dict[str, object]:
         """What ModelNew gives. Whatever it raises is the candidate's fault and no one else's."""
         try:
             seen = observe(self.new, inputs, self.case.backward and not forward_only, seed, incoming)
@@ -176,7 +184,9 @@ class Examination:
         copies = clone_all(given)  # on a GPU behind the call in its own stream, so work on another one shows
         time.sleep(LATE_SECONDS)
         synchronize(self.case.device)
-        return not all(same_bits(x.detach(), copied.detach()) for x, copied in zip(given, copies) if isinstance(x, torch.Tensor))
+        return not all(
+            same_bits(x.detach(), copied.detach()) for x, copied in zip(given, copies) if isinstance(x, torch.Tensor)
+        )
 
     def _same_model(self) -> None:
         """The Model that answers are held against is the one that was made: nobody gave it another forward, a hook, or other weights."""
@@ -207,10 +217,16 @@ class Examination:
         if list(theirs) != list(mine):
             self._wrong(f"state_dict: keys are {list(mine)}, the Model's {list(theirs)}")
             return
-        trained, trained_there = ({name: p.requires_grad for name, p in of.named_parameters()} for of in (self.new, self.model))
+        trained, trained_there = (
+            {name: p.requires_grad for name, p in of.named_parameters()} for of in (self.new, self.model)
+        )
         for name in trained_there:
             if trained.get(name) != trained_there[name]:
-                what = {True: "a parameter with a gradient", False: "a parameter without a gradient", None: "no parameter"}
+                what = {
+                    True: "a parameter with a gradient",
+                    False: "a parameter without a gradient",
+                    None: "no parameter",
+                }
                 self._wrong(f"{name} is {what[trained.get(name)]}, the Model's is {what[trained_there[name]]}")
         for name in theirs:
             if not same_bits(theirs[name], mine[name]):
@@ -275,7 +291,10 @@ class Examination:
             del eager, reference
             self.answer = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in seen.items()}
             del seen
-            self._expect_answer(self._candidate(self.inputs, seed), "a third call on the same inputs gives another answer than the second")
+            self._expect_answer(
+                self._candidate(self.inputs, seed),
+                "a third call on the same inputs gives another answer than the second",
+            )
             if turn == 0:
                 self._at_rest()
             self._same_model()
@@ -288,7 +307,11 @@ class Examination:
         """Gate 2 over all seeds so far."""
         if self.case.dtype == torch.float64:
             return []
-        return [f"{name}: {complaint}" for name, errors in self.verdict.errors.items() for complaint in errors.over_limit(self.case.dtype)]
+        return [
+            f"{name}: {complaint}"
+            for name, errors in self.verdict.errors.items()
+            for complaint in errors.over_limit(self.case.dtype)
+        ]
 
     def _reference(self, inputs: list, seed: int, incoming: Callable = random_like) -> dict[str, object]:
         model = copy.deepcopy(self.model).double()
@@ -321,11 +344,15 @@ class Examination:
                 continue
             if not expected.is_floating_point():
                 if not torch.equal(new[name], expected):
-                    self._wrong(f"{name} differs ({when}): {int((new[name] != expected).sum())} of {expected.numel()} elements")
+                    self._wrong(
+                        f"{name} differs ({when}): {int((new[name] != expected).sum())} of {expected.numel()} elements"
+                    )
                 continue
             errors = pooled.setdefault(name, Errors())
             scale = _scale_of(name, expected)
-            found = compare(new[name].detach(), expected.detach(), reference and reference[name], self.tolerance, scale, errors)
+            found = compare(
+                new[name].detach(), expected.detach(), reference and reference[name], self.tolerance, scale, errors
+            )
             if found.wrong and exact and not found.nan_disagrees and self.case.dtype != torch.float64:
                 errors = Errors()
                 compare(new[name].detach(), expected.detach(), exact()[name], self.tolerance, scale, errors)
@@ -333,7 +360,9 @@ class Examination:
                 if nearer or (by_gate_two and not errors.over_limit(self.case.dtype)):
                     continue
             if found.nan_disagrees:
-                self._wrong(f"{name} ({when}): {found.nan_disagrees} of {expected.numel()} elements are NaN in one and not in the other")
+                self._wrong(
+                    f"{name} ({when}): {found.nan_disagrees} of {expected.numel()} elements are NaN in one and not in the other"
+                )
             if found.wrong and is_constant(new[name]) and not is_constant(expected):
                 self._wrong(f"{name} ({when}): constant, the Model's is not")
             if found.wrong:
@@ -343,7 +372,9 @@ class Examination:
                 )
 
     def _expect_answer(self, seen: dict[str, object], complaint: str) -> None:
-        if list(seen) != list(self.answer) or not all(self._repeated(name, seen[name], before) for name, before in self.answer.items()):
+        if list(seen) != list(self.answer) or not all(
+            self._repeated(name, seen[name], before) for name, before in self.answer.items()
+        ):
             self._wrong(complaint)
 
     def _repeated(self, name: str, seen, before) -> bool:
@@ -362,7 +393,9 @@ class Examination:
 
     def close(self, name: str, new: torch.Tensor, eager: torch.Tensor, apart: Errors | None = None) -> bool:
         """Gate 1 for one tensor; how far it is from the Model's is added to `apart`."""
-        return not compare(new.detach(), eager.detach(), None, self.tolerance, _scale_of(name, eager), apart or Errors()).wrong
+        return not compare(
+            new.detach(), eager.detach(), None, self.tolerance, _scale_of(name, eager), apart or Errors()
+        ).wrong
 
     def _no_stale_answers(self) -> None:
         """An answer stays what it was when other inputs come, and those get an answer of their own."""
@@ -380,7 +413,9 @@ class Examination:
         self._expect_answer(kept, "an earlier answer changed when called again: the output's memory is reused")
         del kept
         self._judge("other inputs in between", seen, observe(self.model, others, case.backward, seed), None, {})
-        self._expect_answer(self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between")
+        self._expect_answer(
+            self._candidate(self.inputs, self.answer_seed), "the answer changed after other inputs in between"
+        )
 
     def move(self) -> None:
         """The weights of both to other places in memory, in pairs of places that change from call to call."""
@@ -402,12 +437,20 @@ class Examination:
             spread_out(inputs, seed)
         try:
             expected = observe(self.model, inputs, case.backward, seed)
-        except Exception:  # noqa: BLE001 - a Model for some values alone
+        except Exception:
             expected = {}
         if all(bool(x.isfinite().all()) for x in expected.values() if isinstance(x, torch.Tensor)) and expected:
             self._give_weights()
             seen = self._candidate(inputs, seed)
-            self._judge("values of both signs", seen, expected, None, {}, lambda: self._reference(inputs, seed), by_gate_two=True)
+            self._judge(
+                "values of both signs",
+                seen,
+                expected,
+                None,
+                {},
+                lambda: self._reference(inputs, seed),
+                by_gate_two=True,
+            )
         self.model.load_state_dict(self._weights)
         self._give_weights()
 
@@ -421,7 +464,7 @@ class Examination:
         inputs = self._fresh_inputs(seed)
         try:
             observe(self.model, transposed(inputs), False, seed)
-        except Exception:  # noqa: BLE001 - a Model for one layout
+        except Exception:
             return
         expected = observe(self.model, inputs, case.backward, seed, repeated_like)
         try:
@@ -444,9 +487,16 @@ class Examination:
             inputs = case.problem.inputs(batch, case.device, case.dtype, seed)
             try:
                 expected = observe(self.model, inputs, case.backward, seed)
-            except Exception:  # noqa: BLE001 - a Model made for one batch
+            except Exception:
                 continue
-            self._judge(f"batch {batch}", self._candidate(inputs, seed), expected, None, {}, lambda: self._reference(inputs, seed))
+            self._judge(
+                f"batch {batch}",
+                self._candidate(inputs, seed),
+                expected,
+                None,
+                {},
+                lambda: self._reference(inputs, seed),
+            )
 
     def _nan_in_nan_out(self) -> None:
         """One NaN in each input: it spreads as far as it does in the Model, and no further."""
@@ -459,7 +509,7 @@ class Examination:
                     x[tuple(position.randrange(size) for size in x.shape)] = float("nan")
         try:
             expected = observe(self.model, inputs, False, seed)
-        except Exception:  # noqa: BLE001 - a Model that refuses NaN
+        except Exception:
             return
         self._judge("one NaN in each input", self._candidate(inputs, seed, forward_only=True), expected, None, {})
 
@@ -483,7 +533,10 @@ class Examination:
         if self.case.device != "cuda":
             return
         self.say("checking on another stream")
-        late = [torch.full_like(x, float("nan")) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in self.inputs]
+        late = [
+            torch.full_like(x, float("nan")) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+            for x in self.inputs
+        ]
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         busy = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
@@ -499,7 +552,9 @@ class Examination:
                 raise CandidateRaised(f"{last_line(error)} (on another stream)") from error
             seen = dict(zip(seen, clone_all(list(seen.values()))))
         stream.synchronize()
-        self._expect_answer(seen, "on a stream that is not the default one the answer differs: work is launched elsewhere")
+        self._expect_answer(
+            seen, "on a stream that is not the default one the answer differs: work is launched elsewhere"
+        )
 
 
 def _scale_of(name: str, tensor: torch.Tensor) -> float:

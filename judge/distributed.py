@@ -53,7 +53,7 @@ def join(device: str) -> None:
     if not launched():
         return
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        sys.stdout = open(os.devnull, "w")
     if device == "cuda":
         local = int(os.environ["LOCAL_RANK"])
         if local >= torch.cuda.device_count():
@@ -77,7 +77,9 @@ def agreed(value):
     return _gathered(value)[0] if launched() else value
 
 
-def judge_pair(entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings, say: Callable[[str], None]) -> list[trial.Run]:
+def judge_pair(
+    entry: trial.Entry, settings: trial.Settings, ceilings: Ceilings, say: Callable[[str], None]
+) -> list[trial.Run]:
     """`trial.judge_pair` on every rank at its share, the same verdict on all, and the scaling of what is right."""
     ranks, whole = dist.get_world_size(), entry.batch
     if entry.failure is None and (whole is None or whole < ranks):
@@ -126,7 +128,9 @@ def _scaling(run: trial.Run, entry: trial.Entry, share: int, settings: trial.Set
     alone = [step(new, batch) for batch in (share, entry.batch)] if rank() == 0 else []
     stopwatch, flush = timing.Stopwatch(run.device), timing.CacheFlush(run.device)
     if run.device == "cuda":
-        flush.hide(max(_gathered(max(map(timing.host_us, [together, *alone])))))  # as long on all: they wait for each other
+        flush.hide(
+            max(_gathered(max(map(timing.host_us, [together, *alone]))))
+        )  # as long on all: they wait for each other
 
     def timed(call: Callable[[], object]) -> float:
         """The median of a few calls in a row: the first find a processor, and a GPU, that had been waiting for the other ranks."""

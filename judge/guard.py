@@ -18,8 +18,8 @@ import re
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from types import FunctionType
-from typing import Callable
 
 import torch
 from torch import library
@@ -31,7 +31,9 @@ from judge.pairs import Problem
 _REPLACED_BY_PYTORCH = {"torch.manual_seed", "torch.nn.Module.__init__", "torch.nn.Module.__setstate__"}
 _ADDED_BY_PYTORCH = {"___needs_generation_tag_patch"}
 _PACKAGE = __name__.partition(".")[0]
-_GLOBAL_HOOKS = [name for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)]
+_GLOBAL_HOOKS = [
+    name for name, value in vars(nn_module).items() if name.startswith("_global_") and isinstance(value, dict)
+]
 # Of PyTorch's description of an operator: which files the kernels come from that run on the devices judged here, and in its autograd.
 _ORIGINS = re.compile(r"^(?:CPU|CUDA|Autograd\w*|Composite\w*)(?:\[alias\])?: registered at (.+?):\d+ ::", re.MULTILINE)
 _TORCH = os.path.dirname(torch.__file__)  # PyTorch overrides some operators itself, when they are first used
@@ -136,7 +138,11 @@ _MODES = {
 @functools.cache
 def _operators() -> dict[str, str]:
     """PyTorch's description of each of ATen's operators. `_changed_operators` brings it up to date."""
-    return {name: torch._C._dispatch_dump(name) for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    return {
+        name: torch._C._dispatch_dump(name)
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::")
+    }
 
 
 def _changed_operators() -> list[str]:
@@ -150,7 +156,9 @@ def _changed_operators() -> list[str]:
                 changed.append(name)
     if changed:
         keys = {
-            f"{name.replace('::', '/')}/{key}" for name in changed for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
+            f"{name.replace('::', '/')}/{key}"
+            for name in changed
+            for key in ("CPU", "CUDA", "Autograd", "AutogradCPU", "AutogradCUDA")
         }
         for held in [thing for thing in gc.get_objects() if type(thing) is library.Library]:
             if keys & {key.replace(".default", "") for key in held._op_impls}:
@@ -161,7 +169,11 @@ def _changed_operators() -> list[str]:
 
 def _inside(function: object) -> tuple | None:
     """What can be exchanged inside a function that stays the same object."""
-    return (function.__code__, function.__defaults__, function.__kwdefaults__) if isinstance(function, FunctionType) else None
+    return (
+        (function.__code__, function.__defaults__, function.__kwdefaults__)
+        if isinstance(function, FunctionType)
+        else None
+    )
 
 
 class Guard:
@@ -214,7 +226,9 @@ class Guard:
                     value.clear()
                     value.update(before)
                 setattr(owner, name, value)
-        found = {label: _readable(read) for label, (read, _) in _SETTINGS.items()}  # all, before any is put back: some are one and the same
+        found = {
+            label: _readable(read) for label, (read, _) in _SETTINGS.items()
+        }  # all, before any is put back: some are one and the same
         changed = [label for label, now in found.items() if now != self._settings[label]]
         complaints += [f"changes {label} from {self._settings[label]} to {found[label]}" for label in changed]
         for label, (_, write) in _SETTINGS.items():

@@ -27,7 +27,11 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 @contextlib.contextmanager
 def precision(level: str):
     """PyTorch's float32 switches, the same for all contenders: `highest` is strict float32, `high` allows TF32 everywhere."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    before = (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    )
     _set_switches(level, level == "high", level == "high")
     try:
         yield
@@ -94,7 +98,9 @@ def device_name(device: str) -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        models = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        models = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         name = models[0] if models else name
     return f"{name}, {torch.get_num_threads()} threads"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -39,7 +39,9 @@ def relocate(*modules: torch.nn.Module) -> None:
     """Moves the modules' parameters and buffers to other places in memory, drawn among a few. As with `.to`, they stay the same objects."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     for tensor in unforeseen.sample(tensors, len(tensors)):
-        spare = [torch.empty_like(tensor) for _ in range(unforeseen.randrange(3))]  # where the tensor would have come to lie
+        spare = [
+            torch.empty_like(tensor) for _ in range(unforeseen.randrange(3))
+        ]  # where the tensor would have come to lie
         tensor.data = tensor.detach().clone()
         del spare
 
@@ -58,7 +60,10 @@ def spread_out(inputs: list, seed: int) -> None:
 
 def transposed(inputs: list) -> list:
     """The same values, whose first dimension is the innermost in memory instead of the last."""
-    return [x.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x for x in inputs]
+    return [
+        x.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x
+        for x in inputs
+    ]
 
 
 def by_name(inputs: list) -> dict[str, torch.Tensor]:
@@ -86,7 +91,9 @@ def repeated_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
     return [x.contiguous() for x in expanded_like(tensors, seed)]
 
 
-def observe(module: Callable, inputs: list, backward: bool, seed: int, incoming: Callable = random_like) -> dict[str, object]:
+def observe(
+    module: Callable, inputs: list, backward: bool, seed: int, incoming: Callable = random_like
+) -> dict[str, object]:
     """What one call gives, by name: the outputs and, with the backward pass, a gradient for each floating input and parameter.
 
     The incoming gradients are random (a sum as loss would make many a wrong backward look right) and the same for the same seed.
@@ -94,7 +101,9 @@ def observe(module: Callable, inputs: list, backward: bool, seed: int, incoming:
     if not backward:
         with torch.no_grad():
             return named_outputs(module(*inputs))
-    inputs = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+    inputs = [
+        x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+    ]
     wanted = {GRADIENT + name: x for name, x in by_name(inputs).items() if x.requires_grad}
     wanted.update((GRADIENT + name, p) for name, p in module.named_parameters() if p.requires_grad)
     seen = named_outputs(module(*inputs))

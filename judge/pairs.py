@@ -163,7 +163,11 @@ def build_failure(error: BaseException, at_import: bool = False) -> str | None:
     causes = list(_causes(error))
     failed = any(isinstance(cause, subprocess.CalledProcessError) for cause in causes)
     failed = failed or any(path.name == "cpp_extension.py" for path in _files(error))
-    spoken = [cause for cause in causes if isinstance(cause, (RuntimeError, ImportError, OSError)) and _BUILD_WORDS.search(str(cause))]
+    spoken = [
+        cause
+        for cause in causes
+        if isinstance(cause, (RuntimeError, ImportError, OSError)) and _BUILD_WORDS.search(str(cause))
+    ]
     return _build_message(error) if failed or (at_import and spoken) else None
 
 

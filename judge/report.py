@@ -8,7 +8,13 @@ from judge.timing import verdict
 from judge.trial import ABOVE_FLOOR, BUILD, OK, WRONG, Run
 
 RESULT = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}
-COLOURS = {"new": "#1b6ca8", "new_cudagraph": "#74a9cf", "eager": "#969696", "compile": "#bdbdbd", "max-autotune": "#d9d9d9"}
+COLOURS = {
+    "new": "#1b6ca8",
+    "new_cudagraph": "#74a9cf",
+    "eager": "#969696",
+    "compile": "#bdbdbd",
+    "max-autotune": "#d9d9d9",
+}
 
 
 class PlotUnavailable(Exception):
@@ -35,7 +41,11 @@ def table(runs: list[Run], markdown: bool = False) -> str:
     ]
     lines = _markdown(header, rows) if markdown else _aligned(header, rows)
     lines += _scaling(runs, markdown)
-    remarks = [f"{run.model} ({_way(run)}): {remark}" for run in runs for remark in [*run.reasons, *run.notes, *_disturbed(run)]]
+    remarks = [
+        f"{run.model} ({_way(run)}): {remark}"
+        for run in runs
+        for remark in [*run.reasons, *run.notes, *_disturbed(run)]
+    ]
     if remarks:
         lines += ["", *(f"- {remark}" if markdown else remark for remark in dict.fromkeys(remarks))]
     return "\n".join(lines)
@@ -65,9 +75,13 @@ def _in_order(names: set[str]) -> list[str]:
 
 
 def _way(run: Run) -> str:
-    direction = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}[run.direction] + " frozen" * run.frozen
+    direction = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}[
+        run.direction
+    ] + " frozen" * run.frozen
     batch = "" if run.batch is None else f" b{run.batch}"
-    shape = "".join(f" {name} {value}" for name, value in run.constants.items() if isinstance(value, int) and name != "batch_size")
+    shape = "".join(
+        f" {name} {value}" for name, value in run.constants.items() if isinstance(value, int) and name != "batch_size"
+    )
     return f"{run.device} {run.dtype} {run.precision} {direction}{batch}{shape}"
 
 
@@ -122,7 +136,11 @@ def plot(runs: list[Run], surroundings: dict, path: Path) -> None:
 
     timed = [run for run in runs if run.ms]
     draw = _draw_sweep if any(run.constants for run in timed) else _draw_bars
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "harness", "font.size": 9}  # the same records give the same file
+    settings = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "harness",
+        "font.size": 9,
+    }  # the same records give the same file
     with matplotlib.rc_context(settings):
         figure = draw(pyplot, timed, f"{surroundings['device']}, torch {surroundings['torch']}")
         figure.savefig(path, bbox_inches="tight", dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -148,7 +166,9 @@ def _draw_bars(pyplot, runs: list[Run], title: str):
             linestyles="dashed",
             label="floor",
         )
-    axes.set_yticks([i * group + (group - 2) / 2 for i in range(len(runs))], [f"{run.model}\n{_way(run)}" for run in runs])
+    axes.set_yticks(
+        [i * group + (group - 2) / 2 for i in range(len(runs))], [f"{run.model}\n{_way(run)}" for run in runs]
+    )
     axes.set_ylim(group * len(runs) - 1, -1)  # the first on top
     axes.set_xlabel("ms, less is better")
     axes.set_title(title, fontsize=9, pad=26)
@@ -164,12 +184,16 @@ def _draw_sweep(pyplot, runs: list[Run], title: str):
         panels.setdefault(f"{run.model}, {run.dtype} {run.precision} {run.direction}", []).append(run)
     across = min(2, len(panels))
     down = -(-len(panels) // across)
-    figure, grid = pyplot.subplots(down, across, figsize=(4.5 * across, 2.8 * down), sharey=True, squeeze=False, layout="constrained")
+    figure, grid = pyplot.subplots(
+        down, across, figsize=(4.5 * across, 2.8 * down), sharey=True, squeeze=False, layout="constrained"
+    )
     names = ["new", *_in_order({name for run in runs for name in run.ms} - {"new"})]
     for axes, (panel, shown) in zip(grid.flat, panels.items()):
         shown = sorted((run for run in shown if run.roof), key=lambda run: run.roof["floor_ms"])
         for name, marker in zip(names, "osv^D"):
-            points = [(run.roof["floor_ms"], 100 * run.roof["floor_ms"] / run.ms[name]) for run in shown if name in run.ms]
+            points = [
+                (run.roof["floor_ms"], 100 * run.roof["floor_ms"] / run.ms[name]) for run in shown if name in run.ms
+            ]
             axes.plot(*zip(*points), marker=marker, markersize=4, linestyle="none", color=COLOURS[name], label=name)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")

@@ -176,7 +176,9 @@ def _matrix_rate(device: str, dtype: torch.dtype) -> float:
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(left)
         with precision("highest"):
-            seconds = _best_seconds(device, lambda left=left, right=right, out=out: torch.mm(left, right, out=out), repeats=5)
+            seconds = _best_seconds(
+                device, lambda left=left, right=right, out=out: torch.mm(left, right, out=out), repeats=5
+            )
         best = max(best, 2 * side**3 / seconds)
         if seconds > LONG_PRODUCT_SECONDS:
             break
@@ -216,13 +218,19 @@ def choose_batch(problem: Problem, asked: int | None, load: Load, ceilings: Ceil
         if load.device == "cuda":
             return True
         works = [(dtype, count_work(problem, batch, dtype, load.backward)) for dtype in load.dtypes]
-        floors = [ceilings.floor_ms(work.bytes, work.flops, dtype, level) for dtype, work in works for level in load.precisions]
+        floors = [
+            ceilings.floor_ms(work.bytes, work.flops, dtype, level)
+            for dtype, work in works
+            for level in load.precisions
+        ]
         return max(floors) < CPU_FLOOR_MS
 
     def too_large(batch, fitting):
         what = "its inputs" if batch is None else f"batch {batch}"
         hint = f"; --batch {fitting} would fit" if fitting else ""
-        return DoesNotFit(f"{problem.path.stem}: {what} would take about {need(batch) / GIB:.1f} GiB, {free / GIB:.1f} GiB are free{hint}")
+        return DoesNotFit(
+            f"{problem.path.stem}: {what} would take about {need(batch) / GIB:.1f} GiB, {free / GIB:.1f} GiB are free{hint}"
+        )
 
     wanted = asked or problem.benchmark_batch
     if wanted is None or asked:

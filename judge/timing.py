@@ -15,9 +15,9 @@ import ctypes
 import itertools
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter  # taken now, before any candidate could replace it
-from typing import Callable
 
 import torch
 
@@ -72,7 +72,9 @@ class CacheFlush:
         if device == "cuda":
             if torch.cuda.get_device_capability() >= (8, 0):  # older ones keep no line longer than others
                 self._driver = ctypes.CDLL("libcuda.so.1")
-            size = max(size, 2 * getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
+            size = max(
+                size, 2 * getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)
+            )
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._times = 1
 
@@ -113,7 +115,9 @@ class Samples:
         for name in self.ms:
             low, high = self.spread(name)
             if high - low > WIDE_SPREAD * self.median(name):
-                found.append(f"the middle half of {name}'s times spans {100 * (high - low) / self.median(name):.0f}% of their median")
+                found.append(
+                    f"the middle half of {name}'s times spans {100 * (high - low) / self.median(name):.0f}% of their median"
+                )
         # A round counts as the mean of its times, each relative to its contender's median.
         relative = [[ms / self.median(name) for ms in times] for name, times in self.ms.items()]
         rounds = [sum(times) / len(times) for times in zip(*relative)]
@@ -140,7 +144,9 @@ class Samples:
         blocks = -(-rounds // block)
         starts = block * torch.randint(blocks, (BOOTSTRAP_DRAWS, blocks, 1), generator=generator)
         drawn = rows[:, (starts + torch.arange(block)).flatten(1)[:, :rounds] % rounds]
-        medians = drawn.median(dim=2).values  # four times as quick as quantile(0.5), and of an even number the lower of the middle two
+        medians = drawn.median(
+            dim=2
+        ).values  # four times as quick as quantile(0.5), and of an even number the lower of the middle two
         ratios = medians[1] / medians[0]
         return ratios.quantile(torch.tensor([0.005, 0.995], dtype=torch.float64)).tolist()
 

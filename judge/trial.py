@@ -6,9 +6,9 @@ import contextlib
 import copy
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -74,7 +74,9 @@ class Run:
     gradient_error: dict = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
-    host_us: dict[str, float] = field(default_factory=dict)  # until a call has launched its work on a GPU; no part of `ms`
+    host_us: dict[str, float] = field(
+        default_factory=dict
+    )  # until a call has launched its work on a GPU; no part of `ms`
     rounds: int = 0
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
@@ -142,7 +144,18 @@ def judge_pair(entry: Entry, settings: Settings, ceilings: Ceilings, say: Callab
         run.import_seconds = round(import_seconds, 3)
         run.frozen = settings.frozen and hasattr(new_class, "freeze_weight")
         backward, recorded = direction == "forward_backward", direction == "forward_recorded"
-        case = Case(entry.problem, new_class, load.device, dtype, level, backward, entry.batch, settings.seed, run.frozen, recorded)
+        case = Case(
+            entry.problem,
+            new_class,
+            load.device,
+            dtype,
+            level,
+            backward,
+            entry.batch,
+            settings.seed,
+            run.frozen,
+            recorded,
+        )
         prefix = f"{run.dtype} {run.precision} {run.direction}" + ("" if run.batch is None else f", batch {run.batch}")
         with machine.precision(level):
             _judge_way(run, case, settings, compiler, ceilings, lambda text, prefix=prefix: say(f"{prefix}: {text}"))
@@ -162,7 +175,9 @@ class CompilerSettings:
                 import torch._dynamo
                 import torch._inductor.config
 
-                self._saved = [(config, self._settings(config)) for config in (torch._dynamo.config, torch._inductor.config)]
+                self._saved = [
+                    (config, self._settings(config)) for config in (torch._dynamo.config, torch._inductor.config)
+                ]
 
     @staticmethod
     def _settings(config) -> dict:
@@ -179,7 +194,9 @@ class CompilerSettings:
                     setattr(config, name, saved[name])
 
 
-def _judge_way(run: Run, case: Case, settings: Settings, compiler: CompilerSettings, ceilings: Ceilings, say: Callable[[str], None]) -> None:
+def _judge_way(
+    run: Run, case: Case, settings: Settings, compiler: CompilerSettings, ceilings: Ceilings, say: Callable[[str], None]
+) -> None:
     """Right? How fast? How far from the limit? A wrong answer's speed has no meaning and is not measured."""
     guard, examination = Guard(case.problem), Examination(case, say)
     try:
@@ -189,7 +206,9 @@ def _judge_way(run: Run, case: Case, settings: Settings, compiler: CompilerSetti
         for name, errors in verdict.errors.items():
             if name.startswith(GRADIENT):
                 run.gradient_error[name[len(GRADIENT) :]] = errors.as_dict(case.dtype)
-        run.error = _worst([errors.as_dict(case.dtype) for name, errors in verdict.errors.items() if not name.startswith(GRADIENT)])
+        run.error = _worst(
+            [errors.as_dict(case.dtype) for name, errors in verdict.errors.items() if not name.startswith(GRADIENT)]
+        )
         if run.ok:
             known = len(verdict.reasons)
             _time(run, case, settings, compiler, examination, say)
@@ -214,7 +233,12 @@ def _worst(errors: list[dict]) -> dict:
 
 
 def _time(
-    run: Run, case: Case, settings: Settings, compiler: CompilerSettings, examination: Examination, say: Callable[[str], None]
+    run: Run,
+    case: Case,
+    settings: Settings,
+    compiler: CompilerSettings,
+    examination: Examination,
+    say: Callable[[str], None],
 ) -> None:
     inputs = clone_all(examination.inputs)
     if case.backward or case.recorded:
@@ -224,26 +248,34 @@ def _time(
 
     def renew(factor: float) -> None:
         with torch.no_grad():
-            for x, drawn in zip(inputs, case.problem.inputs(case.batch, case.device, case.dtype, unforeseen.getrandbits(31))):
+            for x, drawn in zip(
+                inputs, case.problem.inputs(case.batch, case.device, case.dtype, unforeseen.getrandbits(31))
+            ):
                 if isinstance(x, torch.Tensor):
                     x.copy_(drawn)
                     if x.is_floating_point():
                         x.mul_(factor)  # for a file whose inputs are always the same
 
     def inspect(result) -> None:
-        examination.while_timed(result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model))
+        examination.while_timed(
+            result, lambda: step_of(examination.model, inputs, case)(examination.model, examination.model)
+        )
 
     with torch.set_grad_enabled(case.backward or case.recorded):
         contenders = _contenders(run, case, settings, compiler, examination, inputs, say)
         say(f"timing {', '.join(contenders)}")
         clocks_before = machine.clocks(case.device)
-        move = None if "new_cudagraph" in contenders else examination.move  # a captured graph knows the addresses that were
+        move = (
+            None if "new_cudagraph" in contenders else examination.move
+        )  # a captured graph knows the addresses that were
         samples = timing.measure(contenders, renew, case.device, settings.seconds_each, settings.seed, inspect, move)
         if case.device == "cuda":
             run.clocks = {"before": clocks_before, "after": machine.clocks(case.device)}
         run.interference = [*samples.interference(), *_foreign_load(run)]
         if case.device == "cuda":
-            run.peak_memory = {name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS}
+            run.peak_memory = {
+                name: timing.peak_memory(contenders[name]) for name in contenders if name in OWN_ALLOCATIONS
+            }
     examination.after_timing(inputs)
 
     run.rounds = len(samples.ms["new"])
@@ -253,7 +285,9 @@ def _time(
         run.spread[name] = [_tidy(q) for q in samples.spread(name)]
     if run.host_us and run.host_us["new"] > 1e3 * run.ms["new"]:
         times = ", ".join(f"{name} {us:.0f}" for name, us in run.host_us.items())
-        run.notes.append(f"the host takes longer to launch a call than the GPU for its work; the host's microseconds: {times}")
+        run.notes.append(
+            f"the host takes longer to launch a call than the GPU for its work; the host's microseconds: {times}"
+        )
     for name in contenders:
         if not name.startswith("new"):
             run.speedup[name] = _tidy(samples.speedup("new", over=name))
@@ -307,7 +341,7 @@ def _contenders(
                 compiled = torch.compile(owner, mode=COMPILE_MODES[name], dynamic=False)
                 step(compiled, owner)
                 contenders[name] = lambda compiled=compiled, owner=owner: step(compiled, owner)
-            except Exception as error:  # noqa: BLE001 - a baseline that fails is no fault of the candidate
+            except Exception as error:
                 run.notes.append(_without_paths(f"no {name} baseline: {last_line(error)}"))
         elif case.device != "cuda":
             run.notes.append("no new_cudagraph: there are no CUDA graphs on a CPU")
@@ -315,7 +349,7 @@ def _contenders(
             say("capturing ModelNew in a CUDA graph")
             try:
                 contenders["new_cudagraph"] = _captured(new_call, examination)
-            except Exception as error:  # noqa: BLE001 - a baseline that fails is no fault of the candidate
+            except Exception as error:
                 run.notes.append(_without_paths(f"no new_cudagraph: {last_line(error)}"))
     return contenders
 
@@ -324,7 +358,9 @@ def step_of(model: torch.nn.Module, inputs: list, case: Case) -> Callable[[torch
     """What is timed: a forward pass, or that and the gradients of inputs and of `owner`'s parameters for random incoming ones."""
     wanted_inputs = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if case.recorded:  # a forward pass that autograd records, as in training and in KernelBench's own timing
-        return lambda module, owner: tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, module(*inputs))
+        return lambda module, owner: tree_map(
+            lambda x: x.detach() if isinstance(x, torch.Tensor) else x, module(*inputs)
+        )
     if not case.backward or not (wanted_inputs or any(p.requires_grad for p in model.parameters())):
         return lambda module, owner: module(*inputs)
     incoming = random_like(_differentiable(model(*inputs)), case.seed)
@@ -353,7 +389,7 @@ def _captured(call: Callable[[], object], examination: Examination) -> Callable[
 def _set_roof(run: Run, case: Case, ceilings: Ceilings, say: Callable[[str], None]) -> None:
     try:
         work = count_work(case.problem, case.batch, case.dtype, case.backward)
-    except Exception as error:  # noqa: BLE001 - a record without a floor is still one
+    except Exception as error:
         run.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
         return
     run.roof = {"bytes": work.bytes, "flops": work.flops}

@@ -18,9 +18,9 @@ sums that the norm's gradient needs, and for h's gradient, which goes into x's a
 chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: FIGURES OF THE
-RECORDS. The forward is held up by the L2, which brings x twice for the halos of bands of two rows, and by the rate at
-which instructions are issued.
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
+ms, also with gradients recorded, 13.0x eager; forward and backward 2.76 ms, 6.7x. The forward is held up by the L2,
+which brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
 """
 
 import contextlib

@@ -33,8 +33,14 @@ def main(runs: int = 100, seconds_each: float = 0.3) -> int:
         verdicts[timing.verdict(interval)] += 1
         disturbed += bool(samples.interference())
         widths.append(interval[1] - interval[0])
-        print(f"{seed + 1:4} [{interval[0]:.3f}, {interval[1]:.3f}] {timing.verdict(interval)}", file=sys.stderr, flush=True)
-    print(f"{verdicts[timing.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {sorted(widths)[runs // 2]:.3f};")
+        print(
+            f"{seed + 1:4} [{interval[0]:.3f}, {interval[1]:.3f}] {timing.verdict(interval)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    print(
+        f"{verdicts[timing.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {sorted(widths)[runs // 2]:.3f};"
+    )
     print(f"{disturbed} of {runs} runs say that they were disturbed")
     return 0 if verdicts[timing.AMBIGUOUS] >= 0.95 * runs else 1
 

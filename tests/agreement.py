@@ -68,7 +68,10 @@ def compare(name: str) -> float:
         figures = {clock: statistics.median(medians) for clock, medians in taken.items()}
         differences.append(max(figures.values()) / min(figures.values()) - 1)
         shown = ", ".join(f"{clock} {ms:.4f}" for clock, ms in figures.items())
-        print(f"{name}, {label}: ms by {shown}: within {100 * differences[-1]:.1f}%, {len(taken[clock])} turns", flush=True)
+        print(
+            f"{name}, {label}: ms by {shown}: within {100 * differences[-1]:.1f}%, {len(taken[clock])} turns",
+            flush=True,
+        )
     return max(differences)
 
 

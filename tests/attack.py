@@ -61,17 +61,38 @@ def fake_ceilings(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Ce
 
 
 def judge_pair(
-    pair: Pair, device="cpu", dtype="float32", backward=False, baselines=("eager",), precision="highest", seed=0, batch=None
+    pair: Pair,
+    device="cpu",
+    dtype="float32",
+    backward=False,
+    baselines=("eager",),
+    precision="highest",
+    seed=0,
+    batch=None,
 ) -> list[trial.Run]:
     problem = Problem(pair.model_path)
-    settings = trial.Settings(Load(device, [machine.DTYPES[dtype]], [precision], backward), list(baselines), seed, seconds_each=0.02)
+    settings = trial.Settings(
+        Load(device, [machine.DTYPES[dtype]], [precision], backward), list(baselines), seed, seconds_each=0.02
+    )
     ceilings = fake_ceilings(device, machine.DTYPES[dtype])
-    return trial.judge_pair(trial.Entry(pair, problem, batch or problem.benchmark_batch), settings, ceilings, lambda text: None)
+    return trial.judge_pair(
+        trial.Entry(pair, problem, batch or problem.benchmark_batch), settings, ceilings, lambda text: None
+    )
 
 
 def judge_in_another_process(name: str, device: str, seed: int) -> tuple[bool, str]:
     files = str(CANDIDATES / "model.py"), str(pair_of(name).new_path)
-    command = [sys.executable, str(ROOT / "harness.py"), *files, "--device", device, "--baselines", "eager", "--seed", str(seed)]
+    command = [
+        sys.executable,
+        str(ROOT / "harness.py"),
+        *files,
+        "--device",
+        device,
+        "--baselines",
+        "eager",
+        "--seed",
+        str(seed),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = done.stderr.splitlines()[-1]
     return done.returncode == 1 and expected_reason(name) in said, said
@@ -103,7 +124,12 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds, and take the GPUs in turn")
     options = parser.parse_args()
     given = options.names or ("wrong", "wrong_gradient", "ends_the_process", "honest")
-    names = [name for folder in given for name in named(folder) or [folder] if options.device == "cuda" or not needs_gpu(name)]
+    names = [
+        name
+        for folder in given
+        for name in named(folder) or [folder]
+        if options.device == "cuda" or not needs_gpu(name)
+    ]
     seeds, failures = range(options.repeats), 0
     tasks = [(name, options.device, seed) for name in names for seed in seeds]
     if options.processes > 1:
@@ -115,7 +141,10 @@ def main() -> int:
         failed = [(seed, said) for seed, (as_expected, said) in zip(seeds, outcomes, strict=True) if not as_expected]
         failures += len(failed)
         counts = f"{len(seeds) - len(failed)} of {len(seeds)}"
-        print(f"{'FAILED' if failed else 'ok':6} {counts}  {name:38} {failed[0] if failed else outcomes[0][1]}", flush=True)
+        print(
+            f"{'FAILED' if failed else 'ok':6} {counts}  {name:38} {failed[0] if failed else outcomes[0][1]}",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

@@ -29,8 +29,13 @@ SAMPLES = 8  # of those whose error is asked for: float64 takes twice the memory
 
 def largest_errors(modules: list[torch.nn.Module], problem: Problem, batch: int, device: str) -> list[float]:
     inputs = problem.inputs(min(batch, SAMPLES), device, torch.float32, 0)
-    right = observe(problem.make(problem.model_class, 0).to(device).double(), [x.double() for x in inputs], False, 0)["output"]
-    return [(observe(module, clone_all(inputs), False, 0)["output"].double() - right).abs().max().item() for module in modules]
+    right = observe(problem.make(problem.model_class, 0).to(device).double(), [x.double() for x in inputs], False, 0)[
+        "output"
+    ]
+    return [
+        (observe(module, clone_all(inputs), False, 0)["output"].double() - right).abs().max().item()
+        for module in modules
+    ]
 
 
 def made_by(path: Path, problem: Problem, device: str) -> torch.nn.Module:
@@ -41,7 +46,9 @@ def made_by(path: Path, problem: Problem, device: str) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def compare(problem: Problem, files: list[Path], batch: int, device: str, seconds_each: float, rest: float = 0.0) -> list[str]:
+def compare(
+    problem: Problem, files: list[Path], batch: int, device: str, seconds_each: float, rest: float = 0.0
+) -> list[str]:
     """A line of each file; the first is what the others are held against."""
     modules = [made_by(path, problem, device) for path in files]
     errors = largest_errors(modules, problem, batch, device)
@@ -52,8 +59,12 @@ def compare(problem: Problem, files: list[Path], batch: int, device: str, second
     samples = timing.measure(contenders, lambda factor: time.sleep(rest), device, seconds_each, 0, move=move)
     lines = []
     for name, path, error in zip(names, files, errors):
-        low, high = samples.speedup_interval("0", over=name, seed=0)  # the file's speed over the copy's: the copy's time over the file's
-        lines.append(f"{samples.median(name):9.4g} ms  {samples.speedup('0', over=name):.3f} [{low:.3f}, {high:.3f}]  error {error:.1e}  {path}")
+        low, high = samples.speedup_interval(
+            "0", over=name, seed=0
+        )  # the file's speed over the copy's: the copy's time over the file's
+        lines.append(
+            f"{samples.median(name):9.4g} ms  {samples.speedup('0', over=name):.3f} [{low:.3f}, {high:.3f}]  error {error:.1e}  {path}"
+        )
     return lines + samples.interference()
 
 
@@ -71,7 +82,13 @@ def main(argv: list[str]) -> int:
         ceilings.measure()
         batch = choose_batch(problem, None, load, ceilings)
         print(f"{pair.name}, batch {batch}, {machine.device_name(device)}", flush=True)
-        print("\n".join(compare(problem, [pair.new_path, *options.copies], batch, device, timing.SECONDS_EACH[device], options.rest)))
+        print(
+            "\n".join(
+                compare(
+                    problem, [pair.new_path, *options.copies], batch, device, timing.SECONDS_EACH[device], options.rest
+                )
+            )
+        )
     return 0
 
 

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-import harness
 from attack import CANDIDATES, expected_reason, fake_ceilings, judge_candidate, judge_pair, named, needs_gpu, text_of
 from in_turns import compare as compare_in_turns
+
+import harness
 from judge import correctness, machine, report, roof, timing, trial
 from judge.compare import CHUNK, Errors, compare, first_changed, same_bits
 from judge.correctness import Case, Examination
@@ -166,7 +166,11 @@ def test_accepts_an_honest_one_in(dtype, tmp_path, device):
         assert run.ms["eager"] > 0
         assert run.shapes == [[32, 96]]
         assert (run.error["eager_max"] is None) == (dtype == "float64")
-    assert set(runs[-1].gradient_error) == {"input 0", "bias", *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias"))}
+    assert set(runs[-1].gradient_error) == {
+        "input 0",
+        "bias",
+        *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias")),
+    }
 
 
 def test_accepts_the_model_itself_exactly(tmp_path):
@@ -177,7 +181,9 @@ def test_accepts_the_model_itself_exactly(tmp_path):
 
 
 def test_accepts_several_outputs_of_several_types(tmp_path):
-    model = MODEL.replace("return self.group_norm(h)", "h = self.group_norm(h)\n        return h, (h.argmax(1), h.mean(1))")
+    model = MODEL.replace(
+        "return self.group_norm(h)", "h = self.group_norm(h)\n        return h, (h.argmax(1), h.mean(1))"
+    )
     new = candidate("h = self.right(x)\nreturn h, (h.argmax(1), h.mean(1))")
     runs = judge(tmp_path, new, model=model, backward=True)
     assert [run.reasons for run in runs] == [[], [], []]
@@ -221,7 +227,10 @@ def test_a_baseline_that_fails_is_noted(tmp_path, monkeypatch):
     (run,) = judge(tmp_path, candidate(), baselines=("eager", "compile", "cudagraph"))
     assert run.ok, run.reasons
     assert set(run.ms) == {"new", "eager"}
-    assert run.notes == ["no compile baseline: RuntimeError: no C++ compiler", "no new_cudagraph: there are no CUDA graphs on a CPU"]
+    assert run.notes == [
+        "no compile baseline: RuntimeError: no C++ compiler",
+        "no new_cudagraph: there are no CUDA graphs on a CPU",
+    ]
 
 
 @pytest.mark.gpu
@@ -271,7 +280,9 @@ def new_of(model, **replaced):
     return text
 
 
-CACHED = "answers.setdefault(x.data_ptr(), (x, {answer}))[1] if x.data_ptr() not in answers else answers[x.data_ptr()][1]"
+CACHED = (
+    "answers.setdefault(x.data_ptr(), (x, {answer}))[1] if x.data_ptr() not in answers else answers[x.data_ptr()][1]"
+)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +305,9 @@ def test_rejects_remembered_answers_that_do_not_depend_on_the_scale(tmp_path, an
 
 def test_each_timed_round_has_inputs_of_its_own(tmp_path):
     noted = tmp_path / "noted"
-    noting = candidate(f"with open({str(noted)!r}, 'a') as file:\n    print((x[0, 0] / x[0, 1]).item(), file=file)\nreturn self.right(x)")
+    noting = candidate(
+        f"with open({str(noted)!r}, 'a') as file:\n    print((x[0, 0] / x[0, 1]).item(), file=file)\nreturn self.right(x)"
+    )
     ratios = []
     for _ in range(2):  # the same seed, and yet nothing that could be made ahead
         (run,) = judge(tmp_path, noting)
@@ -309,7 +322,11 @@ def test_each_timed_round_has_inputs_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "inputs", "init"),
     [
-        ("F.binary_cross_entropy(x, x.round())", "torch.rand(batch_size, 64)", "pass"),  # refuses NaN, and what is not within 0 and 1
+        (
+            "F.binary_cross_entropy(x, x.round())",
+            "torch.rand(batch_size, 64)",
+            "pass",
+        ),  # refuses NaN, and what is not within 0 and 1
         ("self.l(x)", "torch.rand(batch_size, 64)", "self.l = nn.Linear(64, 8); self.l.bias.requires_grad = False"),
         ("x + 1", "torch.randint(0, 9, (batch_size, 64))", "pass"),
         ("x.double().log().sum().item()", "torch.full((batch_size, 64), -1)", "pass"),  # NaN, as a Python number
@@ -346,9 +363,14 @@ class Wrong(torch.autograd.Function):
 
 
 def test_a_layout_that_is_refused_is_noted(tmp_path):
-    refuses = candidate('if not x.is_contiguous():\n    raise ValueError("x: rows side by side are wanted")\nreturn self.right(x)')
+    refuses = candidate(
+        'if not x.is_contiguous():\n    raise ValueError("x: rows side by side are wanted")\nreturn self.right(x)'
+    )
     (run,) = judge(tmp_path, refuses)
-    assert run.ok and run.notes == ["refuses inputs of other strides: ValueError: x: rows side by side are wanted"], (run.reasons, run.notes)
+    assert run.ok and run.notes == ["refuses inputs of other strides: ValueError: x: rows side by side are wanted"], (
+        run.reasons,
+        run.notes,
+    )
 
 
 def test_a_build_that_fails_in_a_call_is_a_failed_build(tmp_path):
@@ -397,7 +419,8 @@ def test_names_a_setting_that_was_changed(tmp_path, line, named):
 
 
 UNREPEATABLE_MODEL = MODEL.replace(
-    "return self.group_norm(h)", "return self.group_norm(h) * (1 + 1e-12 * torch.rand((), dtype=h.dtype, device=h.device))"
+    "return self.group_norm(h)",
+    "return self.group_norm(h) * (1 + 1e-12 * torch.rand((), dtype=h.dtype, device=h.device))",
 )
 
 
@@ -416,9 +439,25 @@ def test_a_candidate_need_repeat_its_bits_only_where_the_model_does(tmp_path):
 
 def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
     ulp = torch.finfo(torch.float32).eps
-    inside = Errors(new_max=2e-6, eager_max=1e-6, new_squares=4e-12, eager_squares=1e-12, reference_max=1, reference_squares=1, count=1)
+    inside = Errors(
+        new_max=2e-6,
+        eager_max=1e-6,
+        new_squares=4e-12,
+        eager_squares=1e-12,
+        reference_max=1,
+        reference_squares=1,
+        count=1,
+    )
     assert inside.over_limit(torch.float32) == []
-    outside = Errors(new_max=2.1e-6, eager_max=1e-6, new_squares=4e-12, eager_squares=1e-12, reference_max=1, reference_squares=1, count=1)
+    outside = Errors(
+        new_max=2.1e-6,
+        eager_max=1e-6,
+        new_squares=4e-12,
+        eager_squares=1e-12,
+        reference_max=1,
+        reference_squares=1,
+        count=1,
+    )
     assert len(outside.over_limit(torch.float32)) == 1
     exact_eager = Errors(new_max=ulp, new_squares=ulp**2, reference_max=2.0, reference_squares=4.0, count=1)
     assert exact_eager.over_limit(torch.float32) == []
@@ -437,12 +476,22 @@ def test_compare_counts_across_chunks(device):
     assert found.wrong == 2
     assert found.largest == pytest.approx(2e-3, rel=1e-3)
     assert errors.new_squares == pytest.approx(5e-6, rel=1e-3)
-    assert (errors.new_max, errors.eager_max, errors.reference_max, errors.count) == (found.largest, 0, 1, eager.numel())
+    assert (errors.new_max, errors.eager_max, errors.reference_max, errors.count) == (
+        found.largest,
+        0,
+        1,
+        eager.numel(),
+    )
 
 
 def test_gate_one_is_relative_to_the_scale_and_to_each_element():
     eager = torch.tensor([0.0, 100.0])
-    for new, scale, wrong in (([2e-3, 100.0], 1.0, 1), ([2e-3, 100.0], 50.0, 0), ([0.0, 100.010], 1.0, 0), ([0.0, 100.011], 1.0, 1)):
+    for new, scale, wrong in (
+        ([2e-3, 100.0], 1.0, 1),
+        ([2e-3, 100.0], 50.0, 0),
+        ([0.0, 100.010], 1.0, 0),
+        ([0.0, 100.011], 1.0, 1),
+    ):
         assert compare(torch.tensor(new), eager, None, 1e-4, scale, Errors()).wrong == wrong
 
 
@@ -451,7 +500,11 @@ def test_compare_takes_the_same_nan_and_infinity_as_equal():
     errors = Errors()
     assert compare(special, special, special.double(), 1e-4, 1.0, errors).wrong == 0
     assert (errors.new_max, errors.reference_max) == (0.0, 1.0)
-    for other in ([0.0, math.inf, -math.inf, 1.0], [math.nan, math.inf, math.inf, 1.0], [math.nan, 3e38, -math.inf, 1.0]):
+    for other in (
+        [0.0, math.inf, -math.inf, 1.0],
+        [math.nan, math.inf, math.inf, 1.0],
+        [math.nan, 3e38, -math.inf, 1.0],
+    ):
         assert compare(torch.tensor(other), special, None, 1e-4, 1.0, Errors()).wrong == 1
 
 
@@ -480,13 +533,18 @@ def test_perturb_changes_every_floating_value_and_repeats(device):
 
 
 def test_incoming_gradients_are_the_same_in_every_dtype(device):
-    drawn = [random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0] for dtype in (torch.float16, torch.float32, torch.float64)]
+    drawn = [
+        random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0]
+        for dtype in (torch.float16, torch.float32, torch.float64)
+    ]
     assert torch.equal(drawn[1].double(), drawn[2])
     assert torch.allclose(drawn[0].double(), drawn[2], rtol=0, atol=1e-6)
     assert 0.9 < drawn[2].std() < 1.1
 
 
-@pytest.mark.skipif(not hasattr(torch.utils, "deterministic"), reason="this PyTorch cannot fill what torch.empty hands out")
+@pytest.mark.skipif(
+    not hasattr(torch.utils, "deterministic"), reason="this PyTorch cannot fill what torch.empty hands out"
+)
 def test_poisoned_memory_is_nan_inside_and_the_switches_come_back(device):
     assert not torch.are_deterministic_algorithms_enabled()
     with poisoned(device.type, []):
@@ -499,7 +557,11 @@ def test_poisoned_memory_is_nan_inside_and_the_switches_come_back(device):
 
 def test_precision_sets_all_switches_and_restores_them():
     def switches():
-        return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
 
     before = switches()
     with machine.precision("high"):
@@ -615,7 +677,9 @@ def test_where_the_model_itself_is_off_float64_decides():
 
 def test_what_is_faster_by_more_than_the_noise_is_called_faster():
     noise = random.Random(0)
-    samples = timing.Samples({name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))})
+    samples = timing.Samples(
+        {name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))}
+    )
     assert timing.verdict(samples.speedup_interval("new", over="slow", seed=0)) == timing.FASTER
     assert timing.verdict(samples.speedup_interval("slow", over="new", seed=0)) == timing.SLOWER
     assert timing.verdict([0.99, 1.01]) == timing.verdict([1.0, 1.01]) == timing.AMBIGUOUS
@@ -626,7 +690,10 @@ def test_disturbed_rounds_are_said():
     quiet = [noise.gauss(1.0, 0.01) for _ in range(60)]
     assert timing.Samples({"new": quiet, "eager": [2 * ms for ms in quiet]}).interference() == []
     drifting = [ms * (1 + 0.1 * i / 60) for i, ms in enumerate(quiet)]
-    (said,) = timing.Samples({"new": drifting, "eager": quiet[::-1]}).interference() or timing.Samples({"new": drifting}).interference()
+    (said,) = (
+        timing.Samples({"new": drifting, "eager": quiet[::-1]}).interference()
+        or timing.Samples({"new": drifting}).interference()
+    )
     assert "the last third of the rounds took" in said
     wide = [noise.choice((1.0, 1.4)) for _ in range(60)]
     assert "the middle half of eager's times spans" in timing.Samples({"new": quiet, "eager": wide}).interference()[0]
@@ -640,14 +707,19 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
     old_driver = {"clocks.sm": "1980", "clocks_throttle_reasons.active": "0x4"}
     monkeypatch.setattr(machine, "_throttle_field", machine._throttle_field.__wrapped__)
     monkeypatch.setattr(
-        machine, "query_gpu", lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None
+        machine,
+        "query_gpu",
+        lambda *fields: {f: old_driver.get(f, "1") for f in fields} if "event" not in fields[0] else None,
     )
     state = machine.clocks("cuda")
     assert (state["clocks.sm"], state["throttle"]) == ("1980", "power cap")
     run = trial.Run("m", "", "cuda", "float32", "highest", "forward", 0, 1, clocks={"before": state, "after": state})
     monkeypatch.setattr(machine, "other_gpu_processes", lambda: 2)
     run.interference = trial._foreign_load(run)
-    assert "m (cuda float32 highest fwd b1): timed under interference: 2 other processes compute on this GPU" in report.table([run])
+    assert (
+        "m (cuda float32 highest fwd b1): timed under interference: 2 other processes compute on this GPU"
+        in report.table([run])
+    )
     assert run.interference == ["2 other processes compute on this GPU", "the GPU's clocks are held down: power cap"]
 
 
@@ -658,12 +730,16 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(tmp_path):
     assert run.ok, run.reasons
     assert run.host_us["new"] > 1000 > run.host_us["eager"]
     assert run.ms["new"] < 0.5
-    assert run.notes[0].startswith("the host takes longer to launch a call than the GPU for its work; the host's microseconds: new 1")
+    assert run.notes[0].startswith(
+        "the host takes longer to launch a call than the GPU for its work; the host's microseconds: new 1"
+    )
 
 
 def test_the_flush_first_takes_their_rank_from_lines_that_are_to_be_evicted_last():
     flush, done = timing.CacheFlush("cpu"), []
-    flush._driver = SimpleNamespace(cuCtxResetPersistingL2Cache=lambda: done.append(flush._buffer.count_nonzero().item()))
+    flush._driver = SimpleNamespace(
+        cuCtxResetPersistingL2Cache=lambda: done.append(flush._buffer.count_nonzero().item())
+    )
     flush._buffer.fill_(1)
     flush()
     assert done == [flush._buffer.numel()] and not flush._buffer.any()
@@ -739,7 +815,9 @@ def test_more_than_all_is_measured_again_and_then_said(tmp_path, monkeypatch):
     slow_machine.copy_bandwidth = 1.0
     pair = write_pair(tmp_path, candidate())
     settings = trial.Settings(Load("cpu", [torch.float32], ["highest"], False), ["eager"], 0, 0.02)
-    (run,) = trial.judge_pair(trial.Entry(pair, Problem(pair.model_path), 32), settings, slow_machine, lambda text: None)
+    (run,) = trial.judge_pair(
+        trial.Entry(pair, Problem(pair.model_path), 32), settings, slow_machine, lambda text: None
+    )
     assert measured == [1]
     assert run.ok
     assert run.notes == [trial.ABOVE_FLOOR]
@@ -775,7 +853,9 @@ def test_the_estimate_of_memory_holds(name, backward):
     batch = problem.benchmark_batch // 8
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()  # what the tests before this one have left: some candidates keep what they can
+    before = (
+        torch.cuda.memory_allocated()
+    )  # what the tests before this one have left: some candidates keep what they can
     case = Case(problem, problem.model_class, "cuda", torch.float32, "highest", backward, batch, 0)
     assert Examination(case, lambda text: None).run().reasons == []
     estimate = roof.memory_needed(roof.count_work(problem, batch, torch.float32, backward), torch.float32, backward)
@@ -783,7 +863,9 @@ def test_the_estimate_of_memory_holds(name, backward):
 
 
 def test_default_batches(tmp_path, monkeypatch):
-    problem = Problem(write_pair(tmp_path, candidate(), MODEL.replace("batch_size = 32", "batch_size = 100")).model_path)
+    problem = Problem(
+        write_pair(tmp_path, candidate(), MODEL.replace("batch_size = 32", "batch_size = 100")).model_path
+    )
     cpu, cuda = (Load(device, [torch.float32], ["highest"], False) for device in ("cpu", "cuda"))
     ceilings = fake_ceilings()
     work = roof.count_work(problem, 16, torch.float32, backward=False)
@@ -817,7 +899,9 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     document = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     environment = document["environment"]
-    assert {*"time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()} <= environment.keys()
+    assert {
+        *"time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()
+    } <= environment.keys()
     assert environment["command"][0] == "harness.py"
     assert [run["direction"] for run in document["runs"]] == ["forward", "forward_recorded", "forward_backward"]
     for run in document["runs"]:
@@ -909,7 +993,11 @@ def test_a_sweeps_models_are_compiled_ahead(suite, tmp_path, monkeypatch):
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    model = MODEL.replace("batch_size = 32", "batch_size = 32" + SWEEP).replace("96", "features").replace("= features", "= 96")
+    model = (
+        MODEL.replace("batch_size = 32", "batch_size = 32" + SWEEP)
+        .replace("96", "features")
+        .replace("= features", "= 96")
+    )
     suite.add("good", candidate(), model)
     records, chart = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     assert suite("--sweep", "--json", str(records), "--plot", str(chart)) == 0
@@ -964,7 +1052,11 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     assert suite() == 3
     rows = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows[1:4]] == ["good", "raising", "unbuilt"]
-    assert [next(word for word in row.split() if word in ("ok", "WRONG", "BUILD")) for row in rows[1:4]] == ["ok", "WRONG", "BUILD"]
+    assert [next(word for word in row.split() if word in ("ok", "WRONG", "BUILD")) for row in rows[1:4]] == [
+        "ok",
+        "WRONG",
+        "BUILD",
+    ]
     assert "build failed: x.cpp:3: error: expected ';'" in "\n".join(rows)
 
 
@@ -1050,7 +1142,9 @@ def test_two_files_from_another_folder(tmp_path):
     pair = write_pair(tmp_path, candidate())
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = run_harness(ROOT, str(pair.model_path), str(pair.new_path), "--device", "cpu", "--baselines", "eager", cwd=elsewhere)
+    done = run_harness(
+        ROOT, str(pair.model_path), str(pair.new_path), "--device", "cpu", "--baselines", "eager", cwd=elsewhere
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith("model  cpu float32 highest fwd b32  ok")
     assert not list(elsewhere.iterdir())
@@ -1073,7 +1167,9 @@ def test_a_fifth_pair_is_two_files_and_no_edit(tmp_path):
 
 def test_lists_the_pairs_of_this_suite():
     listed = run_harness(ROOT, "--list").stdout.split()
-    assert set(listed) == {path.stem for path in (ROOT / "models").glob("*.py")} & {path.stem for path in (ROOT / "kernels").glob("*.py")}
+    assert set(listed) == {path.stem for path in (ROOT / "models").glob("*.py")} & {
+        path.stem for path in (ROOT / "kernels").glob("*.py")
+    }
 
 
 def test_help_documents_the_exit_codes():

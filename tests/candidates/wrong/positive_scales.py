@@ -20,4 +20,6 @@ class ModelNew(nn.Module):
 
     def forward(self, x):
         h = F.silu(self.matmul(x)) + self.bias
-        return F.group_norm(h, self.group_norm.num_groups, self.group_norm.weight.abs(), self.group_norm.bias, self.group_norm.eps)
+        return F.group_norm(
+            h, self.group_norm.num_groups, self.group_norm.weight.abs(), self.group_norm.bias, self.group_norm.eps
+        )

@@ -19,4 +19,6 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_features)
 
     def forward(self, x):
-        return F.group_norm(F.silu(self.matmul(x)) + self.bias, self.group_norm.num_groups, self.group_norm.weight, self.group_norm.bias)
+        return F.group_norm(
+            F.silu(self.matmul(x)) + self.bias, self.group_norm.num_groups, self.group_norm.weight, self.group_norm.bias
+        )
