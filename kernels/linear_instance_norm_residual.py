@@ -1125,11 +1125,11 @@ def _is_ordinary(norm: nn.Module) -> bool:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines, without the norm's warning, which ends torch.compile's graph; on a CPU the layer norm of rows,
-    since there PyTorch 2.13's instance norm takes a transposed gradient for another."""
+    """The Model's lines, without the norm's warning, which ends torch.compile's graph; on a CPU, with gradients, the
+    layer norm of rows: there PyTorch 2.13's instance norm takes a transposed gradient for another."""
     if not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
-    elif h.is_cpu:
+    elif h.is_cpu and h.requires_grad:
         h = torch.native_layer_norm(h, h.shape[1:], None, None, norm.eps)[0]
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)

@@ -728,9 +728,9 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
     const float r = rsqrtf(v);  // to two ulps; the Newton step halves them, and is left out where it would make 0 * inf
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the mean and
-// returns it. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
-template <int COUNT> __device__ __forceinline__ float normalize_group(
+// A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the
+// mean. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
+template <int COUNT> __device__ __forceinline__ void normalize_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
     const float share = 1.0f / (lanes * COUNT);  // multiplied in before the sum, or large values might overflow it
     float mean = 0, rest = 0, squares = 0;
@@ -744,29 +744,6 @@ template <int COUNT> __device__ __forceinline__ float normalize_group(
     if (isinf(squares)) rest = 0;  // scale is 0 then; inf * 0 must not make a NaN of it
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
-    return mean;
-}
-template <int COUNT> __device__ __forceinline__ bool are_finite(const float (&v)[COUNT]) {
-    float none = 0;
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) none = fmaf(v[i], 0.0f, none);
-    return none == 0;
-}
-// gamma and beta, after normalize_group. An infinite gamma makes infinities and NaN where PyTorch's form has them, for
-// which value(i) is v before its mean was taken.
-template <int COUNT, class Value> __device__ __forceinline__ void apply_affine(float (&v)[COUNT],
-    const float (&gamma)[COUNT], const float (&beta)[COUNT], float mean, float scale, float shift, bool finite,
-    const Value& value) {
-    if (finite) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) v[i] = fmaf(fmaf(v[i], scale, shift), gamma[i], beta[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const float a = scale * gamma[i];
-            v[i] = value(i) * a + (beta[i] - (mean - shift / scale) * a);
-        }
-    }
 }
 // The whole network in the product's epilogue: a group of 64 features is a slot's columns, a row of it in eight lanes.
 struct StoreSwishGroupNorm : LinearProduct {
@@ -781,19 +758,18 @@ struct StoreSwishGroupNorm : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
         if (h != nullptr) store_part<true>(h, v, corner, m, n);
-        float first[8], second[8], mean[4], scale[4], shift[4];
+        float first[8], second[8], scale[4], shift[4];
         load_eight(extra_bias, corner.column, first);
 #pragma unroll
         for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = activation(v[i / 8][i % 8]) + first[i % 8];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) mean[r] = normalize_group(v[r], 8, eps, scale[r], shift[r]);
+        for (int r = 0; r < 4; ++r) normalize_group(v[r], 8, eps, scale[r], shift[r]);
         load_eight(gamma, corner.column, first);
         load_eight(beta, corner.column, second);
-        const bool finite = are_finite(first);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const auto value = [&](int i) { return v[r][i] + mean[r]; };
-            apply_affine(v[r], first, second, mean[r], scale[r], shift[r], finite, value);
+        for (int i = 0; i < 32; ++i) {
+            const float z = fmaf(v[i / 8][i % 8], scale[i / 8], shift[i / 8]);
+            v[i / 8][i % 8] = fmaf(z, first[i % 8], second[i % 8]);
         }
         store_part<true>(out, v, corner, m, n);
     }
@@ -815,22 +791,17 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
     Pack<T, V> held[kSliceRows];  // all on their way at once
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
-    float add[V], a[V], b[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-        add[j] = to_float(plus.value[j]), a[j] = to_float(times.value[j]), b[j] = to_float(shifts.value[j]);
-    }
-    const bool finite = are_finite(a);
 #pragma unroll
     for (int r = 0; r < kSliceRows; ++r) {
         float v[V], scale, shift;
-        const auto value = [&](int j) { return activation(to_float(held[r].value[j])) + add[j]; };
 #pragma unroll
-        for (int j = 0; j < V; ++j) v[j] = value(j);
-        const float mean = normalize_group(v, lanes, eps, scale, shift);
-        apply_affine(v, a, b, mean, scale, shift, finite, value);
+        for (int j = 0; j < V; ++j) v[j] = activation(to_float(held[r].value[j])) + to_float(plus.value[j]);
+        normalize_group(v, lanes, eps, scale, shift);
 #pragma unroll
-        for (int j = 0; j < V; ++j) held[r].value[j] = from_float<T>(v[j]);
+        for (int j = 0; j < V; ++j) {
+            const float z = fmaf(v[j], scale, shift);
+            held[r].value[j] = from_float<T>(fmaf(z, to_float(times.value[j]), to_float(shifts.value[j])));
+        }
         if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
     }
 }
