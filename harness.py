@@ -3,8 +3,6 @@
     python harness.py                      every pair of models/ and kernels/, on the best device present
     python harness.py instance_norm        one pair, or several
     python harness.py MODEL.py NEW.py      any two files in this format
-    torchrun --nproc-per-node=N harness.py instance_norm
-                                           the batch split over N GPUs (or processes on a CPU), and how that scales
 
 Progress goes to stderr, the table to stdout.
 Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build (whatever the others did).
@@ -12,21 +10,50 @@ Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not 
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import sys
-import warnings
-from pathlib import Path
+import os
 
-import torch
+# Read when torch is loaded, here and in the processes to come: threads that wait leave the cores to others.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from judge import ahead, distributed, machine, record, report, timing, trial
-from judge.pairs import RAISED, Pair, Problem, discover, last_line
-from judge.roof import Ceilings, DoesNotFit, Load, choose_batch
-from judge.watch import in_a_child
+import argparse  # noqa: E402
+import difflib  # noqa: E402
+import itertools  # noqa: E402
+import statistics  # noqa: E402
+import sys  # noqa: E402
+import warnings  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+
+from judge import bench, check, record, roofline  # noqa: E402
+from judge.record import BUILD, WRONG, Result, tidy  # noqa: E402
+from judge.source import DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem  # noqa: E402
+from judge.source import code_sha256, discover, last_line, set_precision  # noqa: E402
+from judge.worker import Arena, Rejected, Worker  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
+BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
+SECONDS = {"cuda": 2.0, "cpu": 1.5}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    device: str = "cpu"
+    dtypes: tuple[str, ...] = ("float32",)
+    precisions: tuple[str, ...] = ("highest",)
+    directions: tuple[str, ...] = ("forward",)
+    baselines: tuple[str, ...] = ("eager", "compile")
+    batch: int | None = None
+    seed: int = 0
+    flush_bytes: int = 64 << 20  # written before each timed call; on a GPU at least twice what L2 holds
+    seconds: float = 1.5  # of timing, for each contender in each direction
+    profile: Path | None = None
+    timeout: float = 120.0  # seconds that one call may take; an import or a compilation ten times as long
 
 
 class UsageError(Exception):
@@ -34,20 +61,292 @@ class UsageError(Exception):
 
 
 def say(text: str) -> None:
-    if distributed.rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
-def must_be_writable(path: Path) -> None:
-    """Known before anything is measured."""
+# ---- one pair
+
+
+class Judge:
+    """The worker processes and the memory they share, for as long as the harness runs."""
+
+    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
+        self.options, self.ceilings, self.tell = options, ceilings, tell
+        self.arena = Arena(options.device)
+        self.workers: dict[str, Worker] = {}  # by role; those of baselines serve pair after pair
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.kill()
+
+    def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
+        """All records of one pair. Never raises for what a pair does wrong."""
+        options, problem, batch, failure = self.options, None, None, ""
+        if "new" in self.workers:
+            self.workers.pop("new").kill()
+        try:
+            problem = Problem(pair.model_path, constants)
+            batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
+        except RAISED as error:  # whatever a file does at import
+            failure = f"{pair.model_path.name} cannot be used: {last_line(error)}"
+        if problem and options.batch and problem.benchmark_batch is None:
+            raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes no batch size, reads no batch_size")
+        what = {"model": pair.name, "source_sha256": code_sha256(pair.new_path), "device": options.device}
+        what |= {"seed": options.seed, "batch": batch, "constants": constants or {}}
+        for dtype, level in itertools.product(options.dtypes, options.precisions):
+            new = {"dtype": dtype, "precision": level, **what}
+            runs = {direction: Result(direction=direction, **new) for direction in options.directions}
+            case = check.Case(problem, None, self.arena, DTYPES[dtype], level, batch, options.seed)
+            try:
+                if failure:
+                    raise Rejected(failure)
+                set_precision(level)
+                self._judge(pair, case, runs)
+            except Rejected as rejected:
+                reject(runs.values(), rejected)
+            except RAISED as error:
+                reject(runs.values(), Rejected(f"the Model itself raised {last_line(error)}"))
+            for run in runs.values():
+                run.notes += [note for note in case.notes if note not in run.notes]
+            set_precision("highest")
+            yield from runs.values()
+
+    def _judge(self, pair: Pair, case: check.Case, runs: dict[str, Result]) -> None:
+        """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
+
+        def tell(text: str) -> None:
+            batch = "" if case.batch is None else f", batch {case.batch}"
+            self.tell(f"{pair.name}: {next(iter(runs.values())).dtype} {case.precision}{batch}: {text}")
+
+        asked = [direction for direction in DIRECTIONS if direction == "forward" or direction in runs]
+        for direction in [*asked, "after"]:
+            later = asked[asked.index(direction) :] if direction in asked else asked
+            behind = [runs[name] for name in later if name in runs and runs[name].ok]
+            if direction == "after" and not behind:
+                break
+            try:
+                self._begin(pair, case, runs, tell)
+                must_be_empty(check.check(case, direction, tell))
+                if direction in runs and self.options.profile:
+                    self._profile(pair, case, direction)
+                elif direction in runs:
+                    self._time(runs[direction], pair, case, tell)
+            except Rejected as rejected:
+                reject(behind, rejected)
+                asked = asked[: asked.index(direction)] if direction in asked else []
+                if not asked:
+                    break
+        for run in runs.values():
+            if run.ok:
+                set_errors(run, case)
+
+    def _begin(self, pair: Pair, case: check.Case, runs: dict[str, Result], tell: Callable[[str], None]) -> None:
+        """A process for the candidate, where there is none or it has ended, and the module in it."""
+        if case.worker and case.worker.alive():
+            return
+        case.worker = self.workers.get("new")
+        if not (case.worker and case.worker.alive()):
+            tell(f"importing {pair.new_path.name}")
+            case.worker = self.workers["new"] = Worker("new", self.arena, self.options.timeout)
+            loaded = case.worker.ask("load", path=pair.new_path, name="ModelNew", constants={})
+            case.worker.import_seconds = round(loaded["seconds"], 3)
+            must_be_empty(loaded["changed"])
+        for run in runs.values():
+            run.import_seconds = case.worker.import_seconds
+        must_be_empty(check.start(case))
+        for run in runs.values():
+            run.shapes = [list(x.shape) for x in case.draw(0)() if isinstance(x, torch.Tensor)]
+
+    def _rival(self, role: str, pair: Pair, case: check.Case) -> Worker:
+        """The Model, or the candidate in a CUDA graph, in a process of its own."""
+        if not (role in self.workers and self.workers[role].alive()):
+            self.workers[role] = Worker(role, self.arena, self.options.timeout)
+        worker, dtype = self.workers[role], str(case.dtype).removeprefix("torch.")
+        path, name = (pair.new_path, "ModelNew") if role == "new_cudagraph" else (pair.model_path, "Model")
+        worker.ask("load", path=path, name=name, constants=case.problem.constants if name == "Model" else {})
+        arguments = case.problem.arguments(case.seed)
+        worker.ask("make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed)
+        check.give_weights(case, worker=worker)
+        return worker
+
+    def _time(self, run: Result, pair: Pair, case: check.Case, tell: Callable[[str], None]) -> None:
+        contenders = {"new": case.worker}
+        check.give_weights(case)
+        # Eager is timed in any case: the candidate's clock is held against its.
+        for role in dict.fromkeys(["eager", *self.options.baselines]):
+            name = "new_cudagraph" if role == "cudagraph" else role
+            contenders[name] = self._rival(name, pair, case)
+        samples, hidden, certain = self._measure(run, case, contenders, tell)
+        if hidden and certain:
+            raise Rejected(hidden)
+        if case.worker.strays():
+            raise Rejected("starts a process in a session of its own, which goes on while others are timed")
+        run.interference = bench.interference(samples) + self._foreign_load(run) + ([hidden] if hidden else [])
+        run.rounds, run.calls = len(samples.ms["new"]), samples.calls
+        for name, values in samples.ms.items():
+            if name == "eager" and "eager" not in self.options.baselines:
+                continue
+            run.ms[name] = tidy(statistics.median(values))
+            run.spread[name] = [tidy(q) for q in bench.quartiles(values)]
+            if case.device == "cuda":
+                run.host_us[name] = tidy(samples.ready[name]["host_us"])
+                if name in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
+                    run.peak_memory[name] = samples.ready[name]["peak"]
+            if not name.startswith("new"):
+                ratio, (low, high) = bench.speedup(samples, name, case.device)
+                run.speedup[name], run.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
+                run.verdict[name] = bench.verdict(low, high, bool(run.interference))
+        if run.host_us and run.host_us["new"] > 1e3 * run.ms["new"]:
+            times = ", ".join(f"{name} {us:.0f}" for name, us in run.host_us.items())
+            run.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
+        self._set_roof(run, case)
+
+    def _measure(self, run: Result, case: check.Case, contenders: dict[str, Worker], tell: Callable) -> tuple:
+        """The rounds; once more where the candidate seems to hide time, which a disturbance may look like."""
+        ring = check.Ring(case, run.direction)
+        tell(f"timing {run.direction}: {', '.join(contenders)}")
+        clocks_before, measured = record.clocks(case.device), []
+        for _ in range(4):
+            while True:
+                try:
+                    samples = bench.measure(contenders, ring, case.device, self.options.seconds, self.options.flush_bytes)
+                    break
+                except bench.BaselineFailed as failed:  # no fault of the candidate's
+                    if failed.name == "eager":
+                        raise Rejected(f"the Model itself {failed}") from failed
+                    case.note(f"no {failed.name} baseline: {failed}")
+                    contenders.pop(failed.name).kill()
+            measured.append(samples)
+            hidden, certain = bench.hidden_time(measured, case.device)
+            if ring.reasons or not hidden:
+                break
+        must_be_empty(list(dict.fromkeys(ring.reasons)))
+        if case.device == "cuda":
+            run.clocks = {"before": clocks_before, "after": record.clocks("cuda")}
+        return measured[-1], hidden, certain
+
+    def _foreign_load(self, run: Result) -> list[str]:
+        """What the GPU itself says of others on it, and of clocks held down."""
+        if run.device != "cuda":
+            return []
+        others = record.gpu_processes() - 1 - sum(worker.alive() for worker in self.workers.values())
+        signs = [f"{others} other processes compute on this GPU"] if others > 0 else []
+        throttle = (run.clocks["after"] or {}).get("throttle")
+        return signs + ([f"the GPU's clocks are held down: {throttle}"] if throttle else [])
+
+    def _set_roof(self, run: Result, case: check.Case) -> None:
+        backward = run.direction == "forward_backward"
+        try:
+            work = roofline.count_work(case.problem, case.batch, case.dtype, backward)
+        except Exception as error:  # noqa: BLE001 - a record without a floor is still one
+            run.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
+            return
+        for _ in range(2):
+            floor = self.ceilings.floor_ms(work, run.dtype, run.precision)
+            share = floor / run.ms["new"]
+            if share <= 1:
+                break
+            self.ceilings.measure()
+        cached = work.bytes <= 2 * roofline.cache_bytes(run.device)
+        if share > roofline.IMPOSSIBLE[run.device] and not cached:
+            least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
+            raise Rejected(f"takes {run.ms['new']:.4g} ms, which is not possible: {least}")
+        run.roof = {"bytes": work.bytes, "flops": work.flops, "floor_ms": tidy(floor), "percent": tidy(100 * share)}
+        if share > 1:
+            run.notes.append("above 100% of the floor, whose bandwidth is that of a copy")
+
+    def _profile(self, pair: Pair, case: check.Case, direction: str) -> None:
+        """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
+        ring = check.Ring(case, direction)
+        ring.renew()
+        case.worker.ask("ready", seconds=0.2, flush_bytes=1 << 20, **ring.ready)
+        self.options.profile.mkdir(parents=True, exist_ok=True)
+        path = self.options.profile / f"{pair.name}_{direction}.json"
+        rows = sorted(case.worker.ask("profile", path=str(path))["rows"], key=lambda row: -row[2])
+        total = sum(us for _, _, us in rows)
+        print(f"\n{pair.name} {direction}: {total:.1f} us a call; trace: {path}")
+        for name, count, us in rows[:20]:
+            print(f"{us:10.1f} us {100 * us / total:5.1f}%  {count:4.1f} x  {name[:100]}", flush=True)
+
+
+def must_be_empty(reasons: list[str]) -> None:
+    if reasons:
+        raise Rejected(*reasons)
+
+
+def reject(runs, rejected: Rejected) -> None:
+    for run in runs:
+        run.reject(list(rejected.args), BUILD if rejected.kind == BUILD else WRONG)
+
+
+def set_errors(run: Result, case: check.Case) -> None:
+    """Of several outputs the largest of each figure, and each gradient's."""
+    known = {name: errors.as_dict(case.dtype) for name, errors in case.errors.items()}
+    outputs = [errors for name, errors in known.items() if not name.startswith("gradient")]
+    for key in outputs[0] if outputs else ():
+        figures = [each[key] for each in outputs]
+        run.error[key] = None if None in figures else max(figures)
+    if run.direction == "forward_backward":
+        named = {name.removeprefix("gradient of "): errors for name, errors in known.items() if name.startswith("gradient")}
+        run.gradient_error = named
+
+
+# ---- all of it
+
+
+def run_all(pairs: list[Pair], options: Options, asked: argparse.Namespace, argv: list[str]) -> list[Result]:
+    ceilings, runs = roofline.Ceilings(options.device, options.dtypes), []
+    clocks_before = record.clocks(options.device)
+    say(f"device: {record.device_name(options.device)}; measuring its copy bandwidth and matrix rate")
+    ceilings.measure()
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.matrix_rate.items())
+    say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
+    table = None if options.profile else record.Table(options.baselines, asked.markdown)
+    judge = Judge(options, ceilings)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        path.open("a").close()
-        if not existed:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+        for pair in pairs:
+            for run in itertools.chain.from_iterable(judge.judge(pair, each) for each in shapes_of(pair, asked.sweep)):
+                runs.append(run)
+                if table:
+                    table.row(run)
+                if asked.json:  # after every row: what is measured is not lost
+                    surroundings = record.environment(options.device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                    record.save(asked.json, runs, surroundings)
+    finally:
+        judge.close()
+    if table:
+        table.end()
+    return runs
+
+
+def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
+    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
+    if not sweep:
+        return [{}]
+    try:
+        shapes = Problem(pair.model_path).sweep
+    except RAISED:  # the run says what is wrong with the file
+        return [{}]
+    if not shapes:
+        raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
+    return shapes
+
+
+def earlier_runs(sources: list[Path], names: list[str]) -> list[Result]:
+    runs = []
+    for path in sources:
+        if not path.is_file():
+            raise UsageError(f"no file {path}")
+        try:
+            runs += record.read(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is no record of the harness's: {last_line(error)}") from error
+    models = list(dict.fromkeys(run.model for run in runs))
+    wanted = [one_of(name, models, "pair in that file") for name in names] or models
+    return [run for run in runs if run.model in wanted]
+
+
+# ---- the command line
 
 
 def one_of(value: str, choices, what: str) -> str:
@@ -58,56 +357,74 @@ def one_of(value: str, choices, what: str) -> str:
     raise UsageError(f"unknown {what} '{value}': {hint}")
 
 
-def list_of(value: str, choices, what: str) -> list[str]:
-    return list(dict.fromkeys(one_of(part.strip(), choices, what) for part in value.split(",")))
+def list_of(value: str, choices, what: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(one_of(part.strip(), choices, what) for part in value.split(",")))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="harness.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="pairs to run (all), or the two files of one pair")
-    parser.add_argument("--list", action="store_true", help="name the pairs and stop")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    parser.add_argument("--dtype", default="float32", metavar="LIST", help=f"comma separated: {','.join(machine.DTYPES)} (default float32)")
-    parser.add_argument(
-        "--precision", default="highest", metavar="LIST", help="highest: strict float32 (default); high: TF32 allowed; or both"
-    )
-    parser.add_argument("--backward", action="store_true", help="also with gradients recorded, and forward + backward")
-    parser.add_argument("--frozen", action="store_true", help="call ModelNew's freeze_weight(), where it has that: forward only")
-    parser.add_argument("--batch", type=int, metavar="N", help="default: the benchmark batch on a GPU, one that takes little time on a CPU")
-    parser.add_argument("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
-    parser.add_argument(
-        "--baselines", default="eager,compile", metavar="LIST", help=f"of {','.join(trial.BASELINES)} (default eager,compile)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, inputs and the order of rounds (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the chart, SVG or PNG by suffix (needs matplotlib)")
-    parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="harness.py", description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="pairs to run (all), or the two files of one pair")
+    add("--list", action="store_true", help="name the pairs and stop")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    add("--dtype", default="float32", metavar="LIST", help=f"comma separated: {','.join(DTYPES)} (default float32)")
+    add("--precision", default="highest", metavar="LIST", help="highest: strict float32 (default); high: TF32; or both")
+    add("--backward", action="store_true", help="also with gradients recorded, and forward + backward")
+    add("--batch", type=int, metavar="N", help="default: the file's batch_size on a GPU, cpu_batch_size on a CPU")
+    add("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
+    add("--baselines", default="eager,compile", metavar="LIST", help=f"of {','.join(BASELINES)} (eager,compile)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and inputs (default 0)")
+    add("--timeout", type=float, default=120, metavar="S", help="seconds for a call, ten times that for a build (120)")
+    add("--profile", type=Path, metavar="FOLDER", help="time nothing: table and trace of the candidate's kernels")
+    add("--json", type=Path, metavar="FILE", help="write the records")
+    add("--markdown", action="store_true", help="print the table as GitHub markdown")
     sources = "take the records from an earlier --json, or from several, and run nothing"
-    parser.add_argument("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
-    options = parser.parse_args(argv)
-    if options.batch is not None and options.batch < 1:
+    add("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
+    asked = parser.parse_args(argv)
+    if asked.batch is not None and asked.batch < 1:
         raise UsageError("--batch must be at least 1")
-    if options.frozen and options.backward:
-        raise UsageError("--frozen and --backward: a frozen weight is for inference")
-    if options.sweep and options.batch:
+    if asked.sweep and asked.batch:
         raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
-    if not 0 <= options.seed < 1 << 32:
+    if not 0 <= asked.seed < 1 << 32:
         raise UsageError("--seed must be at least 0 and below 2^32")
-    if options.plot and options.plot.suffix not in (".svg", ".png"):
-        raise UsageError("--plot takes a file that ends in .svg or .png")
-    for path in filter(None, (options.json, options.plot)):
-        must_be_writable(path)
-    return options
+    if asked.timeout <= 0:
+        raise UsageError("--timeout must be above 0")
+    if asked.json:
+        try:  # known before anything is measured
+            asked.json.parent.mkdir(parents=True, exist_ok=True)
+            asked.json.open("a").close()
+        except OSError as error:
+            raise UsageError(f"{asked.json} cannot be written: {error.strerror}") from error
+    return asked
 
 
-def chosen_pairs(names: list[str]) -> list[Pair]:
+def options_of(asked: argparse.Namespace) -> Options:
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no GPU here")
+    return Options(
+        device=device,
+        dtypes=list_of(asked.dtype, DTYPES, "dtype"),
+        precisions=list_of(asked.precision, PRECISIONS, "precision"),
+        directions=DIRECTIONS if asked.backward else DIRECTIONS[:1],
+        baselines=list_of(asked.baselines, BASELINES, "baseline"),
+        batch=asked.batch,
+        seed=asked.seed,
+        seconds=SECONDS[device] / (8 if asked.sweep else 1),
+        timeout=asked.timeout,
+        profile=asked.profile,
+    )
+
+
+def pairs_of(names: list[str]) -> list[Pair]:
     if any(name.endswith(".py") for name in names):
         if len(names) != 2:
             raise UsageError("files come in twos: MODEL.py NEW.py")
-        model, new = map(Path, names)
-        for path in (model, new):
+        for path in map(Path, names):
             if not path.is_file():
                 raise UsageError(f"no file {path}")
+        model, new = map(Path, names)
         return [Pair(model.stem, model.resolve(), new.resolve())]
     pairs = discover(ROOT)
     if not pairs:
@@ -115,128 +432,31 @@ def chosen_pairs(names: list[str]) -> list[Pair]:
     return [pairs[one_of(name, list(pairs), "pair")] for name in dict.fromkeys(names)] or list(pairs.values())
 
 
-def chosen_settings(options: argparse.Namespace) -> trial.Settings:
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: PyTorch sees no GPU here")
-    dtypes = [machine.DTYPES[name] for name in list_of(options.dtype, machine.DTYPES, "dtype")]
-    load = Load(device, dtypes, list_of(options.precision, machine.PRECISIONS, "precision"), options.backward)
-    seconds_each = timing.SECONDS_EACH[device] / (8 if options.sweep else 1)
-    return trial.Settings(load, list_of(options.baselines, trial.BASELINES, "baseline"), options.seed, seconds_each, options.frozen)
-
-
-def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
-    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
-    if not sweep:
-        return [{}]
-    try:
-        shapes = Problem(pair.model_path).sweep
-    except RAISED:  # `prepare` says what is wrong with the file
-        return [{}]
-    if not shapes:
-        raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants named `sweep`")
-    return shapes
-
-
-def prepare(pair: Pair, constants: dict, asked: int | None, load: Load, ceilings: Ceilings) -> trial.Entry:
-    """Loads the Model and settles the batch, before anything large is allocated."""
-    try:
-        problem = Problem(pair.model_path, constants)
-    except RAISED as error:  # whatever a file does at import
-        return trial.Entry(pair, failure=f"{pair.model_path.name} cannot be used: {last_line(error)}")
-    if asked and problem.benchmark_batch is None:
-        raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes no batch size and reads no batch_size")
-    try:
-        batch = choose_batch(problem, asked, load, ceilings)
-    except DoesNotFit as error:
-        raise UsageError(str(error)) from error
-    except RAISED:  # no meta device for this Model: its record says so, and its size is taken on trust
-        batch = asked or problem.benchmark_batch
-    if not asked and batch != problem.benchmark_batch:
-        benchmark = problem.benchmark_batch
-        say(f"{pair.name}: batch {batch} instead of the benchmark's {benchmark}, which takes too long or too much memory here")
-    return trial.Entry(pair, problem, distributed.agreed(batch))
-
-
-def run_all(pairs: list[Pair], settings: trial.Settings, options: argparse.Namespace, argv: list[str]) -> tuple[list[trial.Run], dict]:
-    load = settings.load
-    distributed.join(load.device)
-    judge_pair = distributed.judge_pair if distributed.launched() else trial.judge_pair
-    say(f"device: {machine.device_name(load.device)}; measuring its copy bandwidth and matrix rate")
-    clocks_before = machine.clocks(load.device)
-    ceilings = Ceilings(load.device, load.dtypes)
-    ceilings.measure()
-    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.matrix_rate.items())
-    say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
-    shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
-    entries = [prepare(pair, constants, options.batch, load, ceilings) for pair, constants in shapes]
-    if options.sweep and not distributed.launched():
-        say("compiling the Models ahead")
-        ahead.compile_ahead(entries, settings)
-    runs: list[trial.Run] = []
-    surroundings: dict = {}
-    for entry in entries:
-        if machine.is_lost(load.device):
-            entry.failure = "not judged: a kernel before it ended this process's use of the GPU"
-        runs += judge_pair(entry, settings, ceilings, lambda text, name=entry.pair.name: say(f"{name}: {text}"))
-        for run in runs:
-            trial.update_floor(run, ceilings)
-        surroundings = record.environment(load.device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-        if options.json and distributed.rank() == 0:  # after every pair: what is measured is not lost
-            record.save(options.json, runs, surroundings)
-    return runs, surroundings
-
-
-def record_of(path: Path) -> tuple[list[trial.Run], dict]:
-    try:
-        return record.load(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no record of the harness's: {last_line(error)}") from error
-
-
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     try:
         try:
-            options = parse(argv)
-        except SystemExit as leaving:  # argparse has said all; nobody else may end the harness so
+            asked = parse(argv)
+        except SystemExit as leaving:  # argparse has said all
             return leaving.code
-        if options.list:
+        if asked.list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
-        if options.plot:
-            report.plotting()  # or it would be missed after all has been measured
-        if options.sources:
-            missing = [path for path in options.sources if not path.is_file()]
-            if missing:
-                raise UsageError(f"no file {missing[0]}")
-            earlier = [record_of(path) for path in options.sources]
-            runs, surroundings = [run for runs, _ in earlier for run in runs], earlier[0][1]
-            models = list(dict.fromkeys(run.model for run in runs))
-            wanted = [one_of(name, models, "pair in that file") for name in options.names] or models
-            runs = [run for run in runs if run.model in wanted]
+        if asked.sources:
+            runs = earlier_runs(asked.sources, asked.names)
+            table = record.Table({name for run in runs for name in run.ms}, asked.markdown)
+            for run in runs:
+                table.row(run)
+            table.end()
         else:
-            runs, surroundings = run_all(chosen_pairs(options.names), chosen_settings(options), options, argv)
-        print(report.table(runs, options.markdown), flush=True)
-        distributed.leave()
-        if options.plot and distributed.rank() == 0:
-            report.plot(runs, surroundings, options.plot)
-    except (UsageError, distributed.CannotSplit, report.PlotUnavailable) as error:
+            runs = run_all(pairs_of(asked.names), options_of(asked), asked, argv)
+    except UsageError as error:
         say(f"harness.py: {error}")
         return USAGE
-    if any(run.status == trial.BUILD for run in runs):
+    if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
 
 
-def watched(argv: list[str]) -> int:
-    """`main`, and a word where a candidate ended its process; with --json the pairs before it are on record."""
-    code = in_a_child(lambda: main(argv))
-    if code is None:
-        say("harness.py: what was judged last ended the process, without a verdict: it counts as wrong")
-        return ANY_WRONG
-    return code
-
-
 if __name__ == "__main__":
-    sys.exit(watched(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
