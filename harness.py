@@ -18,7 +18,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import argparse  # noqa: E402
 import difflib  # noqa: E402
 import itertools  # noqa: E402
-import statistics  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -36,24 +35,28 @@ from judge.worker import Arena, Rejected, Worker  # noqa: E402
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
 BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
-SECONDS = {"cuda": 2.0, "cpu": 1.5}
+SECONDS_EACH = {"cuda": 2.0, "cpu": 1.5}
 
 
 @dataclass(frozen=True)
 class Options:
     """What the command line asks for."""
 
+    names: tuple[str, ...] = ()
     device: str = "cpu"
     dtypes: tuple[str, ...] = ("float32",)
     precisions: tuple[str, ...] = ("highest",)
     directions: tuple[str, ...] = ("forward",)
     baselines: tuple[str, ...] = ("eager", "compile")
     batch: int | None = None
+    sweep: bool = False
     seed: int = 0
-    flush_bytes: int = 64 << 20  # written before each timed call; on a GPU at least twice what L2 holds
     seconds: float = 1.5  # of timing, for each contender in each direction
-    profile: Path | None = None
     timeout: float = 120.0  # seconds that one call may take; an import or a compilation ten times as long
+    profile: Path | None = None
+    json: Path | None = None
+    markdown: bool = False
+    earlier: tuple[Path, ...] = ()
 
 
 class UsageError(Exception):
@@ -101,7 +104,7 @@ class Judge:
                 if failure:
                     raise Rejected(failure)
                 set_precision(level)
-                self._judge(pair, case, runs)
+                self._judge_case(pair, case, runs)
             except Rejected as rejected:
                 reject(runs.values(), rejected)
             except RAISED as error:
@@ -111,19 +114,17 @@ class Judge:
             set_precision("highest")
             yield from runs.values()
 
-    def _judge(self, pair: Pair, case: check.Case, runs: dict[str, Result]) -> None:
+    def _judge_case(self, pair: Pair, case: check.Case, runs: dict[str, Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
 
         def tell(text: str) -> None:
             batch = "" if case.batch is None else f", batch {case.batch}"
-            self.tell(f"{pair.name}: {next(iter(runs.values())).dtype} {case.precision}{batch}: {text}")
+            self.tell(f"{pair.name}: {str(case.dtype).removeprefix('torch.')} {case.precision}{batch}: {text}")
 
-        asked = [direction for direction in DIRECTIONS if direction == "forward" or direction in runs]
-        for direction in [*asked, "after"]:
-            later = asked[asked.index(direction) :] if direction in asked else asked
-            behind = [runs[name] for name in later if name in runs and runs[name].ok]
-            if direction == "after" and not behind:
-                break
+        right = []  # the directions that are, so far
+        for direction in DIRECTIONS:
+            if direction != "forward" and direction not in runs:
+                continue
             try:
                 self._begin(pair, case, runs, tell)
                 must_be_empty(check.check(case, direction, tell))
@@ -131,14 +132,18 @@ class Judge:
                     self._profile(pair, case, direction)
                 elif direction in runs:
                     self._time(runs[direction], pair, case, tell)
-            except Rejected as rejected:
-                reject(behind, rejected)
-                asked = asked[: asked.index(direction)] if direction in asked else []
-                if not asked:
-                    break
-        for run in runs.values():
-            if run.ok:
-                set_errors(run, case)
+                right += [runs[direction]] if direction in runs else []
+            except Rejected as rejected:  # what builds upon it is wrong too
+                reject([run for run in runs.values() if run not in right], rejected)
+                break
+        try:
+            if right:
+                self._begin(pair, case, runs, tell)
+                must_be_empty(check.check(case, "after", tell))
+        except Rejected as rejected:
+            reject(right, rejected)
+        for run in right:
+            run.set_errors({name: errors.as_dict(case.dtype) for name, errors in case.errors.items()})
 
     def _begin(self, pair: Pair, case: check.Case, runs: dict[str, Result], tell: Callable[[str], None]) -> None:
         """A process for the candidate, where there is none or it has ended, and the module in it."""
@@ -151,79 +156,50 @@ class Judge:
             loaded = case.worker.ask("load", path=pair.new_path, name="ModelNew", constants={})
             case.worker.import_seconds = round(loaded["seconds"], 3)
             must_be_empty(loaded["changed"])
-        for run in runs.values():
-            run.import_seconds = case.worker.import_seconds
         must_be_empty(check.start(case))
         for run in runs.values():
+            run.import_seconds = case.worker.import_seconds
             run.shapes = [list(x.shape) for x in case.draw(0)() if isinstance(x, torch.Tensor)]
+
+    def _time(self, run: Result, pair: Pair, case: check.Case, tell: Callable[[str], None]) -> None:
+        check.give_weights(case)
+        rivals = {}
+        for role in dict.fromkeys(["eager", *self.options.baselines]):  # the candidate's clock is held against eager's
+            try:
+                rivals[role] = self._rival(role, pair, case)
+            except Rejected as failed:
+                if role == "eager":
+                    raise Rejected(f"the Model itself {failed}") from failed
+                case.note(f"no {role} baseline: {failed}")
+        contenders = {"new": case.worker, **rivals}
+        tell(f"timing {run.direction}: {', '.join(contenders)}")
+        ring, clocks_before, measured = check.Ring(case, run.direction), record.clocks(case.device), []
+        for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
+            measured.append(bench.measure(contenders, ring, case, self.options.seconds))
+            must_be_empty(ring.reasons)
+            hidden, certain = bench.hidden_time(measured, case.device)
+            if not hidden:
+                break
+        if hidden and certain:
+            raise Rejected(hidden)
+        if case.worker.strays():
+            raise Rejected("starts a process in a session of its own, which goes on while others are timed")
+        samples, run.clocks = measured[-1], record.before_and_after(clocks_before, case.device)
+        run.interference = bench.interference(samples) + self._foreign_load(run) + ([hidden] if hidden else [])
+        run.set_times(samples, self.options.baselines)
+        self._set_roof(run, case)
 
     def _rival(self, role: str, pair: Pair, case: check.Case) -> Worker:
         """The Model, or the candidate in a CUDA graph, in a process of its own."""
         if not (role in self.workers and self.workers[role].alive()):
             self.workers[role] = Worker(role, self.arena, self.options.timeout)
         worker, dtype = self.workers[role], str(case.dtype).removeprefix("torch.")
-        path, name = (pair.new_path, "ModelNew") if role == "new_cudagraph" else (pair.model_path, "Model")
+        path, name = (pair.new_path, "ModelNew") if role == "cudagraph" else (pair.model_path, "Model")
         worker.ask("load", path=path, name=name, constants=case.problem.constants if name == "Model" else {})
         arguments = case.problem.arguments(case.seed)
         worker.ask("make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed)
         check.give_weights(case, worker=worker)
         return worker
-
-    def _time(self, run: Result, pair: Pair, case: check.Case, tell: Callable[[str], None]) -> None:
-        contenders = {"new": case.worker}
-        check.give_weights(case)
-        # Eager is timed in any case: the candidate's clock is held against its.
-        for role in dict.fromkeys(["eager", *self.options.baselines]):
-            name = "new_cudagraph" if role == "cudagraph" else role
-            contenders[name] = self._rival(name, pair, case)
-        samples, hidden, certain = self._measure(run, case, contenders, tell)
-        if hidden and certain:
-            raise Rejected(hidden)
-        if case.worker.strays():
-            raise Rejected("starts a process in a session of its own, which goes on while others are timed")
-        run.interference = bench.interference(samples) + self._foreign_load(run) + ([hidden] if hidden else [])
-        run.rounds, run.calls = len(samples.ms["new"]), samples.calls
-        for name, values in samples.ms.items():
-            if name == "eager" and "eager" not in self.options.baselines:
-                continue
-            run.ms[name] = tidy(statistics.median(values))
-            run.spread[name] = [tidy(q) for q in bench.quartiles(values)]
-            if case.device == "cuda":
-                run.host_us[name] = tidy(samples.ready[name]["host_us"])
-                if name in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
-                    run.peak_memory[name] = samples.ready[name]["peak"]
-            if not name.startswith("new"):
-                ratio, (low, high) = bench.speedup(samples, name, case.device)
-                run.speedup[name], run.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
-                run.verdict[name] = bench.verdict(low, high, bool(run.interference))
-        if run.host_us and run.host_us["new"] > 1e3 * run.ms["new"]:
-            times = ", ".join(f"{name} {us:.0f}" for name, us in run.host_us.items())
-            run.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
-        self._set_roof(run, case)
-
-    def _measure(self, run: Result, case: check.Case, contenders: dict[str, Worker], tell: Callable) -> tuple:
-        """The rounds; once more where the candidate seems to hide time, which a disturbance may look like."""
-        ring = check.Ring(case, run.direction)
-        tell(f"timing {run.direction}: {', '.join(contenders)}")
-        clocks_before, measured = record.clocks(case.device), []
-        for _ in range(4):
-            while True:
-                try:
-                    samples = bench.measure(contenders, ring, case.device, self.options.seconds, self.options.flush_bytes)
-                    break
-                except bench.BaselineFailed as failed:  # no fault of the candidate's
-                    if failed.name == "eager":
-                        raise Rejected(f"the Model itself {failed}") from failed
-                    case.note(f"no {failed.name} baseline: {failed}")
-                    contenders.pop(failed.name).kill()
-            measured.append(samples)
-            hidden, certain = bench.hidden_time(measured, case.device)
-            if ring.reasons or not hidden:
-                break
-        must_be_empty(list(dict.fromkeys(ring.reasons)))
-        if case.device == "cuda":
-            run.clocks = {"before": clocks_before, "after": record.clocks("cuda")}
-        return measured[-1], hidden, certain
 
     def _foreign_load(self, run: Result) -> list[str]:
         """What the GPU itself says of others on it, and of clocks held down."""
@@ -259,7 +235,7 @@ class Judge:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
         ring = check.Ring(case, direction)
         ring.renew()
-        case.worker.ask("ready", seconds=0.2, flush_bytes=1 << 20, **ring.ready)
+        case.worker.ask("ready", seconds=0.2, **ring.ready)
         self.options.profile.mkdir(parents=True, exist_ok=True)
         path = self.options.profile / f"{pair.name}_{direction}.json"
         rows = sorted(case.worker.ask("profile", path=str(path))["rows"], key=lambda row: -row[2])
@@ -279,43 +255,30 @@ def reject(runs, rejected: Rejected) -> None:
         run.reject(list(rejected.args), BUILD if rejected.kind == BUILD else WRONG)
 
 
-def set_errors(run: Result, case: check.Case) -> None:
-    """Of several outputs the largest of each figure, and each gradient's."""
-    known = {name: errors.as_dict(case.dtype) for name, errors in case.errors.items()}
-    outputs = [errors for name, errors in known.items() if not name.startswith("gradient")]
-    for key in outputs[0] if outputs else ():
-        figures = [each[key] for each in outputs]
-        run.error[key] = None if None in figures else max(figures)
-    if run.direction == "forward_backward":
-        named = {name.removeprefix("gradient of "): errors for name, errors in known.items() if name.startswith("gradient")}
-        run.gradient_error = named
-
-
 # ---- all of it
 
 
-def run_all(pairs: list[Pair], options: Options, asked: argparse.Namespace, argv: list[str]) -> list[Result]:
+def run_all(pairs: list[Pair], options: Options, argv: list[str]) -> list[Result]:
     ceilings, runs = roofline.Ceilings(options.device, options.dtypes), []
     clocks_before = record.clocks(options.device)
     say(f"device: {record.device_name(options.device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.matrix_rate.items())
     say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
-    table = None if options.profile else record.Table(options.baselines, asked.markdown)
+    table = record.Table(options.baselines, options.markdown)
     judge = Judge(options, ceilings)
     try:
-        for pair in pairs:
-            for run in itertools.chain.from_iterable(judge.judge(pair, each) for each in shapes_of(pair, asked.sweep)):
+        for pair, constants in [(pair, each) for pair in pairs for each in shapes_of(pair, options.sweep)]:
+            for run in judge.judge(pair, constants):
                 runs.append(run)
-                if table:
-                    table.row(run)
-                if asked.json:  # after every row: what is measured is not lost
-                    surroundings = record.environment(options.device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-                    record.save(asked.json, runs, surroundings)
+                table.row(run)
+                if options.json:  # after every row: what is measured is not lost
+                    command = ["harness.py", *argv]
+                    surroundings = record.environment(options.device, ceilings, command, ROOT, clocks_before)
+                    record.save(options.json, runs, surroundings)
     finally:
         judge.close()
-    if table:
-        table.end()
+    table.end()
     return runs
 
 
@@ -332,18 +295,19 @@ def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
     return shapes
 
 
-def earlier_runs(sources: list[Path], names: list[str]) -> list[Result]:
-    runs = []
-    for path in sources:
-        if not path.is_file():
-            raise UsageError(f"no file {path}")
-        try:
-            runs += record.read(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} is no record of the harness's: {last_line(error)}") from error
-    models = list(dict.fromkeys(run.model for run in runs))
-    wanted = [one_of(name, models, "pair in that file") for name in names] or models
-    return [run for run in runs if run.model in wanted]
+def pairs_of(names: tuple[str, ...]) -> list[Pair]:
+    if any(name.endswith(".py") for name in names):
+        if len(names) != 2:
+            raise UsageError("files come in twos: MODEL.py NEW.py")
+        for path in map(Path, names):
+            if not path.is_file():
+                raise UsageError(f"no file {path}")
+        model, new = map(Path, names)
+        return [Pair(model.stem, model.resolve(), new.resolve())]
+    pairs = discover(ROOT)
+    if not pairs:
+        raise UsageError("no pair here: a pair is models/NAME.py and kernels/NAME.py")
+    return [pairs[one_of(name, list(pairs), "pair")] for name in dict.fromkeys(names)] or list(pairs.values())
 
 
 # ---- the command line
@@ -361,7 +325,8 @@ def list_of(value: str, choices, what: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one_of(part.strip(), choices, what) for part in value.split(",")))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> tuple[Options, bool]:
+    """The options, and whether only the pairs' names are asked for."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="harness.py", description=__doc__, formatter_class=layout)
     add = parser.add_argument
@@ -379,77 +344,58 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--profile", type=Path, metavar="FOLDER", help="time nothing: table and trace of the candidate's kernels")
     add("--json", type=Path, metavar="FILE", help="write the records")
     add("--markdown", action="store_true", help="print the table as GitHub markdown")
-    sources = "take the records from an earlier --json, or from several, and run nothing"
-    add("--from", type=Path, action="append", dest="sources", metavar="FILE", help=sources)
-    asked = parser.parse_args(argv)
-    if asked.batch is not None and asked.batch < 1:
-        raise UsageError("--batch must be at least 1")
-    if asked.sweep and asked.batch:
-        raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
-    if not 0 <= asked.seed < 1 << 32:
-        raise UsageError("--seed must be at least 0 and below 2^32")
-    if asked.timeout <= 0:
-        raise UsageError("--timeout must be above 0")
-    if asked.json:
-        try:  # known before anything is measured
-            asked.json.parent.mkdir(parents=True, exist_ok=True)
-            asked.json.open("a").close()
-        except OSError as error:
-            raise UsageError(f"{asked.json} cannot be written: {error.strerror}") from error
-    return asked
-
-
-def options_of(asked: argparse.Namespace) -> Options:
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    add("--from", type=Path, action="append", dest="earlier", metavar="FILE", help="print these records, run nothing")
+    asked = vars(parser.parse_args(argv))
+    device = asked.pop("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    only_list, batch, path = asked.pop("list"), asked["batch"], asked["json"]
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch sees no GPU here")
-    return Options(
-        device=device,
-        dtypes=list_of(asked.dtype, DTYPES, "dtype"),
-        precisions=list_of(asked.precision, PRECISIONS, "precision"),
-        directions=DIRECTIONS if asked.backward else DIRECTIONS[:1],
-        baselines=list_of(asked.baselines, BASELINES, "baseline"),
-        batch=asked.batch,
-        seed=asked.seed,
-        seconds=SECONDS[device] / (8 if asked.sweep else 1),
-        timeout=asked.timeout,
-        profile=asked.profile,
-    )
+    if batch is not None and batch < 1:
+        raise UsageError("--batch must be at least 1")
+    if asked["sweep"] and batch:
+        raise UsageError("--batch and --sweep: a sweep's shapes have batches of their own")
+    if not 0 <= asked["seed"] < 1 << 32:
+        raise UsageError("--seed must be at least 0 and below 2^32")
+    if asked["timeout"] <= 0:
+        raise UsageError("--timeout must be above 0")
+    if path:
+        try:  # known before anything is measured
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    asked["dtypes"] = list_of(asked.pop("dtype"), DTYPES, "dtype")
+    asked["precisions"] = list_of(asked.pop("precision"), PRECISIONS, "precision")
+    asked["baselines"] = list_of(asked.pop("baselines"), BASELINES, "baseline")
+    asked["directions"] = DIRECTIONS if asked.pop("backward") else DIRECTIONS[:1]
+    asked["seconds"] = SECONDS_EACH[device] / (8 if asked["sweep"] else 1)
+    asked["names"], asked["earlier"] = tuple(asked["names"]), tuple(asked["earlier"] or ())
+    return Options(device=device, **asked), only_list
 
 
-def pairs_of(names: list[str]) -> list[Pair]:
-    if any(name.endswith(".py") for name in names):
-        if len(names) != 2:
-            raise UsageError("files come in twos: MODEL.py NEW.py")
-        for path in map(Path, names):
-            if not path.is_file():
-                raise UsageError(f"no file {path}")
-        model, new = map(Path, names)
-        return [Pair(model.stem, model.resolve(), new.resolve())]
-    pairs = discover(ROOT)
-    if not pairs:
-        raise UsageError("no pair here: a pair is models/NAME.py and kernels/NAME.py")
-    return [pairs[one_of(name, list(pairs), "pair")] for name in dict.fromkeys(names)] or list(pairs.values())
+def earlier_runs(options: Options) -> list[Result]:
+    """Prints the table of records that were made before."""
+    try:
+        runs = [run for path in options.earlier for run in record.read(path)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--from takes records of the harness's: {last_line(error)}") from error
+    table = record.Table({name for run in runs for name in run.ms}, options.markdown)
+    for run in runs:
+        table.row(run)
+    table.end()
+    return runs
 
 
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     try:
-        try:
-            asked = parse(argv)
-        except SystemExit as leaving:  # argparse has said all
-            return leaving.code
-        if asked.list:
+        options, only_list = parse(argv)
+        if only_list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
-        if asked.sources:
-            runs = earlier_runs(asked.sources, asked.names)
-            table = record.Table({name for run in runs for name in run.ms}, asked.markdown)
-            for run in runs:
-                table.row(run)
-            table.end()
-        else:
-            runs = run_all(pairs_of(asked.names), options_of(asked), asked, argv)
+        runs = earlier_runs(options) if options.earlier else run_all(pairs_of(options.names), options, argv)
+    except SystemExit as leaving:  # argparse has said all
+        return leaving.code
     except UsageError as error:
         say(f"harness.py: {error}")
         return USAGE

@@ -28,14 +28,6 @@ HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 0.2}  # what a turn may tak
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
-class BaselineFailed(Exception):
-    """A baseline raised, ended or hung: no fault of the candidate's."""
-
-    def __init__(self, name: str, said: str):
-        super().__init__(said)
-        self.name = name
-
-
 @dataclass
 class Samples:
     """By contender, a figure a round: milliseconds of a call, and of a turn beyond what its calls claim."""
@@ -46,21 +38,26 @@ class Samples:
     calls: int = 1  # of a turn
 
 
-def measure(contenders: dict[str, Worker], ring, device: str, seconds: float, flush_bytes: int) -> Samples:
-    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers and looks at one."""
-    samples = Samples({name: [] for name in contenders}, {name: [] for name in contenders})
+def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Samples:
+    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers, looks at one.
+
+    A baseline that cannot be timed leaves the contenders, with a note in the `case`.
+    """
+    samples = Samples()
     ring.renew()
-    for name, worker in contenders.items():
+    for name, worker in list(contenders.items()):
         try:
-            samples.ready[name] = worker.ask("ready", seconds=seconds / 10, flush_bytes=flush_bytes, **ring.ready)
-        except Rejected as error:
-            if name.startswith("new"):
+            samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
+        except Rejected as failed:
+            if name in ("new", "eager"):
                 raise
-            raise BaselineFailed(name, str(error)) from error
+            case.note(f"no {name} baseline: {failed}")
+            contenders.pop(name).kill()
+    samples.ms, samples.beyond = ({name: [] for name in contenders} for _ in range(2))
     said = samples.ready.values()
     samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(each["ms"] for each in said))))
     flushes = 1
-    if device == "cuda":  # for as long as the slowest host needs to launch a call, or two milliseconds
+    if case.device == "cuda":  # for as long as the slowest host needs to launch a call, or two milliseconds
         launch_us = min(1.5 * max(each["host_us"] for each in said) + 50, LONGEST_FLUSH_US)
         flushes = math.ceil(launch_us / (1e3 * min(each["flush_ms"] for each in said)))
     secret, inspected, begin = random.SystemRandom(), 0, time.perf_counter()

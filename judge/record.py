@@ -8,11 +8,14 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+
+from judge import bench
 
 OK, WRONG, BUILD = "ok", "wrong", "build failed"
 ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
@@ -64,6 +67,36 @@ class Result:
             for folder in (Path(__file__).resolve().parent.parent, Path.home()):
                 reason = reason.replace(f"{folder}/", "")
             self.reasons += [reason] if reason not in self.reasons else []
+
+    def set_times(self, samples: bench.Samples, baselines: tuple[str, ...]) -> None:
+        self.rounds, self.calls = len(samples.ms["new"]), samples.calls
+        for role, values in samples.ms.items():
+            if role == "eager" and role not in baselines:
+                continue
+            name = "new_cudagraph" if role == "cudagraph" else role
+            self.ms[name] = tidy(statistics.median(values))
+            self.spread[name] = [tidy(q) for q in bench.quartiles(values)]
+            if self.device == "cuda":
+                self.host_us[name] = tidy(samples.ready[role]["host_us"])
+                if name in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
+                    self.peak_memory[name] = samples.ready[role]["peak"]
+            if not name.startswith("new"):
+                ratio, (low, high) = bench.speedup(samples, name, self.device)
+                self.speedup[name], self.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
+                self.verdict[name] = bench.verdict(low, high, bool(self.interference))
+        if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
+            times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
+            self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
+
+    def set_errors(self, errors: dict[str, dict]) -> None:
+        """Of several outputs the largest of each figure, and each gradient's."""
+        outputs = [figures for name, figures in errors.items() if not name.startswith("gradient of ")]
+        for key in outputs[0] if outputs else ():
+            figures = [each[key] for each in outputs]
+            self.error[key] = None if None in figures else max(figures)
+        if self.direction == "forward_backward":
+            gradients = {name: figures for name, figures in errors.items() if name.startswith("gradient of ")}
+            self.gradient_error = {name.removeprefix("gradient of "): each for name, each in gradients.items()}
 
     def way(self) -> str:
         shape = [f"b{self.batch}"] if self.batch is not None else []
@@ -193,6 +226,10 @@ def clocks(device: str) -> dict[str, str] | None:
         return None
     state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", THROTTLE_FIELD)
     return state and {**state, "throttle": throttle_reasons(state.pop(THROTTLE_FIELD))}
+
+
+def before_and_after(before: dict | None, device: str) -> dict:
+    return {"before": before, "after": clocks(device)} if device == "cuda" else {}
 
 
 def throttle_reasons(mask: str) -> str:

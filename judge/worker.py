@@ -33,6 +33,7 @@ from judge.source import DTYPES, RAISED, build_failure, last_line, load, make, s
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
 LATE_SECONDS = 2e-3  # how long an answer that was handed over is watched for changes
+CPU_FLUSH_BYTES = 64 << 20  # written before each timed call
 MANY_BYTES = 1 << 30  # a process that keeps more memory unused gives it back to the device
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 
@@ -221,7 +222,7 @@ def settle(device: str) -> None:
 
 def poison_memory(device: str, like: list, on: bool) -> None:
     """Fills blocks of these sizes with NaN and frees them, and has PyTorch fill what torch.empty gives."""
-    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch._C._set_deterministic_algorithms(on, warn_only=True)  # torch's own function imports a compiler: seconds
     torch.utils.deterministic.fill_uninitialized_memory = on
     blocks = [torch.full_like(x, float("nan"), device=device) for x in like if on and x.is_floating_point()]
     del blocks
@@ -341,20 +342,21 @@ class Contender:
         draws = random_states() != states
         return {"forms": list(forms.values()), "tree": str(tree), "changed": changed, "late": late, "draws": draws}
 
-    def ready(self, ring: list, incoming: list, direction: str, whose: str, seconds: float, flush_bytes: int) -> dict:
+    def ready(self, ring: list, incoming: list, direction: str, whose: str, seconds: float) -> dict:
         """Sets up the calls to be timed and makes them for so many seconds: compilers compile, clocks and caches settle."""
         self.direction, self.places, self.graph, self.buffer = direction, ring, None, None
         self.ring = [[self._tensor(x) for x in each] for each in ring]
         self.wanted = [list(wanted_of(self.modules[0], each, whose).values()) for each in self.ring]
         self.incoming = [self._tensor(place) for place in incoming]
+        flush_bytes = CPU_FLUSH_BYTES
         if self.device == "cuda":
-            flush_bytes = max(flush_bytes, 256 << 20, 2 * torch.cuda.get_device_properties(0).L2_cache_size)
+            flush_bytes = max(256 << 20, 2 * torch.cuda.get_device_properties(0).L2_cache_size)
         self.buffer = torch.empty(flush_bytes, dtype=torch.uint8, device=self.device)
         if self.role == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
             for x in self.ring[0]:
                 if isinstance(x, torch.Tensor):
                     torch._dynamo.mark_static_address(x)
-        if self.role == "new_cudagraph":
+        if self.role == "cudagraph":
             self._capture()
         self._claims(1, 1)
         begin, marks = perf_counter(), []

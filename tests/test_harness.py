@@ -24,7 +24,7 @@ from in_turns import compare as compare_in_turns
 from judge import bench, record, roofline
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import CHUNK, Errors, compare, perturb, random_like
-from judge.problem import DIRECTIONS, Pair, Problem, discover, set_precision
+from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
 from judge.worker import poison_memory, same_bits
 
 PLAIN = source("plain")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import ROOT, Contest, Problem  # noqa: E402
 
-from judge.problem import discover, load, make, set_precision  # noqa: E402
+from judge.source import discover, load, make, set_precision  # noqa: E402
 
 TURNS, SECONDS = 3, 0.25
 

@@ -26,7 +26,7 @@ from judge.roofline import Ceilings  # noqa: E402
 from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
 
 # In a hurry: this is about the judgement, not the figures.
-HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, flush_bytes=1 << 20, timeout=60.0)
+HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0)
 
 
 def ceilings_of(device: str) -> Ceilings:

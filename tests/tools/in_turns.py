@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import DEVICE, ROOT, Contest, Problem, bench  # noqa: E402
 
-from judge.problem import DIRECTIONS, discover, load, make  # noqa: E402
+from judge.source import DIRECTIONS, discover, load, make  # noqa: E402
 
 SAMPLES = 8  # of those whose error is asked for
 
