@@ -20,7 +20,7 @@ from judge.worker import Rejected, Worker
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 INSPECTIONS = 8  # about as many rounds, three at least
 LONGEST_TURN_MS = 50.0
-LONGEST_FLUSH_US = 2000.0
+LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
@@ -44,7 +44,7 @@ def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Sample
     A baseline that cannot be timed leaves the contenders, with a note in the `case`.
     """
     samples = Samples()
-    ring.renew()
+    ring.renew(len(ring.slots))
     for name, worker in list(contenders.items()):
         try:
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
@@ -57,8 +57,8 @@ def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Sample
     said = samples.ready.values()
     samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(each["ms"] for each in said))))
     flushes = 1
-    if case.device == "cuda":  # for as long as the slowest host needs to launch a call, or two milliseconds
-        launch_us = min(1.5 * max(each["host_us"] for each in said) + 50, LONGEST_FLUSH_US)
+    if case.device == "cuda":  # a process that was stopped takes several times as long to launch its first call
+        launch_us = min(5 * max(each["host_us"] for each in said) + 1000, LONGEST_FLUSH_US)
         flushes = math.ceil(launch_us / (1e3 * min(each["flush_ms"] for each in said)))
     secret, inspected, begin = random.SystemRandom(), 0, time.perf_counter()
     deadline = begin + seconds * len(contenders)
@@ -67,14 +67,17 @@ def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Sample
         if turn >= MIN_ROUNDS and inspected >= 3 and (now > deadline or turn >= MAX_ROUNDS):
             return samples
         foreseen = max(MIN_ROUNDS, min(MAX_ROUNDS, (turn + 1) * (deadline - begin) / (now - begin + 1e-9)))
-        ring.renew()
+        ring.renew(samples.calls)
         for name in secret.sample(list(contenders), len(contenders)):
             index, reply = take_turn(name, contenders[name], ring, samples, flushes, secret)
             if name == "new" and (secret.random() < INSPECTIONS / foreseen or turn >= MIN_ROUNDS and inspected < 3):
                 inspected += 1
-                for each in contenders.values() if ring.large else ():
-                    each.ask("rest")  # the Model in float64 takes much memory
+                large = contenders.values() if ring.large else ()  # the Model in float64 takes much memory
+                for each in large:
+                    each.ask("rest")
                 ring.inspect(index, reply)
+                for each in large:
+                    each.ask("warm_up")
 
 
 def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int, secret) -> tuple[int, dict]:

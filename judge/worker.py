@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import math
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import statistics
 import sys
 import time
 import warnings
-from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import NamedTuple
@@ -80,7 +80,7 @@ class Block:
                 call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
                 call_driver("cuIpcGetMemHandle", ctypes.byref(ipc), pointer)
                 self.handle = bytes(ipc)
-            self._free = partial(call_driver, "cuIpcCloseMemHandle" if handle else "cuMemFree_v2", pointer)
+            self._free = functools.partial(call_driver, "cuIpcCloseMemHandle" if handle else "cuMemFree_v2", pointer)
             data = {"data": (pointer.value, False), "shape": (nbytes,), "typestr": "|u1", "strides": None, "version": 3}
             array = type("Array", (), {"__cuda_array_interface__": data})()
             self.storage = torch.as_tensor(array, device="cuda").untyped_storage()
@@ -89,7 +89,7 @@ class Block:
             if not handle:
                 os.truncate(file, nbytes)
                 self.handle = f"/proc/{os.getpid()}/fd/{file}"
-            self._free = list if handle else partial(os.close, file)
+            self._free = list if handle else functools.partial(os.close, file)
             self.storage = torch.UntypedStorage.from_file(self.handle, True, nbytes)
 
     def view(self, place: Place) -> torch.Tensor:
@@ -102,8 +102,13 @@ class Block:
             self._free()
 
 
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def call_driver(name: str, *arguments) -> None:
-    if error := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
+    if error := getattr(driver(), name)(*arguments):
         raise (torch.OutOfMemoryError if error == 2 else RuntimeError)(f"{name} failed with error {error}")
 
 
@@ -212,10 +217,15 @@ def random_states() -> list:
     return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
 
 
-def settle(device: str) -> None:
-    """Waits for the GPU, and gives much unused memory back to it: the other processes need it."""
+def synchronize(device: str) -> None:
     if device == "cuda" and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def settle(device: str) -> None:
+    """Waits for the GPU, and gives much unused memory back to it: the other processes need it."""
+    synchronize(device)
+    if device == "cuda" and torch.cuda.is_initialized():
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MANY_BYTES:
             torch.cuda.empty_cache()
 
@@ -392,6 +402,12 @@ class Contender:
         """Nothing; as after every request, much unused memory goes back to the device."""
         return {}
 
+    def warm_up(self) -> dict:
+        """One call, so that no timed one waits for memory from the device."""
+        self._timed_call(0)
+        synchronize(self.device)
+        return {}
+
     def profile(self, path: str, calls: int = 10) -> dict:
         """What a call consists of, by torch.profiler: names, launches and microseconds. The trace goes to `path`."""
         with torch.profiler.profile() as found:
@@ -424,8 +440,11 @@ class Contender:
         self.kept, marks, gpu = [], [], self.device == "cuda"
         for i in range(count):
             events = [Event(enable_timing=True) for _ in range(3)] if gpu else []
-            gpu and events[0].record()
-            self._flush(flushes)
+            if gpu:
+                call_driver("cuCtxResetPersistingL2Cache")  # lines marked to be evicted last would outlive the flush
+                events[0].record()
+            for _ in range(flushes):  # overwrites at least twice what the last cache holds
+                self.buffer.zero_()
             gpu and events[1].record()
             begin = perf_counter()
             self.kept.append(self._timed_call(i))
@@ -436,13 +455,6 @@ class Contender:
             return [(1e3 * host, 1e6 * host, 0.0) for _, host in marks]
         torch.cuda.synchronize()
         return [(start.elapsed_time(end), 1e6 * host, begin.elapsed_time(start)) for (begin, start, end), host in marks]
-
-    def _flush(self, times: int) -> None:
-        """Overwrites at least twice what the last cache holds, lines that were marked to be evicted last included."""
-        if self.device == "cuda":
-            call_driver("cuCtxResetPersistingL2Cache")
-        for _ in range(times):
-            self.buffer.zero_()
 
     def _capture(self) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -481,8 +493,7 @@ class Contender:
                     copies.append((leaf, self.block.view(place).copy_(leaf)))
         if watch:
             time.sleep(LATE_SECONDS)
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         return watch and not all(same_bits(leaf.to(copied.device), copied) for leaf, copied in copies)
 
     def _tensor(self, place):
@@ -515,10 +526,13 @@ def serve(role: str, device: str, requests, replies) -> None:
     warnings.filterwarnings("ignore")
     contender = Contender(role, device)
     while True:
-        command, arguments = requests.recv()
+        try:
+            command, arguments = requests.recv()
+        except EOFError:  # the parent has ended
+            return
         try:
             reply = getattr(contender, command)(**arguments)
-            if command not in ("time", "answer"):
+            if command not in ("time", "answer", "warm_up"):
                 settle(device)
         except RAISED as error:
             failure = build_failure(error, at_import=command == "load")
@@ -532,9 +546,15 @@ def serve(role: str, device: str, requests, replies) -> None:
 class Worker:
     """A contender's process, as the parent sees it."""
 
+    @staticmethod
+    def start_server() -> None:
+        """Starts the process that the others are copies of: it has loaded torch, and never touches the GPU."""
+        multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+        multiprocessing.forkserver.ensure_running()
+
     def __init__(self, role: str, arena: Arena, timeout: float):
+        self.start_server()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "judge.worker"])
         self.role, self.arena, self.timeout = role, arena, timeout
         theirs, self._requests = context.Pipe(duplex=False)
         self._replies, mine = context.Pipe(duplex=False)
