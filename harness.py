@@ -270,7 +270,8 @@ def run_all(pairs: list[Pair], options: Options, argv: list[str]) -> list[Result
     table = record.Table(options.baselines, options.markdown)
     judge = Judge(options, ceilings)
     try:
-        for pair, constants in [(pair, each) for pair in pairs for each in shapes_of(pair, options.sweep)]:
+        shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
+        for pair, constants in shapes:
             for run in judge.judge(pair, constants):
                 runs.append(run)
                 table.row(run)

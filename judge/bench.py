@@ -24,7 +24,7 @@ LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
-HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 0.2}  # what a turn may take beyond the claims, and eager's does not
+HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 0.2}  # by so much a turn may exceed its claims more than eager's
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
@@ -96,8 +96,8 @@ def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int, s
 
 
 def hidden_time(measured: list[Samples], device: str) -> tuple[str | None, bool]:
-    """Whether the candidate's turns take longer than its own clock says, by more than eager's do: its clock or an answer
-    is not what it seems. And whether that is certain: by the interval, and each time it was measured."""
+    """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
+    answer is not what it seems. And whether that is certain: by the interval, and each time it was measured."""
     apart = [[new - eager for new, eager in zip(each.beyond["new"], each.beyond["eager"])] for each in measured]
     claimed = measured[0].calls * statistics.median(measured[0].ms["new"])
     low, high = quartiles([beyond for each in measured for beyond in each.beyond["eager"]])

@@ -19,8 +19,8 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge.source import Problem, last_line, to_dtype
-from judge.worker import MANY_BYTES, Arena, Place, Rejected, Worker
-from judge.worker import form_of, forward, gradients, random_states, roots_of, same_bits, settle, state_of, synchronize, wanted_of
+from judge.worker import MANY_BYTES, Arena, Place, Rejected, Worker, form_of, forward, gradients, random_states
+from judge.worker import roots_of, same_bits, settle, state_of, synchronize, wanted_of
 
 SEEDS, MOST_SEEDS = 3, 16  # more where few do not meet gate 2: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
@@ -62,7 +62,7 @@ class Errors:
         return [(squares / max(1, self.count)) ** 0.5 for squares in self.squares]
 
     def over_limit(self, dtype: torch.dtype) -> list[str]:
-        """Gate 2. Half an ulp at the output's scale is always allowed: where the Model is exact, rounding is no error."""
+        """Gate 2. Half an ulp at the output's scale is allowed: where the Model is exact, rounding is no error."""
         complaints = []
         for kind, (new, eager, scale) in (("largest", self.most[:3]), ("rms", self.rms())):
             limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
@@ -220,9 +220,7 @@ def start(case: Case) -> list[str]:
     """The same seed gives both the same state, in the same order, and the candidate loads the Model's, strictly."""
     arguments, dtype = case.problem.arguments(case.seed), str(case.dtype).removeprefix("torch.")
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
-    reply = case.worker.ask(
-        "make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed, instances=2
-    )
+    reply = case.worker.ask("make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed, instances=2)
     reasons, mine, theirs = reply["changed"], reply["state"], state_of(case.model)
     if list(mine) != list(theirs):
         return [*reasons, f"state_dict: its keys are {list(mine)}, the Model's are {list(theirs)}"]
@@ -483,7 +481,7 @@ def ask_both(case: Case, request: Request, draws: list[Callable], model: torch.n
 def lay_out(case: Case, request: Request, draws: list[Callable], expected: list[Answer]) -> tuple[list, list, list]:
     """Puts inputs and incoming gradients into the arena, with room for the answers; gives the places of each."""
     sets, (strides, odd) = [draw() for draw in draws], LAYOUTS.get(request.layout, (None, False))
-    incoming = [answer.incoming for answer in expected if answer.incoming]  # then each set of inputs has one call, in order
+    incoming = [answer.incoming for answer in expected if answer.incoming]  # a set of inputs has one call then
     tensors = [x for each in sets for x in each if isinstance(x, torch.Tensor)]
     requests = [(x, strides(x.shape) if strides and x.dim() else None, odd) for x in tensors]
     requests += [(x[:1] if request.expanded and x.dim() else x, None, False) for each in incoming for x in each]
@@ -600,7 +598,7 @@ class Ring:
         self.large = case.arena.block.nbytes > MANY_BYTES
 
     def renew(self, calls: int) -> None:
-        """New inputs for so many calls, by seeds that nobody foresees, and scaled, for a file that always gives the same."""
+        """New inputs for so many calls, by seeds that nobody foresees; scaled, for a file that always gives the same."""
         secret = random.SystemRandom()
         for i, places in enumerate(self.slots[:calls]):
             factor = secret.uniform(0.9, 1.0)
@@ -608,7 +606,7 @@ class Ring:
             for x, place in zip(self.draws[i](), places):
                 if isinstance(place, Place):
                     self.case.arena.view(place).copy_(x)
-        synchronize(self.case.device)  # memory is not given back here: the driver would clear it while the next is timed
+        synchronize(self.case.device)  # and keeps the memory: the driver would clear it while the next is timed
 
     def blank(self) -> None:
         for place in self.answers:

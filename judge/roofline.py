@@ -53,7 +53,7 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
 
 
 class Ceilings:
-    """What this machine reached in this run: copy bandwidth (bytes/s, read + written), matrix rates (FLOP/s, by dtype)."""
+    """What this machine reached in this run: bytes/s copied, read + written, and matrix FLOP/s by dtype."""
 
     def __init__(self, device: str, dtypes: tuple[str, ...]):
         self.device, self.dtypes, self.copy_bandwidth = device, dtypes, 0.0
@@ -81,7 +81,7 @@ class Ceilings:
         return max(rate / (split if product == "float16" else 1) for product, rate in rates)
 
     def _products_of(self, dtype: str) -> tuple[str, ...]:
-        """What a product in this dtype may be made of. A CPU without half-precision units multiplies best in float32."""
+        """What a product in this dtype may be made of. A CPU without half-precision units does best in float32."""
         if self.device == "cuda":
             return ("float32", "float16") if dtype == "float32" else (dtype,)
         return (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)

@@ -63,7 +63,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Block:
-    """Memory of the host, by a file without a name, or of the GPU, by CUDA IPC. With a handle: another process's, opened.
+    """The host's memory, by a nameless file, or of the GPU, by CUDA IPC. With a handle another process's, opened.
 
     The GPU's comes from the driver: PyTorch's allocator would keep it while a process that was killed had it open.
     """
@@ -113,7 +113,7 @@ def call_driver(name: str, *arguments) -> None:
 
 
 class Arena:
-    """The parent's block, for one request at a time. Without CUDA IPC it is the host's, and copied outside the clock."""
+    """The parent's block, for one request at a time. Without CUDA IPC it is the host's, copied outside the clock."""
 
     def __init__(self, device: str):
         self.device, self.on_gpu = device, False
@@ -188,7 +188,7 @@ def wanted_of(module: torch.nn.Module, inputs: list, whose: str) -> dict[str, to
 
 
 def form_of(leaf) -> dict:
-    """What is known of a value before anything touches it: a tensor's subclass may compute when more than its type is asked."""
+    """What is known of a value before anything touches it: a subclass may compute when more than its type is asked."""
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
         return {"type": type(leaf).__name__, "value": "" if isinstance(leaf, torch.Tensor) else repr(leaf)}
     strides = leaf.stride() if leaf.layout == torch.strided and leaf.numel() else ()
@@ -198,7 +198,7 @@ def form_of(leaf) -> dict:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, list]:
-    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), a digest of its bits."""
+    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), digest of its bits."""
     trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, {}
     for name, x in module.state_dict().items():
         digest = hashlib.sha1(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
@@ -307,7 +307,7 @@ class Contender:
     def call(self, sets, incoming, answers, order, keep, direction, mode, instance, whose, poison, stream, again, move):
         """All forward passes of `order`, then all backward passes; copies the answers to `keep` to their places."""
         if "torch._dynamo" in sys.modules:
-            torch._dynamo.config.recompile_limit = 64  # more kinds of calls than it expects: none must end in eager mode
+            torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
         module = self.modules[instance].train(mode == "train")
         if move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -353,7 +353,7 @@ class Contender:
         return {"forms": list(forms.values()), "tree": str(tree), "changed": changed, "late": late, "draws": draws}
 
     def ready(self, ring: list, incoming: list, direction: str, whose: str, seconds: float) -> dict:
-        """Sets up the calls to be timed and makes them for so many seconds: compilers compile, clocks and caches settle."""
+        """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.direction, self.places, self.graph, self.buffer = direction, ring, None, None
         self.ring = [[self._tensor(x) for x in each] for each in ring]
         self.wanted = [list(wanted_of(self.modules[0], each, whose).values()) for each in self.ring]
@@ -436,7 +436,7 @@ class Contender:
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_flatten(result)[0]]
 
     def _claims(self, count: int, flushes: int) -> list[tuple]:
-        """Of each call its milliseconds, the host's microseconds, and the flush's milliseconds. On a GPU all are queued."""
+        """Of each call its milliseconds, the host's microseconds, the flush's milliseconds. On a GPU all are queued."""
         self.kept, marks, gpu = [], [], self.device == "cuda"
         for i in range(count):
             events = [Event(enable_timing=True) for _ in range(3)] if gpu else []
@@ -483,7 +483,7 @@ class Contender:
             yield
 
     def _hand_over(self, results, forms, answers: list, watch: bool = True) -> bool:
-        """Copies tensors of the expected form to their places. True if one changes after that: work goes on elsewhere."""
+        """Copies tensors of the expected form to their places. True if one changes later: work goes on elsewhere."""
         copies = []
         for leaves, known, places in zip(results, forms, answers):
             tensors = [leaf.detach() for leaf, form in zip(leaves, known) if form["type"] == "Tensor"]

@@ -116,8 +116,16 @@ def source(name: str) -> str:
             assert text.count(old) == 1, f"{name}: {old}"
             text = text.replace(old, new)
         return said + candidate.top + text
-    lines = {name: textwrap.indent(textwrap.dedent(getattr(candidate, name)).strip(), " " * 8) for name in ("forward", "init")}
-    return said + HEAD + textwrap.dedent(candidate.top) + NEW.format(methods=textwrap.indent(textwrap.dedent(candidate.methods), "    "), **lines)
+    lines = {
+        name: textwrap.indent(textwrap.dedent(getattr(candidate, name)).strip(), " " * 8)
+        for name in ("forward", "init")
+    }
+    return (
+        said
+        + HEAD
+        + textwrap.dedent(candidate.top)
+        + NEW.format(methods=textwrap.indent(textwrap.dedent(candidate.methods), "    "), **lines)
+    )
 
 
 def model_of(name: str) -> str:
@@ -153,7 +161,9 @@ CANDIDATES = {
     # ---- wrong answers
     "zeros": Candidate("Returns zeros.", "return torch.zeros_like(self.right(x))", "is constant, the Model's is not"),
     "swapped_operations": Candidate(
-        "Adds the bias before Swish.", "return self.group_norm(F.silu(self.matmul(x) + self.bias))", "not close to the Model's"
+        "Adds the bias before Swish.",
+        "return self.group_norm(F.silu(self.matmul(x) + self.bias))",
+        "not close to the Model's",
     ),
     "no_affine_parameters": Candidate(
         "Ignores the norm's weight and bias, which are 1 and 0 in a fresh module.",
@@ -199,9 +209,15 @@ CANDIDATES = {
     ),
     # ---- another form
     "a_list": Candidate("Returns a list.", "return [self.right(x)]", "gives 1 values as"),
-    "another_shape": Candidate("Returns another shape.", "return self.right(x)[None]", "output has shape [1, 32, 64], the Model's has [32, 64]"),
-    "float64_output": Candidate("Returns float64.", "return self.right(x).double()", "output has dtype torch.float64, the Model's has"),
-    "other_strides": Candidate("The right values in other strides.", "return self.right(x).t().contiguous().t()", "output has stride [1, 32]"),
+    "another_shape": Candidate(
+        "Returns another shape.", "return self.right(x)[None]", "output has shape [1, 32, 64], the Model's has [32, 64]"
+    ),
+    "float64_output": Candidate(
+        "Returns float64.", "return self.right(x).double()", "output has dtype torch.float64, the Model's has"
+    ),
+    "other_strides": Candidate(
+        "The right values in other strides.", "return self.right(x).t().contiguous().t()", "output has stride [1, 32]"
+    ),
     "lazy_tensor": Candidate(
         "A tensor subclass that computes when it is looked at, which is after the clock has stopped.",
         """
@@ -219,16 +235,26 @@ class Lazy(torch.Tensor):
     ),
     # ---- the module
     "no_model_new": Candidate("Has no ModelNew.", rejected="has no attribute 'ModelNew' at import", file="\n"),
-    "raises_at_import": Candidate("Raises at import.", rejected="raised NameError: name 'undefined_name' is not defined at import", top="undefined_name"),
-    "raises_in_a_call": Candidate("Raises in a call.", 'raise RuntimeError("no kernel for this")', "raised RuntimeError: no kernel for this"),
-    "one_more_parameter": Candidate("One parameter more.", rejected="state_dict: its keys are", init="self.gamma = nn.Parameter(torch.ones(3))"),
+    "raises_at_import": Candidate(
+        "Raises at import.",
+        rejected="raised NameError: name 'undefined_name' is not defined at import",
+        top="undefined_name",
+    ),
+    "raises_in_a_call": Candidate(
+        "Raises in a call.", 'raise RuntimeError("no kernel for this")', "raised RuntimeError: no kernel for this"
+    ),
+    "one_more_parameter": Candidate(
+        "One parameter more.", rejected="state_dict: its keys are", init="self.gamma = nn.Parameter(torch.ones(3))"
+    ),
     "buffer_for_a_parameter": Candidate(
         "The bias is in the state_dict, but nobody could train it.",
         rejected="state_dict: bias has requires_grad",
         init="del self.bias\nself.register_buffer('bias', torch.randn(0))\nself.bias = torch.zeros(out_features)",
     ),
     "other_initial_weights": Candidate(
-        "Draws its weights differently.", rejected="the same seed does not give the Model's bias", init="nn.init.zeros_(self.bias)"
+        "Draws its weights differently.",
+        rejected="the same seed does not give the Model's bias",
+        init="nn.init.zeros_(self.bias)",
     ),
     "exits_in_its_state": Candidate(
         "Exits where its state is asked for.",
@@ -294,7 +320,9 @@ class Lazy(torch.Tensor):
         rejected="not close to the Model's",
         top="answers = {}\n",
         model=ARGMAX,
-        replaced=(("return torch.argmax(x, 1)", "return answers.setdefault(x.data_ptr(), (x, torch.argmax(x, 1)))[1]"),),
+        replaced=(
+            ("return torch.argmax(x, 1)", "return answers.setdefault(x.data_ptr(), (x, torch.argmax(x, 1)))[1]"),
+        ),
     ),
     "one_static_buffer": Candidate(
         "Every answer is written into the same memory.",
@@ -318,26 +346,39 @@ class Lazy(torch.Tensor):
         "kept while it was called again",
         init="self.kept = []",
     ),
-    "writes_its_input": Candidate("Writes its input.", "out = self.right(x)\nx.add_(1.0)\nreturn out", "writes input 0"),
-    "writes_its_weights": Candidate("Writes a parameter.", "out = self.right(x)\nself.bias.data.add_(1.0)\nreturn out", "writes bias"),
+    "writes_its_input": Candidate(
+        "Writes its input.", "out = self.right(x)\nx.add_(1.0)\nreturn out", "writes input 0"
+    ),
+    "writes_its_weights": Candidate(
+        "Writes a parameter.", "out = self.right(x)\nself.bias.data.add_(1.0)\nreturn out", "writes bias"
+    ),
     "draws_random_numbers": Candidate(
         "Noise from PyTorch's generator.",
         "return self.right(x) * (1 + 1e-7 * torch.rand((), device=x.device))",
         "changes PyTorch's random state",
     ),
-    "sets_the_seed": Candidate("Sets the seed, for everybody.", "torch.manual_seed(0)\nreturn self.right(x)", "changes PyTorch's random state"),
+    "sets_the_seed": Candidate(
+        "Sets the seed, for everybody.", "torch.manual_seed(0)\nreturn self.right(x)", "changes PyTorch's random state"
+    ),
     # ---- other modes, values, layouts, batches
     "grad_mode": Candidate(
         "Computes only while no gradients are recorded.",
         "return self.matmul(x) if torch.is_grad_enabled() else self.right(x)",
         "with gradients recorded",
     ),
-    "zeros_in_training": Candidate("Zeros in training mode.", "return torch.zeros_like(x[:, :64]) if self.training else self.right(x)", "in training mode"),
+    "zeros_in_training": Candidate(
+        "Zeros in training mode.",
+        "return torch.zeros_like(x[:, :64]) if self.training else self.right(x)",
+        "in training mode",
+    ),
     "zeros_in_inference_mode": Candidate(
-        "Zeros in inference mode.", "return torch.zeros_like(x[:, :64]) if x.is_inference() or torch.is_inference_mode_enabled() else self.right(x)",
+        "Zeros in inference mode.",
+        "return torch.zeros_like(x[:, :64]) if x.is_inference() or torch.is_inference_mode_enabled() else self.right(x)",
         "in inference mode",
     ),
-    "positive_inputs": Candidate("Right where no input is below zero.", "return self.right(x.relu())", "values of both signs"),
+    "positive_inputs": Candidate(
+        "Right where no input is below zero.", "return self.right(x.relu())", "values of both signs"
+    ),
     "positive_scales": Candidate(
         "Right where no factor of the norm is below zero.",
         """
@@ -375,10 +416,16 @@ class Lazy(torch.Tensor):
         model=NORM,
         replaced=(("nn.InstanceNorm2d(4, affine=True)", "nn.InstanceNorm2d(4, affine=True, eps=1e-12)"),),
     ),
-    "hides_nan": Candidate("Replaces NaN by numbers.", "return self.right(torch.where(x.isnan(), 0.0, x))", "one NaN in each input"),
-    "clamps_infinity": Candidate("Replaces infinities by numbers.", "return self.right(x.clamp(-1e30, 1e30))", "one infinity in each input"),
+    "hides_nan": Candidate(
+        "Replaces NaN by numbers.", "return self.right(torch.where(x.isnan(), 0.0, x))", "one NaN in each input"
+    ),
+    "clamps_infinity": Candidate(
+        "Replaces infinities by numbers.", "return self.right(x.clamp(-1e30, 1e30))", "one infinity in each input"
+    ),
     "dense_rows": Candidate(
-        "Takes the input for rows side by side in memory.", "return self.right(x.as_strided(x.shape, (x.shape[1], 1)))", "inputs that are transposed"
+        "Takes the input for rows side by side in memory.",
+        "return self.right(x.as_strided(x.shape, (x.shape[1], 1)))",
+        "inputs that are transposed",
     ),
     "rows_of_a_matrix": Candidate(
         "Asks whether the last dimension is dense, and takes the rows for side by side.",
@@ -390,13 +437,19 @@ class Lazy(torch.Tensor):
         "return self.right(x.as_strided(x.shape, x.stride(), x.storage_offset() // 4 * 4))",
         "inputs that are off any alignment",
     ),
-    "one_batch": Candidate("Knows the answer for the benchmark's batch.", "return self.right(x) if len(x) == 32 else self.matmul(x)", "(batch "),
+    "one_batch": Candidate(
+        "Knows the answer for the benchmark's batch.",
+        "return self.right(x) if len(x) == 32 else self.matmul(x)",
+        "(batch ",
+    ),
     "few_batches": Candidate(
         "Knows the answer for the batches that a test may ask for.",
         "return self.right(x) if len(x) in (0, 1, 22, 32, 33) else torch.zeros_like(x[:, :64])",
         "(batch ",
     ),
-    "no_empty_batch": Candidate("Divides by the batch.", "return self.right(x) * (len(x) // len(x))", "raised ZeroDivisionError"),
+    "no_empty_batch": Candidate(
+        "Divides by the batch.", "return self.right(x) * (len(x) // len(x))", "raised ZeroDivisionError"
+    ),
     "workspace_of_one_size": Candidate(
         "A workspace of the benchmark's size: what does not fit is left out.",
         """
@@ -425,7 +478,9 @@ class Lazy(torch.Tensor):
         needs_gpu=True,
     ),
     # ---- gradients
-    "no_gradient": Candidate("Gives no gradient.", "return self.right(x).detach()", "has requires_grad False", shows="forward_recorded"),
+    "no_gradient": Candidate(
+        "Gives no gradient.", "return self.right(x).detach()", "has requires_grad False", shows="forward_recorded"
+    ),
     "cut_off_parameter": Candidate(
         "Cuts a parameter off.",
         "return self.group_norm(F.silu(self.matmul(x)) + self.bias.detach())",
@@ -653,14 +708,20 @@ class Function(torch.autograd.Function):
         top="import threading\nimport time\n",
     ),
     # ---- others' business
-    "autocast_for_everyone": Candidate("Turns autocast on.", "out = self.right(x)\ntorch.set_autocast_enabled('cpu', True)\nreturn out", "changes autocast"),
+    "autocast_for_everyone": Candidate(
+        "Turns autocast on.",
+        "out = self.right(x)\ntorch.set_autocast_enabled('cpu', True)\nreturn out",
+        "changes autocast",
+    ),
     "tf32_for_everyone": Candidate(
         "Allows TF32 for everyone.",
         rejected="changes torch.backends.cudnn.allow_tf32",
         top="torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32\n",
     ),
     "tf32_by_the_old_name": Candidate(
-        "The same by the older name.", rejected="changes the float32 matmul precision", top="torch.set_float32_matmul_precision('high')\n"
+        "The same by the older name.",
+        rejected="changes the float32 matmul precision",
+        top="torch.set_float32_matmul_precision('high')\n",
     ),
     "function_mode": Candidate(
         "Leaves a mode on that sees every call of PyTorch.",
@@ -677,14 +738,38 @@ class Function(torch.autograd.Function):
         rejected="changes the trace or profile function",
         top="import sys\nsys.settrace(lambda *args: None)\n",
     ),
-    "default_dtype": Candidate("Leaves another default dtype.", rejected="changes the default dtype", top="torch.set_default_dtype(torch.float64)\n"),
-    "one_thread": Candidate("Leaves one thread to everybody.", "torch.set_num_threads(1)\nreturn self.right(x)", "changes the number of threads"),
+    "default_dtype": Candidate(
+        "Leaves another default dtype.",
+        rejected="changes the default dtype",
+        top="torch.set_default_dtype(torch.float64)\n",
+    ),
+    "one_thread": Candidate(
+        "Leaves one thread to everybody.",
+        "torch.set_num_threads(1)\nreturn self.right(x)",
+        "changes the number of threads",
+    ),
     # ---- the process
-    "hangs": Candidate("Never returns.", "while True:\n    time.sleep(1)", "it hangs", top="import time\n", timeout=3.0),
-    "hangs_at_import": Candidate("Never comes to an end at import.", rejected="it hangs", top="import time\nwhile True:\n    time.sleep(1)\n", timeout=0.5),
-    "crashes": Candidate("Reads address 0.", "return ctypes.string_at(0)", "ended its process by signal SIGSEGV", top="import ctypes\n"),
-    "exits": Candidate("Leaves the process, with the exit code of the right ones.", "sys.exit(0)", "raised SystemExit: 0", top="import sys\n"),
-    "ends_the_process": Candidate("Ends the process at once.", "os._exit(0)", "ended its process with exit code 0", top="import os\n"),
+    "hangs": Candidate(
+        "Never returns.", "while True:\n    time.sleep(1)", "it hangs", top="import time\n", timeout=3.0
+    ),
+    "hangs_at_import": Candidate(
+        "Never comes to an end at import.",
+        rejected="it hangs",
+        top="import time\nwhile True:\n    time.sleep(1)\n",
+        timeout=0.5,
+    ),
+    "crashes": Candidate(
+        "Reads address 0.", "return ctypes.string_at(0)", "ended its process by signal SIGSEGV", top="import ctypes\n"
+    ),
+    "exits": Candidate(
+        "Leaves the process, with the exit code of the right ones.",
+        "sys.exit(0)",
+        "raised SystemExit: 0",
+        top="import sys\n",
+    ),
+    "ends_the_process": Candidate(
+        "Ends the process at once.", "os._exit(0)", "ended its process with exit code 0", top="import os\n"
+    ),
     "writes_into_the_pipe": Candidate(
         "Writes a verdict into every pipe it has.",
         """
@@ -711,7 +796,9 @@ class Function(torch.autograd.Function):
     ),
     # ---- honest, and those whose trick gains nothing
     "plain": Candidate("The Model's operations, in PyTorch's own functions."),
-    "compiled": Candidate("torch.compile around the forward.", "return self.compiled(x)", init="self.compiled = torch.compile(self.right)"),
+    "compiled": Candidate(
+        "torch.compile around the forward.", "return self.compiled(x)", init="self.compiled = torch.compile(self.right)"
+    ),
     "in_place": Candidate(
         "Writes over its own temporaries, never over an input.",
         """
@@ -756,7 +843,8 @@ class SwishAndBias(torch.autograd.Function):
         top="import time\n",
     ),
     "pickled_before": Candidate(
-        "Was pickled, copied and saved before.", init="import copy, io, pickle\npickle.dumps(torch.rand(3))\ncopy.deepcopy(self)\ntorch.save(self.bias, io.BytesIO())"
+        "Was pickled, copied and saved before.",
+        init="import copy, io, pickle\npickle.dumps(torch.rand(3))\ncopy.deepcopy(self)\ntorch.save(self.bias, io.BytesIO())",
     ),
     "slower_rivals": Candidate(
         "Slows down, in its own process, what a Model is made of: gains nothing.",
@@ -775,19 +863,34 @@ class SwishAndBias(torch.autograd.Function):
         top="import time\n",
     ),
     "a_slice": Candidate("The Model's output is a slice.", model=SLICED),
-    "expanded_output": Candidate("The Model's output is expanded.", model=any_model("x.mean(1, keepdim=True).expand(-1, 5)")),
-    "transposed_output": Candidate("The Model's output is a view, transposed.", model=any_model("x.view(-1, 8, 8).transpose(1, 2)")),
+    "expanded_output": Candidate(
+        "The Model's output is expanded.", model=any_model("x.mean(1, keepdim=True).expand(-1, 5)")
+    ),
+    "transposed_output": Candidate(
+        "The Model's output is a view, transposed.", model=any_model("x.view(-1, 8, 8).transpose(1, 2)")
+    ),
     "complex_output": Candidate(
-        "The Model's output is complex.", model=any_model("torch.fft.rfft(x * self.w)", init="self.w = nn.Parameter(torch.rand(64))")
+        "The Model's output is complex.",
+        model=any_model("torch.fft.rfft(x * self.w)", init="self.w = nn.Parameter(torch.rand(64))"),
     ),
     "several_outputs": Candidate(
-        "Outputs of several types.", model=any_model("(self.l(x), {'index': x.argmax(1), 'number': 3})", init="self.l = nn.Linear(64, 8)")
+        "Outputs of several types.",
+        model=any_model("(self.l(x), {'index': x.argmax(1), 'number': 3})", init="self.l = nn.Linear(64, 8)"),
     ),
-    "batch_norm": Candidate("Running means.", model=any_model("self.norm(x).relu()", "torch.rand(batch_size, 4, 8, 8)", "self.norm = nn.BatchNorm2d(4)")),
-    "dropout": Candidate("Random in training mode.", model=any_model("F.dropout(self.l(x), 0.5, self.training)", init="self.l = nn.Linear(64, 8)")),
+    "batch_norm": Candidate(
+        "Running means.",
+        model=any_model("self.norm(x).relu()", "torch.rand(batch_size, 4, 8, 8)", "self.norm = nn.BatchNorm2d(4)"),
+    ),
+    "dropout": Candidate(
+        "Random in training mode.",
+        model=any_model("F.dropout(self.l(x), 0.5, self.training)", init="self.l = nn.Linear(64, 8)"),
+    ),
     "an_embedding": Candidate(
-        "Inputs that are indices.", model=any_model("self.t(x)", "torch.randint(0, 50, (batch_size, 64))", "self.t = nn.Embedding(50, 8)")
+        "Inputs that are indices.",
+        model=any_model("self.t(x)", "torch.randint(0, 50, (batch_size, 64))", "self.t = nn.Embedding(50, 8)"),
     ),
-    "refuses_some_values": Candidate("A Model for values within 0 and 1.", model=any_model("F.binary_cross_entropy(x, x.round())")),
+    "refuses_some_values": Candidate(
+        "A Model for values within 0 and 1.", model=any_model("F.binary_cross_entropy(x, x.round())")
+    ),
     "instance_norm": Candidate("InstanceNorm2d with parameters.", model=NORM),
 }

@@ -44,7 +44,9 @@ def judge(judges, tmp_path):
     def judge(new: str, model: str = MODEL, **asked):
         (tmp_path / "model.py").write_text(model)
         (tmp_path / "new.py").write_text(new)
-        return judges(Pair("model", tmp_path / "model.py", tmp_path / "new.py"), **{"directions": ("forward",), **asked})
+        return judges(
+            Pair("model", tmp_path / "model.py", tmp_path / "new.py"), **{"directions": ("forward",), **asked}
+        )
 
     return judge
 
@@ -99,7 +101,10 @@ def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
 
 
 def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
-    runs = judge(source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as"), directions=DIRECTIONS)
+    runs = judge(
+        source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as"),
+        directions=DIRECTIONS,
+    )
     assert [run.ok for run in runs] == [True, True, False]
     assert "ended its process with exit code 3" in runs[2].reasons[0]
 
@@ -111,12 +116,20 @@ def test_accepts_an_honest_one_in(dtype, judge, device):
     for run in runs:
         assert run.rounds >= bench.MIN_ROUNDS and run.ms["new"] > 0 and run.ms["eager"] > 0 and run.shapes == [[32, 96]]
         assert (run.error["eager_max"] is None) == (dtype == "float64")
-    assert set(runs[2].gradient_error) == {"input 0", "bias", *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias"))}
+    assert set(runs[2].gradient_error) == {
+        "input 0",
+        "bias",
+        *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias")),
+    }
 
 
 def test_the_model_itself_is_as_exact_as_itself(judge):
     (run,) = judge(MODEL.replace("class Model(", "class ModelNew("))
-    assert run.ok and run.error["new_max"] == run.error["eager_max"] > 0 and run.error["new_rms"] == run.error["eager_rms"] > 0
+    assert (
+        run.ok
+        and run.error["new_max"] == run.error["eager_max"] > 0
+        and run.error["new_rms"] == run.error["eager_rms"] > 0
+    )
 
 
 def test_kernelbench_files_that_take_no_batch_argument(judge, tmp_path):
@@ -126,7 +139,9 @@ def test_kernelbench_files_that_take_no_batch_argument(judge, tmp_path):
 
 
 def test_a_model_that_cannot_run_on_meta_has_no_floor(judge):
-    (run,) = judge(PLAIN, MODEL.replace("h = self.matmul(x)", "h = self.matmul(x) * (2.0 if x.sum().item() == 12345.5 else 1.0)"))
+    (run,) = judge(
+        PLAIN, MODEL.replace("h = self.matmul(x)", "h = self.matmul(x) * (2.0 if x.sum().item() == 12345.5 else 1.0)")
+    )
     assert run.ok and run.roof == {} and "no floor" in run.notes[0]
 
 
@@ -166,15 +181,22 @@ class Wrong(torch.autograd.Function):
         return g * 100 * w, gradient
 
 class ModelNew("""
-    wrong = model.replace("class Model(", function).replace("return x * self.w * 100\n\n", "return Wrong.apply(x, self.w)\n\n")
+    wrong = model.replace("class Model(", function).replace(
+        "return x * self.w * 100\n\n", "return Wrong.apply(x, self.w)\n\n"
+    )
     runs = judge(wrong, model, dtypes=("float16",), directions=DIRECTIONS)
     assert any("not close" in reason for reason in runs[2].reasons), runs[2].reasons
 
 
 def test_a_layout_that_is_refused_is_noted(judge):
-    refuses = PLAIN.replace("return self.right(x)", 'assert x.is_contiguous(), "rows side by side are wanted"\n        return self.right(x)')
+    refuses = PLAIN.replace(
+        "return self.right(x)", 'assert x.is_contiguous(), "rows side by side are wanted"\n        return self.right(x)'
+    )
     (run,) = judge(refuses)
-    assert run.ok and "refuses inputs that are transposed: raised AssertionError: rows side by side are wanted" in run.notes, run.reasons
+    assert (
+        run.ok
+        and "refuses inputs that are transposed: raised AssertionError: rows side by side are wanted" in run.notes
+    ), run.reasons
 
 
 BUILD_FAILURES = {
@@ -196,7 +218,14 @@ def test_a_build_that_fails_in_a_call_is_a_failed_build(judge):
     assert run.status == record.BUILD and run.reasons[0].startswith("build failed: ")
 
 
-@pytest.mark.parametrize("lines", ["import a_module_nobody_has", "from os import build", 'error = ValueError("first\\nsecond")\nraise error from error'])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import a_module_nobody_has",
+        "from os import build",
+        'error = ValueError("first\\nsecond")\nraise error from error',
+    ],
+)
 def test_another_error_at_import_is_wrong(lines, judge):
     (run,) = judge(lines)
     assert run.status == record.WRONG and run.reasons[0].startswith("raised ") and run.reasons[0].endswith("at import")
@@ -229,7 +258,12 @@ def test_compare_counts_across_chunks(device):
 
 def test_gate_one_is_relative_to_the_scale_and_to_each_element():
     eager = torch.tensor([0.0, 100.0])
-    for new, scale, wrong in (([2e-3, 100.0], 1.0, 1), ([2e-3, 100.0], 50.0, 0), ([0.0, 100.010], 1.0, 0), ([0.0, 100.011], 1.0, 1)):
+    for new, scale, wrong in (
+        ([2e-3, 100.0], 1.0, 1),
+        ([2e-3, 100.0], 50.0, 0),
+        ([0.0, 100.010], 1.0, 0),
+        ([0.0, 100.011], 1.0, 1),
+    ):
         assert compare(torch.tensor(new), eager, None, 1e-4, scale).wrong == wrong
 
 
@@ -237,7 +271,11 @@ def test_compare_takes_the_same_nan_and_infinity_as_equal():
     special = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     found = compare(special, special, special.double(), 1e-4)
     assert (found.wrong, found.most[0], found.most[2]) == (0, 0.0, 1.0)
-    for other in ([0.0, math.inf, -math.inf, 1.0], [math.nan, math.inf, math.inf, 1.0], [math.nan, 3e38, -math.inf, 1.0]):
+    for other in (
+        [0.0, math.inf, -math.inf, 1.0],
+        [math.nan, math.inf, math.inf, 1.0],
+        [math.nan, 3e38, -math.inf, 1.0],
+    ):
         assert compare(torch.tensor(other), special, None, 1e-4).wrong == 1
 
 
@@ -262,7 +300,10 @@ def test_perturb_changes_every_floating_value_and_repeats(device):
 
 
 def test_incoming_gradients_are_the_same_in_every_dtype(device):
-    drawn = [random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0] for dtype in (torch.float16, torch.float32, torch.float64)]
+    drawn = [
+        random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0]
+        for dtype in (torch.float16, torch.float32, torch.float64)
+    ]
     assert torch.equal(drawn[1].double(), drawn[2]) and torch.allclose(drawn[0].double(), drawn[2], rtol=0, atol=1e-6)
     assert 0.9 < drawn[2].std() < 1.1
 
@@ -277,7 +318,11 @@ def test_poisoned_memory_is_nan_until_the_switches_come_back(device):
 def test_precision_sets_all_switches():
     for level, tf32 in (("high", True), ("highest", False)):
         set_precision(level)
-        switches = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        switches = (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+        )
         assert switches == (level, tf32, tf32)
 
 
@@ -293,7 +338,9 @@ def test_copies_are_timed_in_turns(tmp_path):
         return float(line.split()[2]), float(line.split("error ")[1].split()[0])
 
     def text(seconds: float, factor: float = 1.0) -> str:  # what sleeps differs by the same on a busy machine
-        return PLAIN.replace("return self.right(x)", f"import time; time.sleep({seconds})\n        return {factor} * self.right(x)")
+        return PLAIN.replace(
+            "return self.right(x)", f"import time; time.sleep({seconds})\n        return {factor} * self.right(x)"
+        )
 
     texts = {"file": text(0.01), "same": text(0.01), "slow": text(0.06), "wrong": text(0.01, 1.01)}
     files = [tmp_path / f"{name}.py" for name in texts]
@@ -339,9 +386,14 @@ def test_equal_contenders_are_not_told_apart(rounds, disturbance):
 
 def test_what_is_faster_by_more_than_the_noise_is_called_faster():
     noise = random.Random(0)
-    samples = samples_of(**{name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))})
+    samples = samples_of(
+        **{name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))}
+    )
     _, (low, high) = bench.speedup(samples, "slow", "cuda")
-    assert bench.verdict(low, high, disturbed=False) == FASTER and bench.verdict(1 / high, 1 / low, disturbed=False) == SLOWER
+    assert (
+        bench.verdict(low, high, disturbed=False) == FASTER
+        and bench.verdict(1 / high, 1 / low, disturbed=False) == SLOWER
+    )
     assert bench.verdict(low, high, disturbed=True) == AMBIGUOUS and bench.verdict(1.5, 1.6, disturbed=True) == FASTER
     assert bench.verdict(0.99, 1.01, disturbed=False) == bench.verdict(1.0, 1.01, disturbed=False) == AMBIGUOUS
 
@@ -358,22 +410,32 @@ def test_disturbed_rounds_are_said():
 
 def test_time_that_a_clock_leaves_out_is_found():
     turns = {"new": [1.0] * 20, "eager": [1.0] * 20}
-    assert bench.hidden_time([Samples(turns, {"new": [0.45] * 20, "eager": [0.40] * 20}, calls=8)], "cuda") == (None, True)
+    assert bench.hidden_time([Samples(turns, {"new": [0.45] * 20, "eager": [0.40] * 20}, calls=8)], "cuda") == (
+        None,
+        True,
+    )
     said, certain = bench.hidden_time([Samples(turns, {"new": [1.45] * 20, "eager": [0.40] * 20}, calls=8)], "cuda")
     assert said.startswith("its own clock says 8.000 ms") and certain
-    assert not bench.hidden_time([Samples(turns, {"new": [9.45] * 11 + [0.1] * 9, "eager": [0.40] * 20}, calls=8)], "cuda")[1]
+    assert not bench.hidden_time(
+        [Samples(turns, {"new": [9.45] * 11 + [0.1] * 9, "eager": [0.40] * 20}, calls=8)], "cuda"
+    )[1]
 
 
 def test_what_a_gpu_says_of_its_clocks():
     assert record.clocks("cpu") is None
-    assert record.throttle_reasons("0x0000000000000001") == record.throttle_reasons("[N/A]") == ""  # idle; a GPU that does not say
+    assert (
+        record.throttle_reasons("0x0000000000000001") == record.throttle_reasons("[N/A]") == ""
+    )  # idle; a GPU that does not say
     assert record.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
-    (run,) = judge(PLAIN.replace("return self.right(x)", "import time; time.sleep(1e-3)\n        return self.right(x)"), device="cuda")
+    (run,) = judge(
+        PLAIN.replace("return self.right(x)", "import time; time.sleep(1e-3)\n        return self.right(x)"),
+        device="cuda",
+    )
     assert run.ok and run.host_us["new"] > 1000 > run.host_us["eager"] and run.ms["new"] < 0.5
     assert any(note.startswith("the host takes longer to launch a call") for note in run.notes)
 
@@ -425,7 +487,9 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: measured.append(1))
     monkeypatch.setattr(roofline.Ceilings, "floor_ms", lambda self, *work: share * now["ms"])
     now = {}
-    monkeypatch.setattr(bench, "interference", lambda samples: [] if now.update(ms=statistics.median(samples.ms["new"])) else [])
+    monkeypatch.setattr(
+        bench, "interference", lambda samples: [] if now.update(ms=statistics.median(samples.ms["new"])) else []
+    )
     judge = harness.Judge(replace(HURRY, directions=("forward",)), ceilings_of("cpu"), lambda text: None)
     (run,) = judge.judge(write(tmp_path, "plain"))
     judge.close()
@@ -466,7 +530,9 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     document = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     environment = document["environment"]
-    assert {*"time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()} <= environment.keys()
+    assert {
+        *"time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()
+    } <= environment.keys()
     assert environment["command"][0] == "harness.py"
     assert [run["direction"] for run in document["runs"]] == ["forward", "forward_recorded", "forward_backward"]
     for run in document["runs"]:
@@ -498,7 +564,11 @@ def test_from_prints_and_judges_what_was_recorded(suite, tmp_path, capsys):
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     sweep = "\nfeatures = 96\nsweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]\n"
-    model = MODEL.replace("batch_size = 32\n", "batch_size = 32" + sweep).replace("96", "features").replace("= features", "= 96")
+    model = (
+        MODEL.replace("batch_size = 32\n", "batch_size = 32" + sweep)
+        .replace("96", "features")
+        .replace("= features", "= 96")
+    )
     suite.add("good", PLAIN, model)
     records = tmp_path / "sweep.json"
     assert suite("--sweep", "--json", str(records)) == 0
@@ -527,7 +597,9 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     rows = [row for row in capsys.readouterr().out.splitlines() if row and "timed under" not in row]
     rows = rows[-7:]  # of the last run: four, and three reasons
     assert "it hangs" in rows[-3] and "SIGSEGV" in rows[-2] and "build failed: x.cpp:3: error: expected ';'" in rows[-1]
-    shown = [(row.split()[0], next(word for word in row.split() if word in ("ok", "WRONG", "BUILD"))) for row in rows[:4]]
+    shown = [
+        (row.split()[0], next(word for word in row.split() if word in ("ok", "WRONG", "BUILD"))) for row in rows[:4]
+    ]
     assert shown == [("good", "ok"), ("hanging", "WRONG"), ("lost", "WRONG"), ("unbuilt", "BUILD")]
 
 
@@ -586,7 +658,16 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(tmp_path):
         (tmp_path / sub).mkdir()
         (tmp_path / sub / "fifth.py").write_text(text)
     (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, str(tmp_path / "harness.py"), "--device", "cpu", "--baselines", "eager", "--json", "o.json"]
+    command = [
+        sys.executable,
+        str(tmp_path / "harness.py"),
+        "--device",
+        "cpu",
+        "--baselines",
+        "eager",
+        "--json",
+        "o.json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].split()[:2] == ["fifth", "cpu"]

@@ -12,7 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import DEVICE, ROOT, Contest, Problem, bench  # noqa: E402
 
-SMALL = {"linear_swish_group_norm": 2048, "instance_norm": 4, "conv_sigmoid_group_norm": 8, "linear_instance_norm_residual": 64}
+SMALL = {
+    "linear_swish_group_norm": 2048,
+    "instance_norm": 4,
+    "conv_sigmoid_group_norm": 8,
+    "linear_instance_norm_residual": 64,
+}
 
 
 def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_norm") -> int:
@@ -27,10 +32,18 @@ def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_
         ratios.append(abs(ratio - 1))
         widths.append(high - low)
         hidden = bench.hidden_time([samples], DEVICE)[0] or ""
-        print(f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}", file=sys.stderr, flush=True)
+        print(
+            f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}",
+            file=sys.stderr,
+            flush=True,
+        )
     ratios.sort()
-    print(f"{verdicts[bench.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {statistics.median(widths):.4f};")
-    print(f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {ratios[int(0.95 * runs) - 1]:.4f} in 95 of 100;")
+    print(
+        f"{verdicts[bench.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {statistics.median(widths):.4f};"
+    )
+    print(
+        f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {ratios[int(0.95 * runs) - 1]:.4f} in 95 of 100;"
+    )
     print(f"{disturbed} of {runs} runs say that they were disturbed")
     return 0 if verdicts[bench.AMBIGUOUS] >= 0.95 * runs else 1
 

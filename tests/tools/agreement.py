@@ -42,13 +42,20 @@ def compare(name: str, constants: dict) -> bool:
         judge, triton = map(statistics.median, clocks)
         apart = abs(judge / triton - 1)
         agree &= apart <= 0.02 or bool(constants) and (apart <= 0.05 or abs(judge - triton) <= 2e-3)
-        print(f"{name} {constants or ''} {which}: judge {judge:.4f} ms, do_bench {triton:.4f} ms, {100 * apart:.1f}% apart", flush=True)
+        print(
+            f"{name} {constants or ''} {which}: judge {judge:.4f} ms, do_bench {triton:.4f} ms, {100 * apart:.1f}% apart",
+            flush=True,
+        )
     return agree
 
 
 def main(names: list[str]) -> int:
     set_precision("highest")
-    shapes = [(name, shape) for name in names or discover(ROOT) for shape in ({}, Problem(ROOT / "models" / f"{name}.py").sweep[0])]
+    shapes = [
+        (name, shape)
+        for name in names or discover(ROOT)
+        for shape in ({}, Problem(ROOT / "models" / f"{name}.py").sweep[0])
+    ]
     return int(not all([compare(name, shape) for name, shape in shapes]))
 
 

@@ -1,10 +1,10 @@
 """Judges the candidates of tests/candidates.py: every wrong one must be rejected for the reason it names, every honest one accepted.
 
-    python tests/tools/attack.py                          all of them, once, with the reason each is rejected for
-    python tests/tools/attack.py --repeats 100 honest     the honest ones, each with 100 seeds
-    python tests/tools/attack.py --processes 4 wrong      shared by four
-    python tests/tools/attack.py zeros hangs              some
-    python tests/tools/attack.py --write FOLDER           writes them out, as files to judge one by one or to read
+python tests/tools/attack.py                          all of them, once, with the reason each is rejected for
+python tests/tools/attack.py --repeats 100 honest     the honest ones, each with 100 seeds
+python tests/tools/attack.py --processes 4 wrong      shared by four
+python tests/tools/attack.py zeros hangs              some
+python tests/tools/attack.py --write FOLDER           writes them out, as files to judge one by one or to read
 """
 
 import argparse
@@ -98,7 +98,11 @@ def main() -> int:
         for name in chosen:
             failed, said = [], ""
             for seed in range(options.repeats):
-                asked = {"timeout": CANDIDATES[name].timeout, "directions": directions_of(name), "device": options.device}
+                asked = {
+                    "timeout": CANDIDATES[name].timeout,
+                    "directions": directions_of(name),
+                    "device": options.device,
+                }
                 runs = judges(write(Path(folder), name), seed=seed, **asked)
                 said = "; ".join([reason for run in runs for reason in run.reasons] or runs[-1].notes or ["accepted"])
                 failed += [] if is_as_expected(name, runs) else [(seed, said)]
