@@ -269,6 +269,8 @@ def run_all(pairs: list[Pair], options: Options, argv: list[str]) -> list[Result
     say(f"copy {ceilings.copy_bandwidth / 1e9:.4g} GB/s, matrix {rates}")
     table = record.Table(options.baselines, options.markdown)
     judge = Judge(options, ceilings)
+    if options.device == "cuda" and not judge.arena.on_gpu:
+        say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
     try:
         shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options.sweep)]
         for pair, constants in shapes:

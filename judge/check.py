@@ -598,7 +598,7 @@ class Ring:
         self.large = case.arena.block.nbytes > MANY_BYTES
 
     def renew(self, calls: int) -> None:
-        """New inputs for so many calls, by seeds that nobody foresees; scaled, for a file that always gives the same."""
+        """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
         secret = random.SystemRandom()
         for i, places in enumerate(self.slots[:calls]):
             factor = secret.uniform(0.9, 1.0)

@@ -198,7 +198,7 @@ def form_of(leaf) -> dict:
 
 
 def state_of(module: torch.nn.Module) -> dict[str, list]:
-    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), digest of its bits."""
+    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), its bits' digest."""
     trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, {}
     for name, x in module.state_dict().items():
         digest = hashlib.sha1(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()

@@ -1,7 +1,7 @@
-"""Candidates for the judge: wrong ones, with words of the reason each must be rejected for, and honest ones. A table of bodies.
+"""Candidates for the judge: wrong ones, with words of the reason each must be rejected for, and honest ones.
 
-`source(name)` gives a candidate's whole file and `model_of(name)` the Model it stands in for; `python tests/tools/attack.py --write FOLDER` writes
-them out, and judges them without it.
+A table of bodies: `source(name)` gives a candidate's whole file and `model_of(name)` the Model it stands in for.
+`python tests/tools/attack.py --write FOLDER` writes them out, and judges them without it.
 """
 
 import textwrap
@@ -142,6 +142,10 @@ def rounded(t, bits):
     """Keeps so many bits of mantissa."""
     mantissa, exponent = torch.frexp(t)
     return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
+
+
+def rounded_product(linear, x, bits):
+    return F.linear(rounded(x, bits), rounded(linear.weight, bits), linear.bias)
 '''
 FUNCTION = """
 class Function(torch.autograd.Function):
@@ -172,13 +176,13 @@ CANDIDATES = {
     ),
     "15_bit_product": Candidate(
         "Multiplies with 15 bits: inside gate 1, and imprecise.",
-        "return self.group_norm(F.silu(F.linear(rounded(x, 15), rounded(self.matmul.weight, 15), self.matmul.bias)) + self.bias)",
+        "return self.group_norm(F.silu(rounded_product(self.matmul, x, 15)) + self.bias)",
         "error against float64",
         top=ROUNDED,
     ),
     "tf32_product": Candidate(
         "Multiplies with TF32's 10 bits where nobody allowed it.",
-        "return self.group_norm(F.silu(F.linear(rounded(x, 10), rounded(self.matmul.weight, 10), self.matmul.bias)) + self.bias)",
+        "return self.group_norm(F.silu(rounded_product(self.matmul, x, 10)) + self.bias)",
         "not close to the Model's",
         top=ROUNDED,
     ),
@@ -373,7 +377,7 @@ class Lazy(torch.Tensor):
     ),
     "zeros_in_inference_mode": Candidate(
         "Zeros in inference mode.",
-        "return torch.zeros_like(x[:, :64]) if x.is_inference() or torch.is_inference_mode_enabled() else self.right(x)",
+        "return torch.zeros_like(x[:, :64]) if torch.is_inference_mode_enabled() else self.right(x)",
         "in inference mode",
     ),
     "positive_inputs": Candidate(
@@ -404,7 +408,8 @@ class Lazy(torch.Tensor):
         replaced=(
             (
                 "return self.norm(x)",
-                "m = x.double().mean((2, 3), keepdim=True)\n        v = x.square().double().mean((2, 3), keepdim=True).float() - m.float().square()\n"
+                "m = x.double().mean((2, 3), keepdim=True)\n"
+                "        v = x.square().double().mean((2, 3), keepdim=True).float() - m.float().square()\n"
                 "        y = (x - m) * torch.rsqrt(v.double() + self.norm.eps)\n"
                 "        return (y * self.norm.weight.view(-1, 1, 1) + self.norm.bias.view(-1, 1, 1)).to(x.dtype)",
             ),
@@ -745,7 +750,7 @@ class Function(torch.autograd.Function):
     ),
     "one_thread": Candidate(
         "Leaves one thread to everybody.",
-        "torch.set_num_threads(1)\nreturn self.right(x)",
+        "torch.set_num_threads(torch.get_num_threads() % 2 + 1)\nreturn self.right(x)",
         "changes the number of threads",
     ),
     # ---- the process
@@ -787,7 +792,8 @@ class Function(torch.autograd.Function):
         "Starts a process in a session of its own, which keeps a core busy while others are timed.",
         """
         if not self.started:
-            self.started = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)]
+            command = [sys.executable, "-c", "import time; time.sleep(60)"]
+            self.started = [subprocess.Popen(command, start_new_session=True)]
         return self.right(x)
         """,
         "starts a process in a session of its own",
@@ -844,7 +850,12 @@ class SwishAndBias(torch.autograd.Function):
     ),
     "pickled_before": Candidate(
         "Was pickled, copied and saved before.",
-        init="import copy, io, pickle\npickle.dumps(torch.rand(3))\ncopy.deepcopy(self)\ntorch.save(self.bias, io.BytesIO())",
+        init="""
+        import copy, io, pickle
+        pickle.dumps(torch.rand(3))
+        copy.deepcopy(self)
+        torch.save(self.bias, io.BytesIO())
+        """,
     ),
     "slower_rivals": Candidate(
         "Slows down, in its own process, what a Model is made of: gains nothing.",
@@ -859,7 +870,10 @@ class SwishAndBias(torch.autograd.Function):
     ),
     "busy_thread": Candidate(
         "A thread keeps a core busy, while the process is not stopped: gains nothing.",
-        init="import threading\nthreading.Thread(target=lambda: [time.sleep(1e-4) for _ in iter(int, 1)], daemon=True).start()",
+        init="""
+        import threading
+        threading.Thread(target=lambda: [time.sleep(1e-4) for _ in iter(int, 1)], daemon=True).start()
+        """,
         top="import time\n",
     ),
     "a_slice": Candidate("The Model's output is a slice.", model=SLICED),

@@ -1,6 +1,6 @@
 """Times a Model against itself, again and again, each time in two new processes: how many of the intervals hold 1.0.
 
-python tests/tools/a_against_a.py [RUNS] [SECONDS_EACH] [NAME]       100 runs, 0.3 seconds for each contender, linear_swish_group_norm
+python tests/tools/a_against_a.py [RUNS] [SECONDS_EACH] [NAME]     100 runs of 0.3 seconds, linear_swish_group_norm
 """
 
 import statistics
@@ -38,12 +38,10 @@ def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_
             flush=True,
         )
     ratios.sort()
-    print(
-        f"{verdicts[bench.AMBIGUOUS]} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {statistics.median(widths):.4f};"
-    )
-    print(
-        f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {ratios[int(0.95 * runs) - 1]:.4f} in 95 of 100;"
-    )
+    held, width = verdicts[bench.AMBIGUOUS], statistics.median(widths)
+    print(f"{held} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {width:.4f};")
+    most = ratios[int(0.95 * runs) - 1]
+    print(f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {most:.4f} in 95 of 100;")
     print(f"{disturbed} of {runs} runs say that they were disturbed")
     return 0 if verdicts[bench.AMBIGUOUS] >= 0.95 * runs else 1
 

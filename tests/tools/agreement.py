@@ -1,9 +1,9 @@
-"""The judge's medians against triton.testing.do_bench: each pair at its benchmark shapes, ModelNew and Model, and at the smallest of its sweep.
+"""The judge's medians against triton.testing.do_bench: each pair at its benchmark shapes and the smallest of its sweep.
 
     python tests/tools/agreement.py [NAME ...]
 
-The two take turns, so that clocks and temperature are the same for both. Exit code 1 if they differ by more than 2% at the benchmark shapes, or
-by more than 5% and 2 microseconds at the smallest. Needs a GPU.
+The two take turns, so that clocks and temperature are the same for both. Exit code 1 if they differ by more than 2% at
+the benchmark shapes, or by more than 5% and 2 microseconds at the smallest. Needs a GPU.
 """
 
 import statistics
@@ -42,10 +42,8 @@ def compare(name: str, constants: dict) -> bool:
         judge, triton = map(statistics.median, clocks)
         apart = abs(judge / triton - 1)
         agree &= apart <= 0.02 or bool(constants) and (apart <= 0.05 or abs(judge - triton) <= 2e-3)
-        print(
-            f"{name} {constants or ''} {which}: judge {judge:.4f} ms, do_bench {triton:.4f} ms, {100 * apart:.1f}% apart",
-            flush=True,
-        )
+        said = f"judge {judge:.4f} ms, do_bench {triton:.4f} ms, {100 * apart:.1f}% apart"
+        print(f"{name} {constants or ''} {which}: {said}", flush=True)
     return agree
 
 

@@ -1,10 +1,11 @@
 """Times edited copies of a kernel file beside the file itself, and says how exact each is.
 
-    python tests/tools/in_turns.py NAME COPY.py ...     in float32, at the benchmark shape (on a CPU at its cpu_batch_size)
+    python tests/tools/in_turns.py NAME COPY.py ...     in float32, at the benchmark shape (on a CPU: cpu_batch_size)
     python tests/tools/in_turns.py --direction forward_backward NAME COPY.py ...
 
-Of each: the median in milliseconds, how much of the file's time that is, with its 95% interval, and the largest error against the Model in
-float64, of a few samples. All take turns: an H200 from one hour to the next, and one beside another, differ by more than most edits do.
+Of each: the median in milliseconds, how much of the file's time that is, with its 95% interval, and the largest error
+against the Model in float64, of a few samples. All take turns: an H200 from one hour to the next, and one beside
+another, differ by more than most edits do.
 """
 
 import argparse
