@@ -1,9 +1,9 @@
 """How fast? All contenders take turns in rounds, in a random order, each in its own process, the others stopped.
 
-A turn is a few calls, each on inputs of its own and behind a flush of the cache, timed by the worker's own clock
-(events on a GPU); then one of the answers, drawn when they are all there, is handed over. The parent's clock runs over
-the whole turn. What a turn takes beyond the sum that the worker claims is the same for all, so a candidate that takes
-more than eager there claims too little, and is rejected.
+A turn is a call to warm up, on old inputs, and then a few calls, each on new inputs of its own and behind a flush of
+the cache, timed by the worker's own clock (events on a GPU); then one of the answers, drawn when they are all there, is
+handed over. The parent's clock runs over all but the first call. What a turn takes beyond the sum that the worker
+claims is the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
 """
 
 from __future__ import annotations
@@ -76,13 +76,12 @@ def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Sample
                 for each in large:
                     each.ask("rest")
                 ring.inspect(index, reply)
-                for each in large:
-                    each.ask("warm_up")
 
 
 def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int, secret) -> tuple[int, dict]:
     """Which of the turn's answers was handed over, and what the worker said of it."""
     ring.blank()
+    worker.ask("warm_up")
     start = time.perf_counter()
     claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
     index = secret.randrange(samples.calls)

@@ -355,9 +355,9 @@ class Contender:
     def ready(self, ring: list, incoming: list, direction: str, whose: str, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.direction, self.places, self.graph, self.buffer = direction, ring, None, None
-        self.ring = [[self._tensor(x) for x in each] for each in ring]
+        self.ring = [[self._tensor(x, own=True) for x in each] for each in ring]
         self.wanted = [list(wanted_of(self.modules[0], each, whose).values()) for each in self.ring]
-        self.incoming = [self._tensor(place) for place in incoming]
+        self.incoming = [self._tensor(place, own=True) for place in incoming]
         flush_bytes = CPU_FLUSH_BYTES
         if self.device == "cuda":
             flush_bytes = max(256 << 20, 2 * torch.cuda.get_device_properties(0).L2_cache_size)
@@ -385,10 +385,6 @@ class Contender:
 
     def time(self, count: int, flushes: int) -> dict:
         """Milliseconds of so many calls, by this process's own clock. The parent holds its own against their sum."""
-        if self.block.on_gpu != (self.device == "cuda"):  # the inputs drawn anew come from the host's memory
-            for x, place in zip(sum(self.ring, []), sum(self.places, [])):
-                if isinstance(place, Place):
-                    x.data.copy_(self.block.view(place))
         return {"ms": [ms for ms, _, _ in self._claims(count, flushes)]}
 
     def answer(self, index: int, places: list) -> dict:
@@ -403,8 +399,15 @@ class Contender:
         return {}
 
     def warm_up(self) -> dict:
-        """One call, so that no timed one waits for memory from the device."""
+        """One call on the inputs of the turn before; then takes the new ones.
+
+        So no timed call waits for memory, nor for addresses that the GPU forgot while others had their turn.
+        """
         self._timed_call(0)
+        for inputs, places in zip(self.ring, self.places):
+            for x, place in zip(inputs, places):
+                if isinstance(place, Place):
+                    x.data.copy_(self.block.view(place))
         synchronize(self.device)
         return {}
 
@@ -496,11 +499,12 @@ class Contender:
         synchronize(self.device)
         return watch and not all(same_bits(leaf.to(copied.device), copied) for leaf, copied in copies)
 
-    def _tensor(self, place):
+    def _tensor(self, place, own: bool = False):
+        """What lies at a place: in the shared memory itself where that is the device's, else in this process's `own`."""
         if not isinstance(place, Place):
             return place
         shared = self.block.view(place)
-        if shared.device.type == self.device:
+        if shared.device.type == self.device and not own:
             return shared
         return torch.empty_strided(place.shape, place.strides, dtype=shared.dtype, device=self.device).copy_(shared)
 

@@ -685,7 +685,7 @@ class Function(torch.autograd.Function):
         waiting, real = {}, torch.Tensor.copy_
 
         def slowly(module, x):
-            time.sleep(0.03)
+            time.sleep(0.1)
             return module.right(x)
 
         def copy(self, other, *args, **kwargs):
