@@ -96,7 +96,7 @@ def test_what_is_wrong_is_not_timed(judge):
 
 def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
     runs = judge(source("no_gradient"), directions=DIRECTIONS)
-    assert [run.ok for run in runs] == [True, False, False]
+    assert [run.ok for run in runs] == [True, False, False], [run.reasons for run in runs]
     assert runs[0].notes == ["outputs carry no gradient, the Model's do"] and runs[0].ms["new"] > 0
 
 
@@ -105,7 +105,7 @@ def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
         source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as"),
         directions=DIRECTIONS,
     )
-    assert [run.ok for run in runs] == [True, True, False]
+    assert [run.ok for run in runs] == [True, True, False], [run.reasons for run in runs]
     assert "ended its process with exit code 3" in runs[2].reasons[0]
 
 
