@@ -185,8 +185,12 @@ class Judge:
             raise Rejected(hidden)
         if case.worker.strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
-        samples, run.clocks = measured[-1], record.before_and_after(clocks_before, case.device)
-        run.interference = bench.interference(samples) + self._foreign_load(run) + ([hidden] if hidden else [])
+        samples = measured[-1]
+        run.interference = bench.interference(samples) + ([hidden] if hidden else [])
+        if clocks_before:
+            run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
+            if held := run.clocks["after"]["throttle"]:
+                run.interference.append(f"the GPU's clocks are held down: {held}")
         run.set_times(samples, self.options.baselines)
         self._set_roof(run, case)
 
@@ -201,15 +205,6 @@ class Judge:
         worker.ask("make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed)
         check.give_weights(case, worker=worker)
         return worker
-
-    def _foreign_load(self, run: Result) -> list[str]:
-        """What the GPU itself says of others on it, and of clocks held down."""
-        if run.device != "cuda":
-            return []
-        others = record.gpu_processes() - 1 - sum(worker.alive() for worker in self.workers.values())
-        signs = [f"{others} other processes compute on this GPU"] if others > 0 else []
-        throttle = (run.clocks["after"] or {}).get("throttle")
-        return signs + ([f"the GPU's clocks are held down: {throttle}"] if throttle else [])
 
     def _set_roof(self, run: Result, case: check.Case) -> None:
         backward = run.direction == "forward_backward"

@@ -209,14 +209,10 @@ def device_name(device: str) -> str:
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def _nvidia_smi(question: str) -> list[str]:
-    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-    return _said("nvidia-smi", question, "--format=csv,noheader,nounits", gpu)
-
-
 def query_gpu(*fields: str) -> dict[str, str]:
     """What nvidia-smi says of the GPU in use; nothing where it cannot say."""
-    said = _nvidia_smi(f"--query-gpu={','.join(fields)}")
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    said = _said("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", gpu)
     return dict(zip(fields, (value.strip() for value in said[0].split(",")))) if said else {}
 
 
@@ -225,19 +221,11 @@ def clocks(device: str) -> dict[str, str] | None:
     if device != "cuda":
         return None
     state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", THROTTLE_FIELD)
-    return state and {**state, "throttle": throttle_reasons(state.pop(THROTTLE_FIELD))}
-
-
-def before_and_after(before: dict | None, device: str) -> dict:
-    return {"before": before, "after": clocks(device)} if device == "cuda" else {}
+    reasons = throttle_reasons(state.pop(THROTTLE_FIELD, ""))
+    return {**state, "throttle": reasons}
 
 
 def throttle_reasons(mask: str) -> str:
     """The names of the bits of nvidia-smi's mask that slow a busy GPU down; empty for none."""
     bits = int(mask, 16) if mask.startswith("0x") else 0
     return ", ".join(dict.fromkeys(name for bit, name in THROTTLE.items() if bits & bit))
-
-
-def gpu_processes() -> int:
-    """How many processes compute on the GPU in use. A container shows others' numbers, so they are only counted."""
-    return len([line for line in _nvidia_smi("--query-compute-apps=pid") if line.strip().isdigit()])
