@@ -173,7 +173,7 @@ class Judge:
         contenders = {"new": case.worker, **rivals}
         tell(f"timing {run.direction}: {', '.join(contenders)}")
         clocks_before, measured = record.clocks(case.device), []
-        for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
+        for _ in range(4):  # again where time seems to be hidden, which a disturbance may look like
             check.give_weights(case)
             ring = check.Ring(case, run.direction)
             measured.append(bench.measure(contenders, ring, case, self.options.seconds))

@@ -541,7 +541,10 @@ def serve(role: str, device: str, requests, replies) -> None:
         except RAISED as error:
             failure = build_failure(error, at_import=command == "load")
             reply = {"raised": last_line(error), "build": failure, "memory": isinstance(error, torch.OutOfMemoryError)}
-        replies.send_bytes(json.dumps(reply).encode())
+        try:
+            replies.send_bytes(json.dumps(reply).encode())
+        except BrokenPipeError:  # the parent has ended
+            return
 
 
 # ---- the parent's side
