@@ -648,7 +648,7 @@ class Function(torch.autograd.Function):
     ),
     "clock_that_runs_slowly": Candidate(
         "Exchanges the clock of its process, the C function and all that hold it.",
-        "time.sleep(0.01)\nreturn self.right(x)",
+        "time.sleep(0.05)\nreturn self.right(x)",
         "its own clock says",
         top="""
         import time
