@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from judge.worker import Rejected, Worker
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
-INSPECTIONS = 8  # about as many rounds, three at least
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
@@ -39,7 +38,10 @@ class Samples:
 
 
 def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Samples:
-    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers, looks at one.
+    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers, and keeps some.
+
+    Which ones it keeps is drawn when they are there. They are looked at in the end: that takes memory and time, and
+    what was allocated anew in between was seen to run 10% slower for the rest of the rounds.
 
     A baseline that cannot be timed leaves the contenders, with a note in the `case`.
     """
@@ -60,22 +62,22 @@ def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Sample
     if case.device == "cuda":  # a process that was stopped takes several times as long to launch its first call
         launch_us = min(5 * max(each["host_us"] for each in said) + 1000, LONGEST_FLUSH_US)
         flushes = math.ceil(launch_us / (1e3 * min(each["flush_ms"] for each in said)))
-    secret, inspected, begin = random.SystemRandom(), 0, time.perf_counter()
+    secret, begin = random.SystemRandom(), time.perf_counter()
     deadline = begin + seconds * len(contenders)
     for turn in itertools.count():
         now = time.perf_counter()
-        if turn >= MIN_ROUNDS and inspected >= 3 and (now > deadline or turn >= MAX_ROUNDS):
-            return samples
-        foreseen = max(MIN_ROUNDS, min(MAX_ROUNDS, (turn + 1) * (deadline - begin) / (now - begin + 1e-9)))
+        if turn >= MIN_ROUNDS and (now > deadline or turn >= MAX_ROUNDS):
+            break
         ring.renew(samples.calls)
         for name in secret.sample(list(contenders), len(contenders)):
             index, reply = take_turn(name, contenders[name], ring, samples, flushes, secret)
-            if name == "new" and (secret.random() < INSPECTIONS / foreseen or turn >= MIN_ROUNDS and inspected < 3):
-                inspected += 1
-                large = contenders.values() if ring.large else ()  # the Model in float64 takes much memory
-                for each in large:
-                    each.ask("rest")
-                ring.inspect(index, reply)
+            place = turn if turn < ring.most_kept else secret.randrange(turn + 1)
+            if name == "new" and place < ring.most_kept:  # so each round is as likely to be kept as any other
+                ring.keep(place, index, reply)
+    for worker in contenders.values():
+        worker.ask("rest")  # the Model in float64 takes much memory
+    ring.inspect()
+    return samples
 
 
 def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int, secret) -> tuple[int, dict]:

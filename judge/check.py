@@ -19,12 +19,13 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from judge.source import Problem, last_line, to_dtype
-from judge.worker import MANY_BYTES, Arena, Place, Rejected, Worker, form_of, forward, gradients, random_states
+from judge.worker import Arena, Place, Rejected, Worker, form_of, forward, gradients, random_states
 from judge.worker import roots_of, same_bits, settle, state_of, synchronize, wanted_of
 
 SEEDS, MOST_SEEDS = 3, 16  # more where few do not meet gate 2: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
+MOST_KEPT, KEPT_BYTES = 8, {"cuda": 24 << 30, "cpu": 1 << 30}  # of the timed answers that are looked at
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 WHOSE = {"forward": "nobody's", "forward_recorded": "parameters", "forward_backward": "all"}  # gradients, by direction
 
@@ -595,7 +596,8 @@ class Ring:
         given = [filled(case.arena, x, places) for x in self.incoming]
         self.ready = {"ring": self.slots, "incoming": given, "direction": direction, "whose": WHOSE[direction]}
         self.answers, self.draws = list(places), [case.draw(0)] * slots
-        self.large = case.arena.block.nbytes > MANY_BYTES
+        room = KEPT_BYTES[case.device] // max(1, sum(x.nbytes for x in answers))
+        self.kept, self.most_kept = {}, max(1, min(MOST_KEPT, room))
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
@@ -613,9 +615,22 @@ class Ring:
             fill_with_nan(self.case.arena.view(place))
         synchronize(self.case.device)
 
-    def inspect(self, index: int, reply: dict) -> None:
-        """Holds an answer that was given while the clock ran against the Model's, by both gates."""
-        case, draw = self.case, self.draws[index]
+    def keep(self, place: int, index: int, reply: dict) -> None:
+        """A copy of the answer that was handed over, and how to draw its inputs again."""
+        self.kept.pop(place, None)
+        tensors = [self.case.arena.view(each).clone() for each in self.answers]
+        self.kept[place] = self.draws[index], reply, tensors
+        synchronize(self.case.device)
+
+    def inspect(self) -> None:
+        """Holds answers that were given while the clock ran against the Model's, by both gates."""
+        while self.kept:
+            self._inspect(*self.kept.popitem()[1])
+            settle(self.case.device)
+
+    def _inspect(self, draw: Callable, reply: dict, given: list) -> None:
+        case = self.case
+        given = [x.to(case.device) for x in given]
         expected = answer_of(case.model, draw(), self.request, lambda roots: self.incoming)
         kept = [i for i, name in enumerate(expected.leaves) if name in self.names]
         expected.forms = without_gradient([expected.forms[i] for i in kept])
@@ -625,10 +640,7 @@ class Ring:
             leaves = exact_answer(case, case.model, draw, self.request, self.incoming)
             return leaves and [leaves[i] for i in kept]
 
-        given = [case.arena.read(place) for place in self.answers]
         wrong = different_forms(expected, reply["forms"], expected.tree, strides=True)
         wrong = wrong or different_values(case, expected, given, exact, "both")
         wrong += reply["changed"]
         self.reasons += [f"{what} (while it was timed)" for what in wrong]
-        del expected, given, exact
-        settle(case.device)

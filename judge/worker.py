@@ -500,7 +500,7 @@ class Contender:
         return watch and not all(same_bits(leaf.to(copied.device), copied) for leaf, copied in copies)
 
     def _tensor(self, place, own: bool = False):
-        """What lies at a place: in the shared memory itself where that is the device's, else in this process's `own`."""
+        """What lies at a place: in the shared memory where that is the device's, else in this process's `own`."""
         if not isinstance(place, Place):
             return place
         shared = self.block.view(place)
