@@ -110,10 +110,6 @@ constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-// A promoted sum is too small by so much on average, since the tensor cores truncate (measured: uniform x, K of 132 to
-// 8192). A norm does not see it, but its gradient does, through rstd. Where sums have few terms, nothing is truncated.
-constexpr float kRestored = 1 + 3 * 0x1p-23f;
-constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -158,7 +154,6 @@ struct RowScale {
 };
 // What is known of x and W after their split, in device memory, for the product and for the gradients.
 struct Known {
-    int few;       // not 0: a row has few values
     int smallest;  // of the exponents of W's rows
     int rows[1];   // the exponents of x's rows, as many as there are
 };
@@ -198,7 +193,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
             held[i] = exists && at < own.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
-    float largest = 0, sum = 0, squares = 0, lost = 0;  // largest: of the finite ones
+    float largest = 0, lost = 0;  // largest: of the finite ones
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
@@ -220,21 +215,18 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = v[j] * scale * again;
-                sum += fabsf(v[j]), squares = fmaf(v[j], v[j], squares);
                 lost += fabsf(v[j]) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;
             }
             if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
         }
     }
     if (own.scales == nullptr) return;
-    sum = reduce_group(sum, group, warp_values, Sum()), squares = reduce_group(squares, group, warp_values, Sum());
     lost = reduce_group(lost, group, warp_values, Sum());
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), lost * 0x1p14f};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     own.scales[row] = result;
-    if (sum * sum < kFewTerms * squares) own.known->few = 1;
     if (own.exponents != nullptr) own.exponents[row] = exponent;
     else take_smallest(&own.known->smallest, exponent);
 }
@@ -347,8 +339,7 @@ __device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) 
 }
 
 template <bool TURNED_A, bool TURNED_B>
-__device__ __forceinline__ void consumer(
-    MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup, float restored) {
+__device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
     const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
@@ -385,7 +376,7 @@ __device__ __forceinline__ void consumer(
 #pragma unroll
                     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
+                    for (int i = 0; i < 64; ++i) sum[i] += part[i];
                 }
             }
         }
@@ -440,7 +431,7 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<kConsumerRegisters>();
-        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, epilogue.restored());
+        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup);
     }
 #endif
 }
@@ -468,7 +459,6 @@ struct LinearProduct {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ float restored() const { return known->few != 0 ? 1.0f : kRestored; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = this->scales, *rows = columns + n;
@@ -587,7 +577,7 @@ template <class Epilogue> static cudaError_t launch_linear(
     Known* const known = epilogue.known;
     const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, known, known->rows};
     const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, known};
-    cudaError_t error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    cudaError_t error = cudaMemsetAsync(known, 0, sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
     return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
@@ -609,7 +599,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 struct SplitGradient {
     __half* pieces;
     const Known* known;  // the forward's
-    int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
+    int* own;  // the smallest a_i + exponent of x's row i (begins as 0); the a_i
 };
 // A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
 // thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
@@ -635,9 +625,8 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
         if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
-    to.own[2 + row] = exponent;
-    take_smallest(&to.own[1], exponent + to.known->rows[row]);
-    if (largest > 0) atomicAdd(&to.own[0], 1);
+    to.own[1 + row] = exponent;
+    take_smallest(&to.own[0], exponent + to.known->rows[row]);
 }
 // A thread's columns of a row of n; zeros beyond n.
 __device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
@@ -673,15 +662,12 @@ struct StoreGradient {
     struct Scales {
         float rows[4], all[2];
     };
-    __device__ __forceinline__ float restored() const {
-        return grad.known->few != 0 || grad.own[0] < kFewTerms ? 1.0f : kRestored;
-    }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = -smallest_of(of_weight ? &grad.own[1] : &grad.known->smallest);
+        const int exponent = -smallest_of(of_weight ? &grad.own[0] : &grad.known->smallest);
         Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own[2 + min(corner.row + 4 * r, m - 1)]);
+            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own[1 + min(corner.row + 4 * r, m - 1)]);
         }
         return scales;
     }
@@ -699,8 +685,8 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.all = of_weight ? &grad->own[1] : &grad->known->smallest;
-    split.less = of_weight ? &grad->own[2] : nullptr;
+    split.all = of_weight ? &grad->own[0] : &grad->known->smallest;
+    split.less = of_weight ? &grad->own[1] : nullptr;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
     const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
@@ -952,7 +938,7 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
     if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({2 + m}, x.options().dtype(at::kInt))};
+    return {out, at::empty_like(out), at::empty_symint({1 + m}, x.options().dtype(at::kInt))};
 }
 // A group of a row, by one thread; v waits in out. Statistics are added up in double.
 void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
@@ -1029,7 +1015,7 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({2 + m}, known.options());
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, known.options());
     const GradientPointers grad = {g.data_ptr(), known.data_ptr<int>(), own.data_ptr<int>()};
     check_launch(split_gradient(&grad));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
@@ -1064,7 +1050,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor found = recorded ? known : at::empty({2 + m}, x.options().dtype(at::kInt));
+        const at::Tensor found = recorded ? known : at::empty({1 + m}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_swish_group_norm(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
