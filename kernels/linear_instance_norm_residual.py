@@ -84,8 +84,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
-// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, with small products
-// first, and is then added to float32 registers ("promoted").
+// tensor cores truncate when they accumulate, so the sum over each two lines of K starts at zero, with the small
+// products first, and is then added to float32 registers.
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 //
@@ -305,16 +305,19 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
-// The products of a line, 16 of K at a time; steps and low pieces in the descriptors' units of 16 bytes.
+// The products of a line, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi. Steps of K and
+// the way from hi to lo are in the descriptors' units of 16 bytes.
 template <bool A, bool B>
-__device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
     wgmma<A, B>(d, a + kLowA, b, keep);
     wgmma<A, B>(d, a, b + kLowB, 1);
     wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
     wgmma<A, B>(d, a + kStepA, b + kLowB + kStepB, 1);
+}
+template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<A, B>(d, a, b, 1);
-    wgmma<A, B>(d, a + kStepA, b + kStepB, 1);
+    wgmma<A, B>(d, a + (A ? 64 : 2), b + (B ? 64 : 2), 1);
 }
 // A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
 // lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
@@ -346,7 +349,6 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
-    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: in turns, so the tensor cores always have work
     float sum[64], part[64] = {};
     int phase = 0;
     Ring<kSlots> slot;
@@ -356,27 +358,24 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
         else barrier_arrive(1, 256);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = 0;
-        int keep = 0;
 #pragma unroll 1
         for (int line = 0; line < lines; line += kStages, phase ^= 1) {
 #pragma unroll
-            for (int s = 0; s < kStages; ++s) {
+            for (int s = 0; s < kStages; s += 2) {
                 mbarrier_wait(&shared.full[s], phase);
                 wgmma_fence();
-                multiply_line<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, keep);
+                multiply_small<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, 0);
+                mbarrier_wait(&shared.full[s + 1], phase);
+                multiply_small<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep, 1);
+                multiply_large<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep);
+                multiply_large<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep);
                 wgmma_commit();
-                wgmma_wait<1>();
-                if (keep) free_stage((s + kStages - 1) % kStages);
-                keep = 1;
-                if (s % 2 == 1 && (s == promoted || (s == 3 && line + kStages >= lines))) {
-                    wgmma_wait<0>();
-                    free_stage(s);
-                    keep = 0;
+                wgmma_wait<0>();
+                free_stage(s), free_stage(s + 1);
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
+                for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[i] += part[i];
-                }
+                for (int i = 0; i < 64; ++i) sum[i] += part[i];
             }
         }
 #pragma unroll
