@@ -364,9 +364,9 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
 #pragma unroll
             for (int s = 0; s < kStages; s += 2) {
                 mbarrier_wait(&shared.full[s], phase);
+                mbarrier_wait(&shared.full[s + 1], phase);
                 wgmma_fence();
                 multiply_small<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, 0);
-                mbarrier_wait(&shared.full[s + 1], phase);
                 multiply_small<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep, 1);
                 multiply_large<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep);
                 multiply_large<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep);
@@ -643,15 +643,6 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColum
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
-constexpr int kTurns = 64;
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
-    float before[kColumns] = {};
-    if (turn >= kTurns) load_columns(total, before, n);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
-    store_columns(total, before, n);
-}
 // The epilogue of dX, or of dW.
 struct StoreGradient {
     SplitGradient grad;
@@ -794,6 +785,15 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
+}
+// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
+constexpr int kTurns = 16;
+__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
+    float before[kColumns] = {};
+    if (turn >= kTurns) load_columns(total, before, n);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
+    store_columns(total, before, n);
 }
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
