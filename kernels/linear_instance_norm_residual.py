@@ -88,6 +88,7 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // products first, and is then added to float32 registers.
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
+// A line is 32 of K, hi and lo, of a row; a stage holds a line of 128 rows of x and of W; a slot, 64 x 64 sums.
 //
 //     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
 //     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
@@ -151,24 +152,25 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
 struct RowScale {
     float unscale, doubt;
 };
-// What is known of x and W after their split, in device memory, for the product and for the gradients.
-struct Known {
-    int smallest;  // of the exponents of W's rows
-    int rows[1];   // the exponents of x's rows, as many as there are
+// Exponents of powers of two, in device memory. Those that the forward leaves for the backward: the smallest of W's
+// rows, and those of x's rows. The backward's own: see SplitGradient.
+struct Exponents {
+    int smallest;
+    int rows[1];  // as many as there are
 };
-// What split_rows reads and writes: scales, known and exponents in a forward, the other two in a backward.
+// What split_rows reads and writes.
 struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
     int k;
-    RowScale* scales;
-    Known* known;
-    int* exponents;         // of the rows; null: they are W's
-    const int *all, *less;  // a row is scaled by 2^(all - less[row]); null: to its own maximum
+    RowScale* scales;  // in a forward: a row is scaled by its own maximum. x leaves its exponents, W their smallest
+    int *exponents, *smallest;
+    const int *common, *less;  // in a backward: row i is scaled by 2^(common - less[i]); less may be null
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (all == nullptr) return scale_exponent(largest);
-        return less == nullptr ? smallest_of(all) : max(smallest_of(all) - less[row], -252);  // 2^-252: to nothing
+        if (scales != nullptr) return scale_exponent(largest);
+        if (less == nullptr) return smallest_of(common);
+        return max(smallest_of(common) - less[row], -252);  // 2^-252 times any float is 0
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     own.scales[row] = result;
     if (own.exponents != nullptr) own.exponents[row] = exponent;
-    else take_smallest(&own.known->smallest, exponent);
+    else take_smallest(own.smallest, exponent);
 }
 
 // ---- multiply ----
@@ -451,8 +453,8 @@ struct LinearProduct {
     const float *x, *weight, *bias;
     float* out;
     int m, n, k;
-    Known* known;
     RowScale* scales;  // of W's rows, then of x's
+    Exponents* exponents;
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -572,10 +574,10 @@ template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    Known* const known = epilogue.known;
-    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, known, known->rows};
-    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, known};
-    cudaError_t error = cudaMemsetAsync(known, 0, sizeof(int), stream);
+    int *const smallest = &epilogue.exponents->smallest, *const rows = epilogue.exponents->rows;
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, rows, nullptr};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, nullptr, smallest};
+    cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
     return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
@@ -596,8 +598,8 @@ template <class Epilogue> static cudaError_t launch_linear(
 // G as it waits for its products.
 struct SplitGradient {
     __half* pieces;
-    const Known* known;  // the forward's
-    int* own;  // the smallest a_i + exponent of x's row i (begins as 0); the a_i
+    const Exponents* forward;
+    Exponents* own;  // the smallest a_i + exponent of x's row i, which begins as 0, and the a_i
 };
 // A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
 // thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
@@ -623,8 +625,8 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
         if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
-    to.own[1 + row] = exponent;
-    take_smallest(&to.own[0], exponent + to.known->rows[row]);
+    to.own->rows[row] = exponent;
+    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
 }
 // A thread's columns of a row of n; zeros beyond n.
 __device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
@@ -652,11 +654,11 @@ struct StoreGradient {
         float rows[4], all[2];
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = -smallest_of(of_weight ? &grad.own[0] : &grad.known->smallest);
+        const int exponent = -smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
         Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own[1 + min(corner.row + 4 * r, m - 1)]);
+            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own->rows[min(corner.row + 4 * r, m - 1)]);
         }
         return scales;
     }
@@ -674,8 +676,8 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.all = of_weight ? &grad->own[0] : &grad->known->smallest;
-    split.less = of_weight ? &grad->own[1] : nullptr;
+    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
+    split.less = of_weight ? grad->own->rows : nullptr;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
     const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
@@ -796,9 +798,9 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     store_columns(partials + int64_t(blockIdx.x) * n, sums, n);
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, Known* known,
-    RowScale* scales, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, scales}};
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
+    Exponents* exponents, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), scales, exponents}};
     return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
@@ -845,7 +847,7 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + bias, and what the product knows of x and weight.
+// h = x weight^T + bias, and the exponents of x's and weight's scales.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -902,7 +904,7 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
-    const int* known;
+    const int* forward;
     int* own;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
@@ -920,11 +922,11 @@ float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, known.options());
-    const GradientPointers grad = {g.data_ptr(), known.data_ptr<int>(), own.data_ptr<int>()};
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, exponents.options());
+    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), own.data_ptr<int>()};
     check_launch(split_gradient(&grad));
     const auto multiply = [&](bool of_weight, const at::Tensor& other) {
         const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);  // theirs for both, in turns
@@ -936,8 +938,8 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
     if (of_weight) multiply(true, x);
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int* known,
-    void* scales, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales,
+    int* exponents, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
@@ -948,14 +950,14 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    at::Tensor h, known = at::empty({0}, x.options()), none = known.clone();
+    at::Tensor h, exponents = at::empty({0}, x.options()), none = exponents.clone();
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        h = at::empty({m, n}, x.options()), known = at::empty({1 + m}, x.options().dtype(at::kInt));
+        h = at::empty({m, n}, x.options()), exponents = at::empty({1 + m}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
-        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), known.data_ptr<int>(),
-            scales.data_ptr(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
+        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), scales.data_ptr(),
+            exponents.data_ptr<int>(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
@@ -963,15 +965,15 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     check_launch(row_norm_residual(
         dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
-    return recorded ? Outputs(out, h, known) : Outputs(out, none, none.clone());
+    return recorded ? Outputs(out, h, exponents) : Outputs(out, none, none.clone());
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& known, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
+    const at::Tensor& h, const at::Tensor& exponents, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
     std::vector<at::Tensor> results =
-        backward_meta(grad, x, weight, h, known, y, eps, {false, false, false, needs[3]});
+        backward_meta(grad, x, weight, h, exponents, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
-    product_gradients(x, weight, known, needs[0], needs[1], results, [&](const GradientPointers* to) {
+    product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
         const at::Tensor given = aligned(grad), of_y = aligned(y);
         const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
@@ -989,8 +991,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded)"
           " -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor known, Tensor y, float eps, bool[4] needs)"
-          " -> Tensor[]");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor y, float eps, "
+          "bool[4] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1131,7 +1133,7 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and what the product knows. Second derivatives are ATen's."""
+    """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, bias, y, eps):
@@ -1148,9 +1150,9 @@ class LinearRowNormResidual(torch.autograd.Function):
     def backward(ctx, grad, *_):
         if grad is None:
             return (None,) * 5
-        (x, weight, bias, y, h, known), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, known, y, ctx.eps, needs)
+            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)
         else:  # they are to be differentiated in turn
             wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
             norm = nn.InstanceNorm2d(1, eps=ctx.eps)
