@@ -146,10 +146,10 @@ def largest_and_rms(out, right) -> torch.Tensor:
     return torch.stack([error.abs().max(), error.square().mean().sqrt()]).cpu()
 
 
-SPARSE = [mostly_zeros, heavy_tailed]  # few products count
+SPARSE = [mostly_zeros, heavy_tailed, outliers]  # few products count
 KINDS = [
     uniform, normal, far_from_zero, uniform_against_odd_rows, rows_of_many_sizes, balanced, balanced_now_and_then,
-    outliers, zero_rows, denormals, tiny_rows, near_the_largest, *SPARSE,
+    zero_rows, denormals, tiny_rows, near_the_largest, *SPARSE,
 ]  # fmt: skip
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
@@ -164,10 +164,10 @@ def test_no_scale_costs_accuracy(kind):
 @kinds
 @pytest.mark.parametrize(("m", "n", "k"), [(M, N, K), (1024, 2048, 8192), (4096, 4096, 128), (2048, 512, 20000)])
 def test_comes_out_no_worse_than_eagers(kind, m, n, k):
-    """Not below where both are right to the last bit. Sparse sums may be worse: they have a bound above."""
+    """Not below where both are right to the last bit. Where few products count, eager hardly rounds: twice its error."""
     ours, eager, right, _ = product(kind, m, n, k)
     ours, eager = largest_and_rms(ours, right), largest_and_rms(eager, right)
-    assert bool((ours <= eager).all()) or kind in SPARSE
+    assert bool((ours <= (2 if kind in SPARSE else 1) * eager).all())
     if kind in (uniform, normal):
         assert bool((ours < eager).all())
 
