@@ -364,16 +364,21 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
         for (int line = 0; line < lines; line += kStages, phase ^= 1) {
 #pragma unroll
             for (int s = 0; s < kStages; s += 2) {
+                const int next = s + 1;
                 mbarrier_wait(&shared.full[s], phase);
-                mbarrier_wait(&shared.full[s + 1], phase);
                 wgmma_fence();
                 multiply_small<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, 0);
-                multiply_small<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep, 1);
+                mbarrier_wait(&shared.full[next], phase);
+                wgmma_fence();
+                multiply_small<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep, 1);
                 multiply_large<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep);
-                multiply_large<TURNED_A, TURNED_B>(part, a + (s + 1) * kStep, b + (s + 1) * kStep);
                 wgmma_commit();
+                multiply_large<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep);
+                wgmma_commit();
+                wgmma_wait<1>();
+                free_stage(s);
                 wgmma_wait<0>();
-                free_stage(s), free_stage(s + 1);
+                free_stage(next);
 #pragma unroll
                 for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
