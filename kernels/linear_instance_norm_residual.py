@@ -11,8 +11,8 @@ without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 mul
 gradients run on fp16 tensor cores with the accuracy of float32; elsewhere ATen's product is followed by one kernel,
 without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, three fp16 products, 0.59 ms at the 700 TFLOP/s of cuBLAS's;
-before it W is split in memory, 0.27 GB read and written. One H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, as fp16 three times, 0.52 ms at cuBLAS's rate there; before it
+W is split in memory, 0.27 GB read and 0.27 written. One H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
 """
 
 import contextlib
@@ -80,12 +80,13 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
+// ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in
+// linear_instance_norm_residual.py and linear_swish_group_norm.py. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
-// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
-// tensor cores truncate when they accumulate, so the sum over each two lines of K starts at zero, with the small
-// products first, and is then added to float32 registers.
+// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
+// taken out of the sum. The tensor cores truncate when they accumulate, so the sum over each two lines of K starts at
+// zero, with the small products first, and is then added to float32 registers.
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
 // A line is 32 of K, hi and lo, of a row; a stage holds a line of 128 rows of x and of W; a slot, 64 x 64 sums.
@@ -105,8 +106,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 constexpr int kTile = 128;
 constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
-constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
-constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
+constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%), so lines come in multiples of 4
+constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds ahead, and mistake the parity of `taken`
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
@@ -118,12 +119,12 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// The smallest of many exponents, found by atomicMax in a word that begins as 0.
+// A word that begins as 0 keeps the smallest of many exponents, which are below 1024, as the largest 1024 - exponent.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
+// v reduced over `group` threads: a power of two up to 32, or whole warps; then warp_values has one place for each.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -152,8 +153,8 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
 struct RowScale {
     float unscale, doubt;
 };
-// Exponents of powers of two, in device memory. Those that the forward leaves for the backward: the smallest of W's
-// rows, and those of x's rows. The backward's own: see SplitGradient.
+// Exponents of scales, in device memory. The forward leaves for the backward the smallest of W's rows, and those of x's
+// rows. The backward has its own: see SplitGradient.
 struct Exponents {
     int smallest;
     int rows[1];  // as many as there are
@@ -164,13 +165,15 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    RowScale* scales;  // in a forward: a row is scaled by its own maximum. x leaves its exponents, W their smallest
+    // Forward: a row is scaled by its own maximum. It leaves scales, and its exponent in exponents (x) or smallest (W).
+    RowScale* scales;
     int *exponents, *smallest;
-    const int *common, *less;  // in a backward: row i is scaled by 2^(common - less[i]); less may be null
+    // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
+    const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         if (scales != nullptr) return scale_exponent(largest);
         if (less == nullptr) return smallest_of(common);
-        return max(smallest_of(common) - less[row], -252);  // 2^-252 times any float is 0
+        return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     }
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);
+    const float scale_1 = power_of_two(exponent / 2), scale_2 = power_of_two(exponent - exponent / 2);
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
@@ -215,8 +218,9 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                v[j] = v[j] * scale * again;
-                lost += fabsf(v[j]) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;
+                const float scaled = v[j] * scale_1 * scale_2;
+                lost += fabsf(scaled) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;  // below 2^-16 of the row's maximum
+                v[j] = scaled;
             }
             if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
         }
@@ -356,8 +360,9 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (warpgroup > 0) barrier_sync(1, 256);  // the upper half begins each tile, and finds its lines first
-        else barrier_arrive(1, 256);
+        // Warpgroup 1 waits until 0 begins the tile. If a tile has 4 lines, 0 may be one ahead: two barriers, in turns
+        if (warpgroup > 0) barrier_sync(1 + phase, 256);
+        else barrier_arrive(1 + phase, 256);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll 1
@@ -401,15 +406,15 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < 4; ++s, slot.advance()) {
+        for (int s = 0; s < 4; ++s, slot.advance()) {  // as they are filled: rows 0-63 left, right, 64-127
             const int row = corner.row + s / 2 * 64 + warp * 16, column = corner.column + s % 2 * 64;
-            const Corner part = {row + lane / 8, column + lane % 8 * 4};
-            const auto scales = epilogue.load(part);  // before the wait, which hides it
+            const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
+            const auto scales = epilogue.load(first);  // before the wait, which hides it
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             take_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, part, scales);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, first, scales);
         }
     }
 }
@@ -440,7 +445,7 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
     }
 #endif
 }
-// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, where the operands shall stay.
+// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: it leaves L2 first; operands stay.
 template <bool STREAMING>
 __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
 #pragma unroll
@@ -512,7 +517,7 @@ struct LinearProduct {
         return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
 };
-// ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
+// ---- Launching the product. The int of a function that the C++ calls to launch kernels is a cudaError_t. ----
 
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
@@ -526,7 +531,7 @@ extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
-// Rows of x, and of W (may have none), of the same length.
+// Splits rows of x and of W, of the same length. W may have no rows.
 static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
@@ -536,7 +541,7 @@ static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t
     return cudaGetLastError();
 }
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
-// strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
+// strips of 32 columns, 64 bytes apart; else of 128 rows of a line. What is beyond an end reads as zeros.
 struct Pieces {
     __half* values;
     int64_t rows, columns;
@@ -656,22 +661,21 @@ struct StoreGradient {
     int m, n;
     bool of_weight;
     struct Scales {
-        float rows[4], all[2];
+        float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = -smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
-        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
+        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
+        Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.all[0], v[i / 8][i % 8] *= scales.all[1];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.rows[i / 8];
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
         store_part<true>(out, v, corner, m, n);
     }
 };
@@ -702,7 +706,8 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);
     }
 };
-// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
+// out = ((h - mean) * rstd + y) * y: here, in split_row_gradients, and in the C++'s and Python's finish functions.
+// `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
 // V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
 constexpr int kRowThreads = 256;
 template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
@@ -756,17 +761,16 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
 // G is split, and its columns are summed for the gradient of the bias, a block's into partials[block]. A block owns
 // every gridDim.x-th row, a thread the same columns of each. Truncation makes h, and with it 1 / rstd, too small by
-// kTruncated on average (measured, K of 128 to 20000). z does not see it; in the sum over all rows it would add up.
+// a share of kTruncated on average (K of 128 to 20000). z does not see it; in the sum over all rows it would add up.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
     float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[3][THREADS / 32];
+    __shared__ float warp_values[2][THREADS / 32];
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[2], Sum()); };
+    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[1], Sum()); };
     double column_sums[kColumns] = {};
-    int turn = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, z. own_y: y, grad_y. g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
         const auto each = [&](const auto& use) {
@@ -795,7 +799,7 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
             g[i] = restored * (g[i] - of_d - z[i] * of_dz);
             column_sums[i] += g[i];
         });
-        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);
+        split_gradient_row<THREADS>(g, row, n, to, warp_values[0]);
     }
     float sums[kColumns];
 #pragma unroll
@@ -867,7 +871,7 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     return {out, at::empty_like(out), at::empty_symint({1 + m}, x.options().dtype(at::kInt))};
 }
 // h, y and out (m, n) in float32. Statistics are added up in double.
-void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
+void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
     const int64_t n = h.size(1);
     at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
@@ -890,7 +894,7 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
     const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
-    if (h.numel() > 0) finish_rows(h, single(y), result, eps);
+    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
     return {result.to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
@@ -930,17 +934,18 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == 1 + m, "h is not of this product");
     const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, exponents.options());
     const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), own.data_ptr<int>()};
     check_launch(split_gradient(&grad));
-    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
-        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);  // theirs for both, in turns
-        const at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
+    const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
+        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);
+        const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
         check_launch(linear_gradient(
-            of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
-    if (of_x) multiply(false, weight);
-    if (of_weight) multiply(true, x);
+    if (of_x) find(false, weight);
+    if (of_weight) find(true, x);
 }
 
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales,
@@ -952,13 +957,17 @@ extern "C" int split_row_gradient(const float* grad, const float* h, const float
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
-    if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, tf32, recorded);
-    const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    at::Tensor h, exponents = at::empty({0}, x.options()), none = exponents.clone();
-    if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
+    const bool fits = x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k);
+    Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded && fits);
+    if (y.numel() == 0) return outputs;
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor out = std::get<0>(outputs), other = aligned(y);
+    at::Tensor h;
+    if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        h = at::empty({m, n}, x.options()), exponents = at::empty({1 + m}, x.options().dtype(at::kInt));
+        h = recorded ? std::get<1>(outputs) : at::empty_like(out);
+        const at::Tensor exponents = recorded ? std::get<2>(outputs) : at::empty({1 + m}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), scales.data_ptr(),
@@ -966,11 +975,10 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
-    const at::Tensor other = aligned(y), out = at::empty({m, n}, x.options());
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     check_launch(row_norm_residual(
         dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
-    return recorded ? Outputs(out, h, exponents) : Outputs(out, none, none.clone());
+    return outputs;
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -1077,6 +1085,8 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
+    if not x.is_cpu and not (x.is_cuda and torch.version.cuda):
+        return False
     kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
     return all(
         type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
@@ -1088,7 +1098,7 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 2^30 multiplications, n at most 8192."""
+    """Whether the gradients of x W^T are for our kernels: where `product_fits`, in float32, n at most 8192."""
     if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
