@@ -67,7 +67,7 @@ COPIES = {
 
 @first_cases
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_work_and_are_independent(case, way, device):
+def test_copies_work_and_are_independent(case, way, device, deterministic):
     _, new, inputs = build(case, device)
     expected = new.train()(*inputs).detach()
     other = COPIES[way](new)
@@ -114,7 +114,7 @@ def test_conversions(case, way, device):
 
 
 @first_cases
-def test_hooks_fire(case, device):
+def test_hooks_fire(case, device, deterministic):
     _, new, inputs = build(case, device)
     plain, seen = new(*inputs).detach(), []
 

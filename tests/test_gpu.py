@@ -6,10 +6,13 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import CASES, LAYOUT_CASES, STEMS, Case, build, converted, each, first_cases, gpu, in_float64, learning_cases
+from test_convolution import BENCHMARK, FEW
 from test_convolution import SHAPES as CONVOLUTIONS
 from test_instance_norm import EVERY_SIZE as SLICES
 from test_linear_products import CASES as PRODUCTS
 from test_linear_products import ODD as ODD_PRODUCTS
+from test_linear_products import TRAINED, on_hopper
+from test_training import output_and_gradients
 
 pytestmark = gpu
 
@@ -34,6 +37,8 @@ TAILS = [
 # Every kernel of every pair is launched by one of these; tests/tools/sanitize.py runs them too.
 LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
 large_cases = pytest.mark.parametrize("case", LARGE, ids=str)
+# These take the fast way with and without gradients.
+FAST = [case for case in [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2]] if case.stem in STEMS]
 layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 
@@ -42,7 +47,7 @@ layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 @layout_cases
 @torch.no_grad()
-def test_runs_on_the_current_stream(case):
+def test_runs_on_the_current_stream(case, deterministic):
     """The inputs become right after a long wait on a side stream: a launch on any other stream reads them too early."""
     _, new, inputs = build(case, "cuda")
     expected = new(*inputs)
@@ -77,7 +82,7 @@ def test_backward_runs_on_the_forwards_stream(case):
 
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 @torch.no_grad()
-def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case):
+def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, deterministic):
     """Races show as bits that differ now and then."""
     _, new, inputs = build(case, "cuda")
     first = new(*inputs)
@@ -87,6 +92,18 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(other, first) for other in others)
+
+
+@on_hopper
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case):
+    """Also in a checkpoint, which runs it without them first, and then once more with them."""
+    _, new, inputs = build(case, "cuda")
+    expected = output_and_gradients(new, inputs, None)
+    again = output_and_gradients(new, inputs, reentrant=True)
+    assert all(map(torch.equal, again, expected))
+    with torch.no_grad():
+        assert torch.equal(new(*inputs), expected[0])
 
 
 @each(LAYOUT_CASES + PRODUCTS, most_on_cpu=0)
@@ -141,7 +158,7 @@ def test_inputs_on_another_device_are_refused_in_words(case, weights, data):
 
 @each([case for case in CASES if case.values < 1e5] + PRODUCTS, most_on_cpu=0)
 @torch.no_grad()
-def test_nothing_is_written_beside_the_output(case, dtype, device):
+def test_nothing_is_written_beside_the_output(case, dtype, device, deterministic):
     """The output lands in one of several gaps of just its size; what stands between the gaps must keep its value."""
     _, new, inputs = build(case, device, dtype)
     expected = new(*inputs)

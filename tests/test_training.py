@@ -12,6 +12,7 @@ from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 
 def batches(case, device, count: int) -> list[list[torch.Tensor]]:
@@ -68,6 +69,28 @@ def test_autocast_gives_the_models_dtypes(case, low, device):
             with torch.no_grad(), torch.autocast(device.type, dtype=low):
                 seen.append([out.dtype, module(*leaves).dtype, *(g.dtype for g in grads)])
         assert seen[1] == seen[0], dtypes
+
+
+# ---- activation checkpointing
+
+
+def output_and_gradients(new, inputs, reentrant: bool | None) -> list[torch.Tensor]:
+    """The output and the gradients of inputs and parameters; None: without a checkpoint."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    new.zero_grad()
+    out = new(*leaves) if reentrant is None else checkpoint(new, *leaves, use_reentrant=reentrant)
+    loss_of(out).backward()
+    return [out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))]
+
+
+@first_cases
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_activation_checkpointing(case, reentrant, device):
+    """Reentrant, the forward first runs without gradients. That it has the same bits is asked in test_gpu.py, of the
+    fast way alone: on the plain way it is one kernel after ATen's product, where with gradients ATen does all."""
+    _, new, inputs = build(case, device)
+    results = [output_and_gradients(new, inputs, way) for way in (None, reentrant)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 # ---- parametrised weights
