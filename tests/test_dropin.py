@@ -78,6 +78,20 @@ def test_copies_work_and_are_independent(case, way, device, deterministic):
     assert torch.equal(new(*inputs), expected)
 
 
+@first_cases
+def test_default_dtype_and_device_are_respected(case):
+    with torch.device("meta"):
+        assert all(p.is_meta for p in solution(case.stem).ModelNew(*case.arguments()).parameters())
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, new = both(case)
+        inputs = converted(case.inputs(), dtype=torch.float64)
+        assert [p.dtype for p in new.parameters()] == [p.dtype for p in model.parameters()]
+        torch.testing.assert_close(new(*inputs), model(*inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # ---- the life of a module
 
 
@@ -193,7 +207,25 @@ def of_a_class_of_its_own(layer):
     return layer
 
 
+class WithAdapter(nn.Module):
+    """As LoRA does it: the layer, frozen, and a small one beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.adapter = layer.requires_grad_(False), copy.deepcopy(layer)
+        self.adapter.weight.data.mul_(-0.1)
+
+    def forward(self, x):
+        return self.layer(x) + self.adapter(x)
+
+
+def quantized(layer):
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0]
+
+
 LAYERS = {
+    "with an adapter": WithAdapter,
+    "quantized": quantized,
     "of a class of its own": of_a_class_of_its_own,
     "in a Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
     "with a forward of its own": with_a_forward_of_its_own,
@@ -205,9 +237,13 @@ LAYERS = {
 
 
 @learning_cases
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
+    if way == "quantized" and device.type != "cpu":
+        pytest.skip("PyTorch's quantized layers are for the CPU")
     model, new, inputs = build(case, device)
     for module in (model, new):
         name = next(name for name, child in module.named_children() if isinstance(child, (nn.Linear, nn.Conv2d)))
@@ -243,6 +279,10 @@ def test_another_norm_in_the_place_of_the_models(case, device):
 # ---- tensors of other kinds
 
 
+class Named(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
 class Boxed(torch.Tensor):
     """A tensor around another one, which every operator is carried out on."""
 
@@ -260,19 +300,22 @@ class Boxed(torch.Tensor):
 
 
 @first_cases
-def test_a_tensor_around_another_one(case, device):
+@pytest.mark.parametrize("kind", [Named, Boxed])
+def test_subclasses_of_tensor(case, kind, device):
     """In the inputs: the output is of the Model's class, with the right values and gradients."""
     model, new, inputs = build(case, device)
     results = []
     for module in (model, new):
-        leaves = [Boxed(t).requires_grad_() for t in inputs]
+        leaves = [(Boxed(t) if kind is Boxed else t.clone().as_subclass(Named)).requires_grad_() for t in inputs]
         with torch.no_grad():
             unrecorded = module(*leaves)
         out = module(*leaves)
         results.append([unrecorded, out, *torch.autograd.grad(out.square().sum(), leaves)])
     for theirs, ours in zip(*results, strict=True):
         assert type(ours) is type(theirs)
-        torch.testing.assert_close(ours.inner, theirs.inner, rtol=1e-4, atol=1e-4)
+        if kind is Boxed:
+            ours, theirs = ours.inner, theirs.inner
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @first_cases
