@@ -110,17 +110,19 @@ def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, d
 
 @first_cases
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-@torch.no_grad()
-def test_an_exported_program_goes_through_a_file(case, strict, device, tmp_path):
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_an_exported_program_goes_through_a_file(case, strict, recorded, device, tmp_path):
+    """Whoever exports a program mostly has gradients on."""
     _, new, inputs = build(case, device)
     batch = torch.export.Dim("batch", min=2, max=1024)
     shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
-    program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
+    with torch.set_grad_enabled(recorded):
+        program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
     for size in (2, 5):
         inputs = converted(case.inputs(size), device)
-        close(exported(*inputs), new(*inputs))
+        close(infer(exported, inputs), infer(new, inputs))
 
 
 AOT_SCRIPT = """

@@ -151,30 +151,34 @@ def test_hooks_fire(case, device, deterministic):
     assert seen == ["before", "after", len(inputs)]
 
 
-def squeezed_layer(module, inputs, output):
-    """Not only another scale, which a norm takes out again."""
-    return output.tanh() if isinstance(module, (nn.Linear, nn.Conv2d)) else None
+def squeeze(module, inputs, output=None):
+    """A hook before or after a module. Not only another scale, which a norm takes out again."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)):
+        return (inputs[0].tanh(),) if output is None else output.tanh()
 
 
-@learning_cases
-@pytest.mark.parametrize("on", ["the layer", "the norm", "every module"])
-@torch.no_grad()
-def test_hooks_of_the_modules_inside_count(case, on, device):
+@first_cases
+@pytest.mark.parametrize("on", ["the first module", "the norm", "every module"])
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+def test_hooks_of_the_modules_inside_count(case, kind, on, device, request):
+    if case.stem == "instance_norm" and on == "every module":
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module"))
     model, new, inputs = build(case, device)
-    handles = []
-    if on == "every module":
-        handles.append(nn.modules.module.register_module_forward_hook(squeezed_layer))
+    results, notes = [], []
     for module in (model, new):
-        layer, *_, norm = module.children()
-        if on == "the layer":
-            layer.register_forward_hook(squeezed_layer)
-        elif on == "the norm":
-            norm.register_forward_hook(lambda module, inputs, output: output + 1)
-    try:
-        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
-    finally:
-        for handle in handles:
-            handle.remove()
+        first, *_, norm = [*module.children(), *module.children()]
+        owner = {"the first module": first, "the norm": norm}.get(on)
+        register = getattr(owner or nn.modules.module, f"register_{'' if owner else 'module_'}{kind}")
+        called = []
+        with register(squeeze if "forward" in kind else lambda module, *grads: called.append(type(module))):
+            x = inputs[0].clone().requires_grad_()
+            out = module(x, *inputs[1:])
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+            with torch.no_grad():
+                results[-1].append(module(*inputs))
+        notes.append([kind for kind in called if kind is not type(module)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert notes[0] == notes[1]
 
 
 # ---- another layer where the Model has its own
@@ -252,27 +256,26 @@ def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
         torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
-def group_norm_without_weights(norm):
-    norm.weight = norm.bias = None
+def of_other_settings(norm):
+    if isinstance(norm, nn.GroupNorm):
+        norm.weight = norm.bias = None
+    elif norm.num_features == 4:  # instance_norm's own: only there the statistics are of as many channels as x has
+        return nn.InstanceNorm2d(norm.num_features, track_running_stats=True).eval()
+    else:
+        norm.eps = 0.5
     return norm
 
 
-def instance_norm_with_statistics(norm):
-    return nn.InstanceNorm2d(norm.num_features, track_running_stats=True).eval()
-
-
 @first_cases
+@pytest.mark.parametrize("way", [of_other_settings, of_a_class_of_its_own, with_a_forward_of_its_own])
 @torch.no_grad()
-def test_another_norm_in_the_place_of_the_models(case, device):
+def test_another_norm_in_the_place_of_the_models(case, way, device, request):
+    if case.stem == "instance_norm" and way is with_a_forward_of_its_own:
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for a forward on the instance"))
     model, new, inputs = build(case, device)
     for module in (model, new):
         name, norm = list(module.named_children())[-1]
-        if isinstance(norm, nn.GroupNorm):
-            setattr(module, name, group_norm_without_weights(norm))
-        elif case.stem == "instance_norm":  # there the statistics are of as many channels as x has
-            setattr(module, name, instance_norm_with_statistics(norm))
-        else:
-            norm.eps = 0.5
+        setattr(module, name, way(norm))
     torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
 
 
