@@ -286,7 +286,7 @@ def test_no_scale_costs_gradients_accuracy(case, change):
 
 
 @trained
-def test_gradients_of_a_part_of_the_network(case):
+def test_gradients_of_a_part_of_the_network(case, deterministic):
     """Frozen layers get none, the others what they get without them; the same bits every time."""
     _, new, inputs = build(case, "cuda")
     every, again = (network_gradients(new, inputs) for _ in range(2))
