@@ -1105,11 +1105,13 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
-@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
+
+# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+_allows_tf32._dynamo_marked_constant = True
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
 

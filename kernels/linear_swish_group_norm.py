@@ -1202,11 +1202,13 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
-@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
+
+# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+_allows_tf32._dynamo_marked_constant = True
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
 
@@ -1224,7 +1226,9 @@ def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Te
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tensor) -> bool:
     """Whether the operator may stand for the Model's lines."""
-    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm) or None in (linear.bias, norm.weight):
+    if not _is_plain(linear, nn.Linear) or not _is_plain(norm, nn.GroupNorm):
+        return False
+    if linear.bias is None or norm.weight is None:
         return False
     weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
     if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
