@@ -65,7 +65,7 @@ KERNELS = [
     (ROWS, 'and "forward" not in own and not hooks', "and not hooks", "dropin"),
     (ROWS, 'and "forward" not in own and not hooks', 'and "forward" not in own', "dropin"),
     (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
-    (ROWS, "is_grad_enabled() and not torch.compiler.is_exporting() and", "is_grad_enabled() and False and", "compile"),
+    (ROWS, "return torch.is_grad_enabled() and not", "return False and not", "compile"),
     (SWISH, "any(t.requires_grad for t in tensors)", "tensors[0].requires_grad", "gradients"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
