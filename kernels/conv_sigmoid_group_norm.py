@@ -1109,7 +1109,7 @@ __global__ void __launch_bounds__(32) join_measures(const __grid_constant__ Back
     for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
     const Statistics group = p.statistics[sample * p.groups + (exists ? o / p.group_channels : 0)];
     const float gamma = to_float(p.gamma[exists ? o : 0]);
-    product = (product - group.rest * sum) * group.rstd;  // of the exact mean
+    product = (product - (isfinite(sum) ? group.rest * sum : 0)) * group.rstd;  // of the exact mean; no inf - inf
     means[o][0] = sum * gamma, means[o][1] = product * gamma;
     __syncwarp();
     double grad_mean = 0, pull = 0;
@@ -1349,7 +1349,7 @@ __global__ void __launch_bounds__(32 * kWarps, MEASURE ? 2 : 1)
             else differentiate(piece, tile, row, pairs, h);
             __syncwarp();
         }
-        if (row + 1 >= begin && row + 1 < end) fetch_grad(p, piece, row + 1, skipped, pairs);
+        if (row + 1 >= begin && row + 1 < min(end, p.rows)) fetch_grad(p, piece, row + 1, skipped, pairs);
         store_x(tile, row + 3, x, x_scale);
         __syncthreads();
         if constexpr (MEASURE) {
@@ -1472,7 +1472,7 @@ std::vector<Tensor> contiguous_floats(at::TensorList parameters) {
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
 // Float32 on the CPU: ATen's convolution, then each thread takes groups of samples: v into the output, its sums, and
-// the norm in place. The sums of a block in the first cache are taken around its first value, in float, and put
+// the norm in place. The sums of a block in the first cache are taken around its mean, in float, and put
 // together in double.
 Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
@@ -1494,12 +1494,12 @@ Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, d
                 const int64_t at = slice * channels * pixels + i;
                 const Vec bias(parameter(kBias, first + c)), scale(parameter(kScale, first + c));
                 at::vec::map<float>([=](Vec value) { return activate((value + bias) * scale); }, to + at, from + at, n);
-                const Vec anchor(to[at]);
                 const auto sum_of = [&](auto term) { return at::vec::map_reduce_all<float>(term, plus, to + at, n); };
-                const double differences = sum_of([=](Vec v) { return v - anchor; });
-                const double all = n * double(to[at]) + differences;
-                square += sum_of([=](Vec v) { return (v - anchor) * (v - anchor); });
-                sum += all, square += to[at] * (all + differences);
+                const float mean = sum_of([](Vec v) { return v; }) / n;
+                const double differences = sum_of([=](Vec v) { return v - Vec(mean); });
+                const double all = n * double(mean) + differences;
+                square += sum_of([=](Vec v) { return (v - Vec(mean)) * (v - Vec(mean)); });
+                sum += all, square += mean * (all + differences);
                 i += n;
             }
             const double mean = sum / (channels * pixels), variance = square / (channels * pixels) - mean * mean;
@@ -1836,7 +1836,9 @@ class ModelNew(nn.Module):
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
         conv, norm = self.conv, self.group_norm
-        if type(conv) is not nn.Conv2d or type(norm) is not nn.GroupNorm or conv.bias is None or norm.weight is None:
+        if type(conv) is not nn.Conv2d or type(norm) is not nn.GroupNorm:
+            return False
+        if conv.bias is None or norm.weight is None or norm.bias is None:
             return False
         if (conv.stride, conv.padding, conv.dilation, conv.groups) != ((1, 1), (0, 0), (1, 1), 1):
             return False
