@@ -113,13 +113,14 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
 //   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   post:      sums -> the sample's totals in global memory v_full                             posted
-//   gather:    totals -> mean, rstd -> norm of channels     posted, totals of all blocks       norm_full
+//   gather:    sums -> totals in global memory -> norm      v_full, totals of all blocks       norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
-//              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
-//                                            1 warp         (L2)   1 warp
+//              8 warps       16 warps   `--> sums --gather--> totals --gather--> norm --^   7 warps
+//                                             1 warp            (L2)
+//
+// The backward launches it with NORMALIZE false: then h, not v, is held and written, in float32.
 //
 // The product, M = 64 by N = 64 pixels by K = 16: A are the weights, in registers. Of a warp's 16 rows the first eight
 // are eight channels' hi, the others the same channels' lo: a thread has both sums of a value in its own registers. B
@@ -130,7 +131,7 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
-constexpr int kWriters = 6;                    // warps; two more post and gather
+constexpr int kWriters = 7;                    // warps; one more gathers
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
@@ -144,9 +145,10 @@ struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean 
 
 template <typename T> struct ConvArguments {
     const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    T* out;
+    void* out;  // of T; h's of float
     Statistics* statistics;  // (samples, groups); null: not wanted
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
+    unsigned* largest;           // (samples): with h, the bits of the largest |x|; zeros before the launch
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
     int bands, band_rows, teams, places;  // the last band may have fewer rows
@@ -162,14 +164,14 @@ struct Deviations { float anchor, sum, square; };
 struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
 
 // Powers of two: what a channel's weights are multiplied by, and x.
-struct Scales { float weight[kMostOut], reach[kMostOut], input; };
+struct Scales { float weight[kMostOut], input; };
 
 struct ConvShared {  // in front of it: x, and the places of v
     Moments made[kPlaces][kConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
+    uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], norm_full[kPlaces], v_empty[kPlaces];
 };
 
 struct Band { int first_row, rows, tasks; };  // tasks go down the columns of tiles
@@ -287,42 +289,32 @@ template <typename T> __device__ __forceinline__ float bias_at(const ConvArgumen
     return to_float(p.conv_bias[o]) + to_float(p.bias[o]);
 }
 
-// All warps: the powers of two. x's is NaN where the weights are not finite, or so large that no power would do: then
-// all values are made in plain float32.
+// All threads; of the first warp a lane has a channel. The power of two of x is NaN where the weights are not finite,
+// or so large that no power would do: then all values are made in plain float32.
 template <typename T> __device__ __forceinline__ void prepare_scales(const ConvArguments<T>& p, Scales& scales) {
-    const int lane = threadIdx.x % 32, weights = p.in_channels * 9;
-    for (int c = threadIdx.x / 32; c < kMostOut; c += blockDim.x / 32) {
+    if (threadIdx.x < 32) {
+        const int c = threadIdx.x, weights = p.in_channels * 9;
         float largest = 0, sum = 0;
-        for (int i = lane; i < weights && c < p.out_channels; i += 32) {
+        for (int i = 0; i < weights && c < p.out_channels; ++i) {
             const float w = fabsf(to_float(p.weight[c * weights + i]));
-            largest = fmaxf(largest, w), sum += w;
-        }
-        for (int offset = 16; offset > 0; offset /= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
-            sum += __shfl_xor_sync(~0u, sum, offset);
+            largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
         int exponent = 0;
         frexpf(largest, &exponent);
-        if (lane == 0) {  // reach: of a pre-activation's change, for |x| <= 1
-            scales.weight[c] = ldexpf(1.0f, min(60, 15 - exponent));
-            scales.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        float reach = scales.reach[lane];
+        scales.weight[c] = ldexpf(1.0f, min(60, 15 - exponent));
+        // Of a pre-activation's change, for |x| <= 1.
+        float reach = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
-        int exponent = 0;
         frexpf(reach, &exponent);
-        if (lane == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (c == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
 }
 
 // Eight warps, of x. A thread takes every 256th pixel of the band, all channels of it, and four pixels at a time: it
 // asks for them before there is room. Waits for x_empty; wakes the consumers (x_full).
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
     const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
@@ -336,6 +328,7 @@ __device__ __forceinline__ void bring(
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int later = at.sample + p.teams;
         if (thread < p.in_channels && later < p.samples) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
+        unsigned largest = 0;  // as bits, of which NaN's are the largest
 #pragma unroll 1
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
@@ -353,9 +346,14 @@ __device__ __forceinline__ void bring(
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
                 uint4 hi, lo;
+                for (T value : raw[i]) largest = max(largest, __float_as_uint(fabsf(to_float(value))));
                 split_pixel(raw[i], scale, hi, lo);
                 if (begin + i * kStride < pixels) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
             }
+        }
+        if constexpr (!NORMALIZE) {
+            largest = __reduce_max_sync(~0u, largest);
+            if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
         }
         fence_async_proxy();  // wgmma reads what this thread has written
         mbarrier_arrive(&shared.x_full);
@@ -377,7 +375,7 @@ __device__ __forceinline__ float convolve_value(
 }
 
 // A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
     const ConvArguments<T>& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
     all.sum = all.square = 0;
@@ -390,7 +388,7 @@ __device__ __forceinline__ void convolve_again(
             const bool valid = c < p.out_channels && here < p.columns;
             const float factor = kActivationFactor * to_float(p.scale[valid ? c : 0]);
             const float h = valid ? convolve_value(p, sample, c, band.first_row + row, here) : 0.0f;
-            const float value = activation(h * factor);
+            const float value = NORMALIZE ? activation(h * factor) : h;
             if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
@@ -422,9 +420,9 @@ __device__ __forceinline__ void load_weights(
 
 // Three warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
 // others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full,
-// for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post`
+// for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `gather`
 // (v_full).
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments<T>& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     more_registers<kConsumerRegisters>();
@@ -434,7 +432,9 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = kActivationFactor * to_float(p.scale[own_channel]), offset = factor * bias_at(p, own_channel);
+    const float factor = NORMALIZE ? kActivationFactor * to_float(p.scale[own_channel]) : 1.0f;
+    const float offset = factor * bias_at(p, own_channel);
+    const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
@@ -476,8 +476,8 @@ __device__ __forceinline__ void convolve(
 #pragma unroll
                 for (int j = 0; j < kTile / 8; ++j) {
                     float* const pair = d + 4 * j;
-                    pair[0] = activation(fmaf(pair[0] + pair[2], slope, offset));
-                    pair[1] = activation(fmaf(pair[1] + pair[3], slope, offset));
+                    pair[0] = activate(fmaf(pair[0] + pair[2], slope, offset));
+                    pair[1] = activate(fmaf(pair[1] + pair[3], slope, offset));
                     if (first && j == 0) all.anchor = __shfl_sync(~0u, pair[0], threadIdx.x & 28);  // of four lanes
                     const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f;
                     const float d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
@@ -501,7 +501,9 @@ __device__ __forceinline__ void convolve(
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
         // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
-        if (__any_sync(~0u, !(all.square < INFINITY))) convolve_again(p, band, at.sample, first_task, c, v, all);
+        if (__any_sync(~0u, !(all.square < INFINITY))) {
+            convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
+        }
         first_task = task - band.tasks;
         for (int mask = 1; mask < 4; mask *= 2) {
             all.sum += __shfl_xor_sync(~0u, all.sum, mask), all.square += __shfl_xor_sync(~0u, all.square, mask);
@@ -515,51 +517,42 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
-// Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
-template <typename T> __device__ __forceinline__ void post(const ConvArguments<T>& p, ConvShared& shared) {
+// One warp, a lane a channel. The band's sums of v - kLowest and of its squares, in units of the range, are added to
+// the group's totals, and the totals of all bands make the channel's norm. Waits for v_full and until all blocks of the
+// team have added theirs; wakes the writers (norm_full) and, through the totals, the other blocks' `gather`.
+template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
-    constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
+    const bool exists = c < p.out_channels;
+    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
+    constexpr double kRange = double(kHighest) - kLowest, kUnit = 1 / kRange;
+    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
         double own_sum = 0, own_square = 0;
         for (int k = 0; k < kConsumers; ++k) {
             mbarrier_wait(&shared.v_full[at.place][k], at.parity);
             const Moments some = shared.made[at.place][k][c];
             const int count = shared.counts[at.place][k];
-            if (count == 0 || c >= p.out_channels) continue;
+            if (count == 0 || !exists) continue;
             const double mean = double(some.mean) - kLowest;
             own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.posted[at.place]);  // all is read
         double sum = own_sum, square = own_square;
         for (int i = 1; i < p.group_channels; ++i) {
             sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
         }
-        if (c < p.out_channels && c % p.group_channels == 0) {
-            const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
+        const int64_t first = int64_t(at.sample) * p.groups, group = first + c / p.group_channels;
+        unsigned long long* const totals = p.totals + group * (2 * kLine);
+        if (exists && c % p.group_channels == 0) {
             const bool finite = square < INFINITY;
-            add_to_total(p.totals + group * (2 * kLine), sum * kUnit, p.to_fixed, finite);
-            add_to_total(p.totals + group * (2 * kLine) + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
+            add_to_total(totals, sum * kUnit, p.to_fixed, finite);
+            add_to_total(totals + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
         }
-    }
-}
-
-// One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
-// all bands' sums; wakes the writers (norm_full).
-template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
-    const int c = threadIdx.x % 32, own_group = c / p.group_channels;
-    const bool exists = c < p.out_channels;
-    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
-    constexpr double kRange = double(kHighest) - kLowest;
-    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        mbarrier_wait(&shared.posted[at.place], at.parity);
+        __syncwarp();
         if (exists) {
             // First all lanes ask for one total until it is complete: the others' lines are left to those that add.
-            const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
             await_total(p.totals + first * (2 * kLine), p.bands);
-            const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
-            const unsigned long long of_square = await_total(p.totals + group * (2 * kLine) + kLine, p.bands);
+            const unsigned long long of_v = await_total(totals, p.bands);
+            const unsigned long long of_square = await_total(totals + kLine, p.bands);
             const double mean = sum_of_total(of_v) * share;
             const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
@@ -573,21 +566,23 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     }
 }
 
-// Six warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
-// neighbouring values at once. Waits for norm_full; wakes the consumers (v_empty).
-template <typename T>
+// Seven warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
+// neighbouring values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
     const ConvArguments<T>& p, ConvShared& shared, const Band& band, const float* held, int writer) {
+    using Out = std::conditional_t<NORMALIZE, T, float>;
     constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
-        mbarrier_wait(&shared.norm_full[at.place], at.parity);
+        if constexpr (NORMALIZE) mbarrier_wait(&shared.norm_full[at.place], at.parity);
+        else for (uint64_t& full : shared.v_full[at.place]) mbarrier_wait(&full, at.parity);
         for (; c < p.out_channels; c += kWriters) {
-            const auto [factor, offset] = shared.norm[at.place][c];
+            const auto [factor, offset] = NORMALIZE ? shared.norm[at.place][c] : Norm{1, 0};
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
             const int64_t channel = int64_t(at.sample) * p.out_channels + c;
-            T* const to = p.out + (channel * p.rows + band.first_row) * p.columns;
+            Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
@@ -609,7 +604,7 @@ __device__ __forceinline__ void write(
     }
 }
 
-template <typename T, bool BENCHMARK>
+template <typename T, bool BENCHMARK, bool NORMALIZE>
 __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments<T> given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     ConvArguments<T> p = given;
@@ -620,8 +615,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         mbarrier_init(&shared.x_full, 128 * kProducers), mbarrier_init(&shared.x_empty, 128 * kConsumers);
         for (int i = 0; i < kPlaces; ++i) {
             for (int k = 0; k < kConsumers; ++k) mbarrier_init(&shared.v_full[i][k], 128);
-            mbarrier_init(&shared.posted[i], 32), mbarrier_init(&shared.norm_full[i], 32);
-            mbarrier_init(&shared.v_empty[i], 32 * kWriters);
+            mbarrier_init(&shared.norm_full[i], 32), mbarrier_init(&shared.v_empty[i], 32 * kWriters);
         }
         fence_mbarrier_init();
     }
@@ -634,25 +628,24 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so known to be the same in all lanes: 1.02 without
     const int other = warp - 4 * (kConsumers + kProducers);
     if (warp < 4 * kConsumers) {
-        convolve(p, shared, band, x, held, warp);
+        convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
     } else if (other < 0) {
-        bring(p, shared, band, x);
+        bring<T, NORMALIZE>(p, shared, band, x);
     } else {
         fewer_registers<kOtherRegisters>();
-        if (other == 0) post(p, shared);
-        else if (other == 1) gather(p, shared);
-        else write(p, shared, band, held, other - 2);
+        if (other < kWriters) write<T, NORMALIZE>(p, shared, band, held, other);
+        else if (NORMALIZE) gather(p, shared);
     }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups.
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes of
+// shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
 // Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work. False
-// where none fits; `_fits` in Python asks the like.
-template <typename T>
-static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int64_t* dynamic_bytes) {
+// where none fits.
+template <typename T> static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int* dynamic_bytes) {
     int64_t best = INT64_MAX;
     for (int even = 2; even <= p.rows + 1; even += 2) {
         const int rows = even < p.rows ? even : p.rows, bands = (p.rows + rows - 1) / rows;
@@ -668,7 +661,7 @@ static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int
         p.band_rows = rows, p.bands = bands, p.teams = teams < p.samples ? teams : p.samples;
         p.places = places, p.plane = plane, p.x_plane = (rows + 2) * p.width;
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
-        *dynamic_bytes = x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16);
+        *dynamic_bytes = int(x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16));
     }
     set_taps(p);
     p.to_fixed = 1;  // a total has room for twice its largest sum
@@ -677,13 +670,13 @@ static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int
     return best < INT64_MAX;
 }
 
-extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups) { return samples * groups * 2 * kLine * 8; }
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
 
 template <typename T>
-static void set_arguments(ConvArguments<T>& p, const void* x, const void* const* parameters, const float* statistics,
-    const int64_t* sizes) {
-    p.x = static_cast<const T*>(x);
-    p.statistics = reinterpret_cast<Statistics*>(const_cast<float*>(statistics));
+static void set_arguments(ConvArguments<T>& p, const void* x, const void* const* parameters, float* statistics,
+    void* totals, const int64_t* sizes) {
+    p.x = static_cast<const T*>(x), p.statistics = reinterpret_cast<Statistics*>(statistics);
+    p.totals = static_cast<unsigned long long*>(totals), p.largest = static_cast<unsigned*>(totals);
     const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
     for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
     p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
@@ -691,38 +684,43 @@ static void set_arguments(ConvArguments<T>& p, const void* x, const void* const*
     p.rows = p.height - 2, p.columns = p.width - 2;
 }
 
-// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
-// type. statistics: null, or of groups: mean, what a float leaves of it, rstd. Returns a cudaError_t, or -1 where the
-// sizes do not fit.
-template <typename T>
-static int launch_forward(const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
+// The forward, or, not NORMALIZE, h. Returns a cudaError_t, or -1 where the sizes do not fit.
+template <typename T, bool NORMALIZE>
+static int launch_forward(ConvArguments<T> p, const int64_t* sizes, cudaStream_t stream) {
     if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
     if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;  // a band's values are whole fours
-    ConvArguments<T> p = {};
-    set_arguments(p, x, parameters, statistics, sizes);
-    p.out = static_cast<T*>(out), p.totals = static_cast<unsigned long long*>(totals), p.eps = float(eps);
-    int64_t dynamic_bytes = 0;
-    if (!plan_forward(p, sms, shared_bytes - int(sizeof(ConvShared)), &dynamic_bytes)) return -1;
+    int bytes = 0;
+    if (!plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared)), &bytes)) return -1;
     ConvArguments<T> known = p;
     set_benchmark(known);
-    const bool benchmark = std::memcmp(&known, &p, sizeof p) == 0;
-    auto* const kernel = benchmark ? convolve_and_normalize<T, true> : convolve_and_normalize<T, false>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_bytes));
-    if (error == cudaSuccess) error = cudaMemsetAsync(totals, 0, conv_totals_bytes(sizes[0], sizes[5]), stream);
+    const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof p) == 0;
+    auto* const kernel =
+        benchmark ? convolve_and_normalize<T, NORMALIZE, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
     if (error != cudaSuccess) return error;
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeCooperative;  // all blocks run at once: they wait for each other
     attribute.val.cooperative = 1;
     const dim3 grid(p.bands, p.teams);
-    const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(dynamic_bytes), stream, &attribute, 1};
+    const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(bytes), stream, &attribute, 1};
     return cudaLaunchKernelEx(&config, kernel, p);
 }
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
+// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
+// type. statistics: null, or of groups: mean, what a float leaves of it, rstd.
+template <typename T>
+static int forward_of(const void* x, const void* const* parameters, void* out, float* statistics, const int64_t* sizes,
+    double eps, void* totals, cudaStream_t stream) {
+    ConvArguments<T> p = {};
+    set_arguments(p, x, parameters, statistics, totals, sizes);
+    p.out = out, p.eps = float(eps);
+    return launch_forward<T, true>(p, sizes, stream);
+}
+extern "C" int conv_forward(const void* x, const void* const* parameters, void* out, float* statistics,
+    const int64_t* sizes, double eps, void* totals, cudaStream_t stream) {
     const auto launch =
-        type == 0 ? launch_forward<float> : type == 1 ? launch_forward<__half> : launch_forward<__nv_bfloat16>;
-    return launch(x, parameters, out, statistics, sizes, eps, sms, shared_bytes, totals, stream);
+        sizes[8] == 0 ? forward_of<float> : sizes[8] == 1 ? forward_of<__half> : forward_of<__nv_bfloat16>;
+    return launch(x, parameters, out, statistics, sizes, eps, totals, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -735,7 +733,7 @@ constexpr int kTailThreads = 256;
 struct TailArguments {
     const float *bias, *scale, *gamma, *beta;
     double2* sums;  // of blocks
-    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, whole packs
+    int64_t channels, group_channels, pixels, part;  // part: pixels of a block
     int parts;                                       // of a plane
     float eps;
 };
@@ -753,10 +751,11 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-template <typename T, int PACK, bool NORMALIZE>
-__global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* out, const TailArguments p) {
-    struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, begin = blockIdx.x % p.parts * p.part;
+template <typename T, bool NORMALIZE>
+__global__ void __launch_bounds__(kTailThreads)
+    activate_planes(const T* __restrict__ h, T* __restrict__ out, const TailArguments p) {
+    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, first = blockIdx.x % p.parts * p.part;
+    const int64_t begin = plane * p.pixels + first, count = min(p.part, p.pixels - first);
     const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
     float mean = 0, factor = 0, offset = 0;
     if constexpr (NORMALIZE) {
@@ -771,137 +770,97 @@ __global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* o
         offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
     }
     float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
-    int count = 0;
-    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + p.part, p.pixels); i += kTailThreads * PACK) {
-        Pack pack = *reinterpret_cast<const Pack*>(h + plane * p.pixels + i);
-        for (T& value : pack.values) {
-            const float v = activation((to_float(value) + bias) * scale);
-            if constexpr (NORMALIZE) {
-                value = from_float<T>(fmaf(v - mean, factor, offset));
-            } else {
-                if (count++ == 0) anchor = v;
-                sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
-            }
+    int own = 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < count; i += kTailThreads) {
+        const float v = activation((to_float(h[begin + i]) + bias) * scale);
+        if constexpr (NORMALIZE) {
+            out[begin + i] = from_float<T>(fmaf(v - mean, factor, offset));
+        } else {
+            if (own++ == 0) anchor = v;
+            sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
         }
-        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + plane * p.pixels + i) = pack;
     }
     if constexpr (!NORMALIZE) {
-        const double all = double(count) * anchor;
+        const double all = double(own) * anchor;
         const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
         if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
     }
 }
 
-template <typename T, int PACK>
-static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
-    if (PACK > 1 && p.pixels % PACK != 0) return launch_tail<T, 1>(h, out, p, blocks, stream);
+template <typename T>
+static void launch_tail(const void* h, void* out, const TailArguments& p, unsigned blocks, cudaStream_t stream) {
     const T* const from = static_cast<const T*>(h);
-    activate_planes<T, PACK, false><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, nullptr, p);
-    activate_planes<T, PACK, true><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
-    return cudaGetLastError();
+    activate_planes<T, false><<<blocks, kTailThreads, 0, stream>>>(from, nullptr, p);
+    activate_planes<T, true><<<blocks, kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
 }
-// workspace: 16 bytes for each part of a plane.
+// type: 0 float, 1 half, 2 bfloat16. workspace: 16 bytes for each part of a plane.
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
     int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream) {
     const TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3],
-        static_cast<double2*>(workspace), channels, channels / groups, pixels,
-        ((pixels + parts - 1) / parts + 7) / 8 * 8, parts, float(eps)};
-    const auto launch =
-        type == 0 ? launch_tail<float, 4> : type == 1 ? launch_tail<__half, 8> : launch_tail<__nv_bfloat16, 8>;
-    return launch(h, out, p, samples * channels * p.parts, stream);
+        static_cast<double2*>(workspace), channels, channels / groups, pixels, (pixels + parts - 1) / parts, parts,
+        float(eps)};
+    const auto launch = type == 0 ? launch_tail<float> : type == 1 ? launch_tail<__half> : launch_tail<__nv_bfloat16>;
+    launch(h, out, p, unsigned(samples * channels * parts), stream);
+    return cudaGetLastError();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward. It reads grad and x twice and stores nothing of their size in between:
-//   1. differentiate_rows<T, true> makes h and v again, and measures of each channel the sums of grad and of
-//      grad * (v - mean), and how large grad and dv/dz are. join_measures makes of that the means in the norm's
-//      gradient, and the largest that dh, h's gradient, can be.
-//   2. differentiate_rows<T, false> makes h again, and of it dh: into x's gradient, and into partial sums of the
-//      parameters' gradients, which ATen adds up.
-// A block walks down a band of rows, in a strip of at most 256 columns; a warp has 32 of them. For each row of h:
+// The backward, for images of up to 256 columns:
+//   1. convolve_and_normalize<T, false, false> makes h again, in a workspace, and finds the largest |x| of each sample;
+//   2. measure_groups reads h and grad, and makes of each group the means in the norm's gradient, and of each channel
+//      gamma's and beta's gradients and the largest that dh, h's gradient, can be;
+//   3. differentiate_rows reads h and grad again: dh goes through shared memory into x's gradient, and into partial
+//      sums of the parameters' gradients, which ATen adds up.
+// A block of differentiate_rows walks down a band of rows of a sample. One barrier a row:
 //
-//   all warps: x of row + 3 -> registers;  x of rows to row + 2 (shared) -> h -> dh (shared);  x of row + 3 -> shared
-//   a barrier, one a row: shared memory has two rows of dh and five of x, so that nobody writes what others still read
-//   all warps: dh (shared) -> sums of rows to row + 2 of x's gradient;  dh and x (shared) -> sums of the weights'
+//   make, 8 warps:      h, grad of row -> dh;  x of row + 2      global -> shared
+//   multiply, 8 warps:  dh, x of row - 1 -> sums of rows to row + 1 of x's gradient, and of the weights', in registers
 //
-// The products are the forward's, of fp16 hi and lo, by mma.sync: float32 FMAs would take 3.0 ms for the four
-// convolutions. Those of a row are added up from zero, and then to the float32 sums. Powers of two bring a sample's x,
-// and its dh of each channel, below fp16's largest number. A sample that fp16 cannot hold, as it is not finite or x
-// exceeds what the weights allow, is computed in plain float32 (`measure_plainly`, `differentiate_plainly`).
+// The products are the forward's, of fp16 hi and lo, by mma.sync. Those of a row are added up from zero, and then to
+// the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number. Where x
+// exceeds what the forward holds in fp16, or is not finite, the weights' sums are made in plain float32.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m.
 
-constexpr int kTaps = 9, kWarps = 8;   // a block's at most
+constexpr int kTaps = 9, kWarps = 8;   // of each role
+constexpr int kMostColumns = 32 * kWarps;
+constexpr int kMeasureThreads = 512, kRowsThreads = 64 * kWarps;
+constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 5;              // rows of x in shared memory
-constexpr int kGradPairs = 17;         // of a channel in shared memory; one is padding, against bank conflicts
+constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel and a lane: the sums of grad and grad * (v - mean), and the largest |grad|, |dv/dz| and |x|.
-struct Measured {
-    float sum, product, grad, slope, x, input_scale;
-    __device__ __forceinline__ void add(float of_grad, float v, float mean) {
-        sum += of_grad, product = fmaf(of_grad, v - mean, product);
-        grad = fmaxf(grad, fabsf(of_grad)), slope = fmaxf(slope, fabsf(activation_gradient(v)));
-    }
-};
-
-// Of a channel of a sample. q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz and dh = q * push, of which
-// dh_scale is fp16's. x_scale: 0 where the sample is computed plainly. h = inverse * (the sum of products) + bias.
-// of_gamma, of_beta: the sample's share of their gradients.
+// Of a channel of a sample: dh = q * push and q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz; dh_scale is
+// fp16's. of_gamma, of_beta: the sample's share of their gradients.
 struct alignas(16) Channel {
-    float factor, inverse, bias, mean, gamma, grad_mean, pull, push, rstd, dh_scale, x_scale, of_gamma, of_beta;
-    __device__ __forceinline__ float q(float h, float grad) const {
-        const float v = activation(h * factor);
-        return fmaf(gamma, grad, -fmaf(v - mean, pull, grad_mean)) * activation_gradient(v);
-    }
+    float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta;
 };
+// Of a channel: the sums of grad and grad * (v - mean), and the largest |grad| and |dv/dz|.
+struct Measured { double sum, product; float grad, slope; };
 
-// What a block has: rows [first_row, last_row) of x's gradient, or of h; of h, columns [first, first + columns), of
-// which the strip before has counted the first `skipped`.
-struct Piece { int sample, first, columns, skipped, first_row, last_row; };
-
-// tile: a strip's columns of x, with the four that the next strip has too.
-struct BackwardPlan { int tile, strips, measure_bands, gradient_bands; };
-template <typename T> struct BackwardArguments : ConvArguments<T>, BackwardPlan {
+template <typename T> struct BackwardArguments : ConvArguments<T> {
     const T* grad;
-    T* grad_x;           // null: not wanted
-    Measured* measured;  // (samples, strips, bands, warps, lanes of a channel, channels)
-    Channel* channels;   // (samples, out_channels)
-    float* partials;     // (samples, strips, bands, warps, width): of the weight, bias, scale, gamma and beta
-    int width_of_partials;
-    // Where a value of a piece is in x and grad_x, and in grad.
-    __device__ __forceinline__ int64_t x_at(const Piece& piece, int in, int row, int column) const {
-        const int64_t plane = int64_t(piece.sample) * this->in_channels + in;
-        return (plane * this->height + row) * this->width + piece.first + column;
-    }
-    __device__ __forceinline__ int64_t grad_at(const Piece& piece, int o, int row, int column) const {
-        const int64_t plane = int64_t(piece.sample) * this->out_channels + o;
-        return (plane * this->rows + row) * this->columns + piece.first + column;
-    }
+    const float* h;
+    T* grad_x;          // null: not wanted
+    Channel* channels;  // (samples, out_channels)
+    float* weights;     // (samples, bands, warps, out_channels, in_channels, 9): partial sums
+    float* vectors;     // (samples, bands, 4, out_channels): of the gradients of both biases, scale, gamma and beta
 };
 
-template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
+// A block has rows [first_row, last_row) of a sample's x. It makes dh from row `begin` on.
+struct Piece { int sample, band, first_row, last_row, begin; };
 
-template <typename T> __device__ __forceinline__ Piece piece_of_block(const BackwardArguments<T>& p, int bands) {
-    const int strip = blockIdx.x / bands % p.strips, band = blockIdx.x % bands, first = strip * (p.tile - 4);
-    return {int(blockIdx.x) / (bands * p.strips), first, min(p.columns - first, p.tile - 2), strip > 0 ? 2 : 0,
-        int(int64_t(p.height) * band / bands), int(int64_t(p.height) * (band + 1) / bands)};
-}
-
-struct alignas(16) MeasureTile {
-    uint4 x[kSlots][2 * kPlane];   // of row: hi, lo
-    uint4 weights[2][3][4][32];    // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
-    Scales scales;
+struct alignas(16) GradientTile {
+    uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
+    uint4 dh[2][4][2 * kPlane];      // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
+    uint4 weights[2][kTaps][32];     // of 16 output channels, tap, lane: as x's gradient needs them
     Channel channels[kMostOut];
-};
-struct GradientTile : MeasureTile {
-    uint4 dh[2][4][2 * kPlane];    // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
-    uint4 transposed[2][kTaps][32];  // of 16 output channels, tap, lane: the weights for x's gradient
-    float sums[2][4][32 * kWarps];   // of thread, its four channels: of q, and of q * h
+    Scales scales;
+    float x_scale, grad_x_scale;     // x_scale: 0 where x is not held in fp16
 };
 
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
@@ -913,258 +872,181 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
     }
 }
-__device__ __forceinline__ void store_transposed(uint4* to, const uint32_t* from) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-        ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-// d += a * b of 16 rows by 16 (or 8) of K by 8 columns.
+// d += a * b of 16 rows by 16 of K by 8 columns.
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
         " {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-__device__ __forceinline__ void mma8(float (&d)[4], const uint32_t* a, uint32_t b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {  // or zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-        ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// All threads: the channels, the weights for `convolve`, and zeros in x's tile.
-template <typename T, bool MEASURE>
-__device__ __forceinline__ void prepare_convolution(
-    const BackwardArguments<T>& p, MeasureTile& tile, int64_t sample) {
-    for (int i = threadIdx.x; i < kSlots * 2 * kPlane; i += blockDim.x) (&tile.x[0][0])[i] = make_uint4(0, 0, 0, 0);
-    prepare_scales(p, tile.scales);
-    for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) {
-        Channel& c = tile.channels[o] = {};
-        if (o >= p.out_channels) continue;
-        if (!MEASURE) c = p.channels[sample * p.out_channels + o];
-        else c.mean = p.statistics[sample * p.groups + o / p.group_channels].mean, c.x_scale = tile.scales.input;
-        c.factor = kActivationFactor * to_float(p.scale[o]), c.bias = bias_at(p, o);
-        c.inverse = 1 / (c.x_scale * tile.scales.weight[o]);
-    }
-    for (int i = threadIdx.x; i < 2 * 3 * 32; i += blockDim.x) {
-        const int lane = i % 32, in = i % 4 * 2, half = i / 96, ky = i / 32 % 3;
-        uint32_t hi[6], lo[6];
-        for (int j = 0; j < 6; ++j) {  // kx, lower or upper eight channels
-            const int o = half * 16 + lane / 4 + j % 2 * 8, tap = ky * 3 + j / 2;
-            const float scale = tile.scales.weight[o];
-            split(weight_at(p, o, in, tap) * scale, weight_at(p, o, in + 1, tap) * scale, hi[j], lo[j]);
-        }
-        uint4 (&to)[4][32] = tile.weights[half][ky];
-        to[0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[1][lane] = make_uint4(hi[2], hi[3], hi[4], hi[5]);
-        to[2][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]), to[3][lane] = make_uint4(lo[2], lo[3], lo[4], lo[5]);
-    }
+// The power of two that brings values up to `largest` below 2^15.
+__device__ __forceinline__ float scale_below_overflow(float largest) {
+    int exponent = 0;
+    frexpf(fminf(largest, 0x1p127f), &exponent);
+    return ldexpf(1.0f, min(115, 15 - exponent));
 }
 
-// All threads: the weights for `add_to_x`, and zeros in dh's tile. The weights undo dh's scales: returns
-// the power of two that x's gradient is left with.
+// A block for each group of a sample.
 template <typename T>
-__device__ __forceinline__ float prepare_gradients(const BackwardArguments<T>& p, GradientTile& tile) {
+__global__ void __launch_bounds__(kMeasureThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
+    struct alignas(4 * sizeof(T)) Four { T values[4]; };
+    __shared__ Measured of_warps[kMostOut][kMeasureThreads / 32];
+    __shared__ double terms[kMostOut][2];
+    const Statistics group = p.statistics[blockIdx.x];
+    const int64_t pixels = p.rows * p.columns, first = int64_t(blockIdx.x) * p.group_channels;
+    const int first_channel = int(first % p.out_channels);
+    for (int c = 0; c < p.group_channels; ++c) {
+        const float factor = kActivationFactor * to_float(p.scale[first_channel + c]);
+        const float4* const h = reinterpret_cast<const float4*>(p.h + (first + c) * pixels);
+        const Four* const grad = reinterpret_cast<const Four*>(p.grad + (first + c) * pixels);
+        Measured own = {};
+#pragma unroll 4
+        for (int i = threadIdx.x; i < pixels / 4; i += kMeasureThreads) {
+            const float4 four = h[i];
+            const Four grads = grad[i];
+            const float values[4] = {four.x, four.y, four.z, four.w};
+            float sum = 0, product = 0;
+            for (int k = 0; k < 4; ++k) {
+                const float v = activation(values[k] * factor), of_grad = to_float(grads.values[k]);
+                sum += of_grad, product = fmaf(of_grad, v - group.mean, product);
+                own.grad = fmaxf(own.grad, fabsf(of_grad));
+                own.slope = fmaxf(own.slope, fabsf(activation_gradient(v)));
+            }
+            own.sum += sum, own.product += product;
+        }
+        for (int mask = 16; mask > 0; mask /= 2) {
+            own.sum += __shfl_xor_sync(~0u, own.sum, mask), own.product += __shfl_xor_sync(~0u, own.product, mask);
+            own.grad = fmaxf(own.grad, __shfl_xor_sync(~0u, own.grad, mask));
+            own.slope = fmaxf(own.slope, __shfl_xor_sync(~0u, own.slope, mask));
+        }
+        if (threadIdx.x % 32 == 0) of_warps[c][threadIdx.x / 32] = own;
+    }
+    __syncthreads();
+    const int c = threadIdx.x;
+    if (c >= 32) return;
+    const bool exists = c < p.group_channels;
+    const int o = first_channel + (exists ? c : 0);
+    Measured all = {};
+    for (const Measured& own : of_warps[exists ? c : 0]) {
+        all.sum += own.sum, all.product += own.product;
+        all.grad = fmaxf(all.grad, own.grad), all.slope = fmaxf(all.slope, own.slope);
+    }
+    if (isfinite(all.sum)) all.product -= group.rest * all.sum;  // of the exact mean; no inf - inf
+    const float gamma = to_float(p.gamma[o]), push = group.rstd * to_float(p.scale[o]);
+    terms[c][0] = all.sum * gamma, terms[c][1] = all.product * gamma * group.rstd;
+    __syncwarp();
+    double grad_mean = 0, pull = 0;
+    for (int i = 0; i < p.group_channels; ++i) grad_mean += terms[i][0], pull += terms[i][1];
+    const double n = double(p.group_channels) * pixels;
+    pull *= group.rstd / n, grad_mean = grad_mean / n - group.rest * pull;
+    const bool finite = isfinite(grad_mean) && isfinite(pull);  // else all of dh is NaN, as ATen's
+    const float most = fabsf(gamma) * all.grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
+    const float largest = most * all.slope * fabsf(push);  // |dh| is at most that
+    if (!exists) return;
+    p.channels[first + c] = {kActivationFactor * to_float(p.scale[o]), group.mean, gamma,
+        finite ? float(grad_mean) : NAN, float(pull), push, group.rstd, scale_below_overflow(largest),
+        float(all.product * group.rstd), float(all.sum)};
+}
+
+// All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
+template <typename T>
+__device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+    constexpr int kWords = sizeof(tile) / sizeof(uint4);
+    for (int i = threadIdx.x; i < kWords; i += kRowsThreads) reinterpret_cast<uint4*>(&tile)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    prepare_scales(p, tile.scales);
+    for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
+        tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
+    }
+    __syncthreads();
     float scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
-    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += blockDim.x) {
+    scale = fmaxf(scale, 0x1p-126f);
+    const float largest = __uint_as_float(p.largest[piece.sample]);
+    const bool fits = largest * tile.scales.input < 65504.0f;
+    if (threadIdx.x == 0) tile.x_scale = fits ? scale_below_overflow(largest) : 0.0f, tile.grad_x_scale = scale;
+    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
             return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
         };
-        uint4& f = tile.transposed[i / (32 * kTaps)][tap][i % 32];
+        uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
         split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
     }
-    for (int i = threadIdx.x; i < 16 * kPlane; i += blockDim.x) (&tile.dh[0][0][0])[i] = make_uint4(0, 0, 0, 0);
-    for (int i = 0; i < 8; ++i) tile.sums[i / 4][i % 4][threadIdx.x] = 0;
-    return scale;
+    __syncthreads();
 }
 
-// A thread for each column of x.
+// A row of x into its tile, a thread for each column.
 template <typename T>
-__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, const Piece& piece, int row, T (&x)[kMostIn]) {
-    const int column = piece.first + threadIdx.x;
-    const int plane = p.height * p.width;
-    const T* from = p.x + int64_t(piece.sample) * p.in_channels * plane + (row * p.width + column);
-    const int channels = column < p.width && row < p.height ? p.in_channels : 0;
-    for (int i = 0; i < kMostIn; ++i, from += plane) x[i] = i < channels ? *from : from_float<T>(0.0f);
-}
-template <typename T>
-__device__ __forceinline__ void store_x(MeasureTile& tile, int row, const T (&x)[kMostIn], float scale) {
-    uint4* const to = tile.x[row % kSlots] + threadIdx.x % 4 * kSub + threadIdx.x / 4;
-    split_pixel(x, scale, to[0], to[kPlane]);
+__device__ __forceinline__ void bring_x(const BackwardArguments<T>& p, GradientTile& tile, int sample, int row) {
+    const int column = threadIdx.x % kMostColumns, plane = p.height * p.width;
+    if (column >= p.width) return;
+    const T* const from = p.x + int64_t(sample) * p.in_channels * plane + (row * p.width + column);
+    T x[kMostIn];
+    for (int i = 0; i < kMostIn; ++i) x[i] = i < p.in_channels ? __ldg(from + i * plane) : from_float<T>(0.0f);
+    uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
+    split_pixel(x, tile.x_scale, to[0], to[kPlane]);
 }
 
-// By a warp: 32 columns of a row of h, with the biases. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
-// 8 (lane % 4) + 4 i + j of the warp's.
-__device__ __forceinline__ void convolve(const MeasureTile& tile, int row, float (&h)[2][4][4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1  // 121 registers for measuring; 128, and spills, when unrolled
-    for (int ky = 0; ky < 3; ++ky) {
-        const uint4* const x = tile.x[(row + ky) % kSlots] + lane / 8 * kSub + 8 * warp + lane % 8;
-        uint32_t hi[8], lo[8];
-        load_matrices<false>(hi, x), load_matrices<false>(hi + 4, x + 1);
-        load_matrices<false>(lo, x + kPlane), load_matrices<false>(lo + 4, x + kPlane + 1);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint4 w[4];
-            for (int k = 0; k < 4; ++k) w[k] = tile.weights[half][ky][k][lane];
-            float sums[4][4] = {};
-            for (int product = 0; product < 3; ++product) {  // the smallest first; four independent chains of products
-                const uint32_t* const b = product == 1 ? lo : hi;
-                const uint32_t* const a01 = &w[product == 0 ? 2 : 0].x;  // kx 0 and 1
-                const uint32_t* const a12 = &w[product == 0 ? 3 : 1].x;
-                for (int j = 0; j < 4; ++j) mma16(sums[j], j % 2 == 0 ? a01 : a12, b + j + j % 2);
-                for (int j = 0; j < 4; ++j) mma8(sums[j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
+// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h.
+// `multiply` is one row behind: a barrier a row wakes both.
+template <typename T>
+__device__ __forceinline__ void make(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+    fewer_registers<kMakerRegisters>();
+    const int warp = threadIdx.x / 32 - kWarps, lane = threadIdx.x % 32, first = 4 * warp;
+    const int64_t plane = p.rows * p.columns, begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
+    float sums[4] = {}, products[4] = {};
+    for (int row = piece.begin; row < piece.begin + 2; ++row) bring_x(p, tile, piece.sample, row);
+    for (int row = piece.begin; row < piece.last_row; ++row) {
+        if (row < p.rows) bring_x(p, tile, piece.sample, row + 2);
+        float row_sums[4] = {}, row_products[4] = {};
+#pragma unroll 4  // 32 loads at once
+        for (int column = lane; column < p.columns && row < p.rows; column += 32) {
+            float h[4], grad[4], dh[4];
+            for (int k = 0; k < 4; ++k) {
+                const int64_t at = begin + (first + k < p.out_channels ? k * plane : 0) + row * p.columns + column;
+                h[k] = first < p.out_channels ? __ldg(p.h + at) : 0.0f;
+                grad[k] = first < p.out_channels ? to_float(__ldg(p.grad + at)) : 0.0f;
             }
-            for (int k = 0; k < 16; ++k) {
-                float& to = h[half][k / 4][k % 4];
-                const Channel& channel = tile.channels[16 * half + k % 4 / 2 * 8 + lane / 4];
-                to = fmaf(sums[k / 4][k % 4], channel.inverse, ky == 0 ? channel.bias : to);
+            for (int k = 0; k < 4; ++k) {
+                const Channel& c = tile.channels[first + k];
+                const float v = activation(h[k] * c.factor);
+                const float q = fmaf(c.gamma, grad[k], -fmaf(v - c.mean, c.pull, c.grad_mean)) * activation_gradient(v);
+                row_sums[k] += q, row_products[k] = fmaf(q, h[k], row_products[k]);
+                dh[k] = first + k < p.out_channels ? q * (c.push * c.dh_scale) : 0.0f;
             }
+            uint2 hi, lo;
+            split(dh[0], dh[1], hi.x, lo.x), split(dh[2], dh[3], hi.y, lo.y);
+            uint4* const cell = tile.dh[row & 1][warp / 2] + column % 4 * kSub + column / 4 + 1;
+            reinterpret_cast<uint2*>(cell)[warp % 2] = hi, reinterpret_cast<uint2*>(cell + kPlane)[warp % 2] = lo;
         }
+        for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
+        barrier_sync(1, kRowsThreads);
     }
-}
-
-// A warp's gradients of a row go through shared memory, where only this warp uses them: all channels and its 32
-// columns, two neighbours of a channel at a time, 16 lanes a channel. Zeros for columns that are not there.
-template <typename T>
-__device__ __forceinline__ void fetch_grad(
-    const BackwardArguments<T>& p, const Piece& piece, int row, int skipped, Pair<T>* pairs) {
-    const int column = threadIdx.x / 32 * 32 + threadIdx.x % 16 * 2, first = threadIdx.x / 16 % 2;
-    const bool exists = column >= skipped && column < piece.columns && row < p.rows;
-    const int plane = p.rows * p.columns;
-    const T* from = p.grad + (int64_t(piece.sample) * p.out_channels + first) * plane;
-    from += row * p.columns + piece.first + column, pairs += first * kGradPairs + threadIdx.x % 16;
-    for (int o = 0; o < kMostOut; o += 2, from += 2 * plane) {
-        copy_async<sizeof(Pair<T>)>(pairs + o * kGradPairs, from, exists && first + o < p.out_channels);
-    }
-}
-// Of channel 8 c + lane / 4, the k-th of the warp's columns from 8 (lane % 4) on.
-template <typename T> __device__ __forceinline__ float take_grad(const Pair<T>* pairs, int c, int k) {
-    const Pair<T> two = pairs[(8 * c + threadIdx.x % 32 / 4) * kGradPairs + threadIdx.x % 4 * 4 + k / 2];
-    return to_float(k % 2 == 0 ? two.a : two.b);
-}
-
-// By a warp, of its h in a row: into the measures of its channels.
-template <typename T>
-__device__ __forceinline__ void measure(
-    const MeasureTile& tile, const Pair<T>* pairs, const float (&h)[2][4][4], Measured (&measures)[4]) {
-    for (int c = 0; c < 4; ++c) {
-        const Channel& channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
-        Measured of_row = {0, 0, measures[c].grad, measures[c].slope};
-        for (int k = 0; k < 8; ++k) {
-            const float v = activation(h[c / 2][k % 4][c % 2 * 2 + k / 4] * channel.factor);
-            of_row.add(take_grad(pairs, c, k), v, channel.mean);
+    float* const vectors = p.vectors + int64_t(blockIdx.x) * 4 * p.out_channels;
+    for (int k = 0; k < 4; ++k) {
+        const Channel& c = tile.channels[first + k];
+        for (int mask = 16; mask > 0; mask /= 2) {
+            sums[k] += __shfl_xor_sync(~0u, sums[k], mask), products[k] += __shfl_xor_sync(~0u, products[k], mask);
         }
-        measures[c] = {measures[c].sum + of_row.sum, measures[c].product + of_row.product, of_row.grad, of_row.slope};
-    }
-}
-
-// All threads, where a value of x was beyond fp16: the measures of the piece anew, in plain float32.
-template <typename T>
-__device__ __noinline__ void measure_plainly(
-    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, Measured* to) {
-    for (int o = threadIdx.x % 32 / 4; o < p.out_channels; o += 8) {
-        Measured all = {};
-        for (int row = piece.first_row; row < min(piece.last_row, p.rows); ++row) {
-            for (int k = 0; k < 8; ++k) {
-                const int column = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8 + k;
-                if (column < piece.skipped || column >= piece.columns) continue;
-                const float h = convolve_value(p, piece.sample, o, row, piece.first + column);
-                const float grad = to_float(p.grad[p.grad_at(piece, o, row, column)]);
-                all.add(grad, activation(h * channels[o].factor), channels[o].mean);
-            }
-        }
-        all.x = INFINITY, all.input_scale = NAN;
-        to[o] = all;
-    }
-}
-
-// The power of two that brings values up to `largest` below 2^15; 2^115 at most.
-__device__ __forceinline__ float scale_below_overflow(float largest) {
-    int exponent = 0;
-    frexpf(largest, &exponent);
-    return ldexpf(1.0f, min(115, 15 - exponent));
-}
-
-// A warp for each sample, a lane for each channel: adds the measures, and makes the next kernel's channels of them.
-template <typename T>
-__global__ void __launch_bounds__(32) join_measures(const __grid_constant__ BackwardArguments<T> p) {
-    __shared__ double means[kMostOut][2];
-    const int64_t sample = blockIdx.x;
-    const int o = threadIdx.x, rows = p.strips * p.measure_bands * (p.tile / 32) * 4;
-    const bool exists = o < p.out_channels;
-    Channel c = {};
-    double sum = 0, product = 0;
-    float grad = 0, slope = 0, x = 0, input_scale = 0;
-#pragma unroll 8
-    for (int i = 0; i < rows; ++i) {
-        const Measured m = p.measured[(sample * rows + i) * kMostOut + o];
-        sum += m.sum, product += m.product;
-        grad = fmaxf(grad, m.grad), slope = fmaxf(slope, m.slope), x = fmaxf(x, m.x);
-        input_scale = m.input_scale;
-    }
-    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    const Statistics group = p.statistics[sample * p.groups + (exists ? o / p.group_channels : 0)];
-    const float gamma = to_float(p.gamma[exists ? o : 0]);
-    product = (product - (isfinite(sum) ? group.rest * sum : 0)) * group.rstd;  // of the exact mean; no inf - inf
-    means[o][0] = sum * gamma, means[o][1] = product * gamma;
-    __syncwarp();
-    double grad_mean = 0, pull = 0;
-    for (int i = o / p.group_channels * p.group_channels, k = 0; exists && k < p.group_channels; ++k) {
-        grad_mean += means[i + k][0], pull += means[i + k][1];
-    }
-    const double n = double(p.group_channels) * p.rows * p.columns;
-    c.mean = group.mean, c.rstd = group.rstd, c.gamma = gamma, c.push = group.rstd * to_float(p.scale[exists ? o : 0]);
-    c.pull = float(pull / n * group.rstd), c.grad_mean = float((grad_mean - group.rest * (pull * group.rstd)) / n);
-    const float most = fabsf(gamma) * grad + fabsf(c.grad_mean) + (kHighest - kLowest) * fabsf(c.pull);
-    const float largest = exists ? most * slope * fabsf(c.push) : 0.0f;  // |dh| is at most that
-    const bool fits = __all_sync(~0u, largest < 0x1p100f) && x < INFINITY;
-    c.dh_scale = scale_below_overflow(largest), c.x_scale = fits ? fmaxf(input_scale, scale_below_overflow(x)) : 0.0f;
-    c.of_gamma = float(product), c.of_beta = float(sum);
-    if (exists) p.channels[sample * p.out_channels + o] = c;
-}
-
-// By a warp: its h becomes dh, in the tile; q and q * h are added to the sums of its channels, if the row counts.
-template <typename T>
-__device__ __forceinline__ void differentiate(const Piece& piece, GradientTile& tile, int row, const Pair<T>* pairs,
-    float (&h)[2][4][4]) {
-    const int begin = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8;
-    for (int c = 0; c < 4; ++c) {
-        const Channel channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
-        const float to_half = channel.push * channel.dh_scale;
-        float sum = 0, product = 0;
-        for (int k = 0; k < 8; ++k) {
-            float& value = h[c / 2][k % 4][c % 2 * 2 + k / 4];
-            const float q = begin + k < piece.columns ? channel.q(value, take_grad(pairs, c, k)) : 0.0f;
-            const float counted = k < 2 && begin < piece.skipped ? 0.0f : q;
-            sum += counted, product = fmaf(counted, value, product);
-            value = q * to_half;
-        }
-        if (row >= piece.first_row) tile.sums[0][c][threadIdx.x] += sum, tile.sums[1][c][threadIdx.x] += product;
-        uint32_t hi[4], lo[4];
-        for (int j = 0; j < 4; ++j) split(h[c / 2][j][c % 2 * 2], h[c / 2][j][c % 2 * 2 + 1], hi[j], lo[j]);
-        const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8 + 1;
-        uint4* const to = tile.dh[row & 1][c] + threadIdx.x % 32 / 8 * kSub + cell;
-        store_transposed(to, hi), store_transposed(to + kPlane, lo);
+        const float of_bias = sums[k] * c.push, of_scale = products[k] * c.rstd;
+        const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
+        if (lane >= 4 || first + k >= p.out_channels) continue;
+        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.band == 0 ? value : 0.0f;
     }
 }
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_weights(
-    const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
+__device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
-#pragma unroll
+#pragma unroll 1  // spills, when unrolled
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
         uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
         for (int half = 0; half < 2; ++half) {
             const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
             load_matrices<true>(hi[half], from), load_matrices<true>(lo[half], from + kPlane);
-            if (step > 0 || threadIdx.x % 4 > 0 || threadIdx.x >= 32 || piece.skipped == 0) continue;
-            for (int i = 0; i < 4; ++i) hi[half][i] &= 0xffff0000, lo[half][i] &= 0xffff0000;  // the strip before's
         }
 #pragma unroll
         for (int ky = 0; ky < 3; ++ky) {
@@ -1179,6 +1061,30 @@ __device__ __forceinline__ void add_to_weights(
                 mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
             }
             for (int k = 0; k < 24; ++k) total[k / 12][3 * ky + k / 4 % 3][k % 4] += sums[k / 12][k / 4 % 3][k % 4];
+        }
+    }
+}
+
+// The same in plain float32, of x in global memory.
+template <typename T>
+__device__ __forceinline__ void add_to_weights_plainly(const BackwardArguments<T>& p, const GradientTile& tile,
+    int sample, int row, float (&total)[2][kTaps][4]) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
+    for (int column = first; column < min(first + 32, p.columns); ++column) {
+        float dh[4];  // of channel 8 c + lane / 4
+        for (int c = 0; c < 4; ++c) {
+            const uint4* const cell = tile.dh[row & 1][c] + column % 4 * kSub + column / 4 + 1;
+            const auto value = [&](const uint4* of) { return to_float(reinterpret_cast<const __half*>(of)[lane / 4]); };
+            dh[c] = value(cell) + value(cell + kPlane);
+        }
+        for (int i = 0; i < 2; ++i) {
+            const int in = min(2 * (lane % 4) + i, p.in_channels - 1);
+            const T* const image = p.x + int64_t(sample) * p.in_channels * (p.height * p.width);
+            const T* const x = image + ((in * p.height + row) * p.width + column);
+            for (int k = 0; k < 4 * kTaps; ++k) {
+                float& to = total[k / 2 % 2][k / 4][k % 2 * 2 + i];
+                to = fmaf(dh[2 * (k / 2 % 2) + k % 2], to_float(x[k / 12 * p.width + k / 4 % 3]), to);
+            }
         }
     }
 }
@@ -1201,7 +1107,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
             }
             for (int k = 0; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
-                const uint4 w = tile.transposed[half][3 * ky + kx][lane];
+                const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
             }
         }
@@ -1209,17 +1115,17 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     }
 }
 
-// By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels. Then
-// the rows below move up.
+// By a warp: a row of x's gradient. A lane has four columns of two channels. Then the rows below move up.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
-    const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
+    struct alignas(2 * sizeof(T)) Pair { T a, b; };
     for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
         const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
-        if (in >= p.in_channels || column < piece.skipped || column >= end) continue;
+        if (in >= p.in_channels || column >= p.width) continue;
         const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
-        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece, in, row, column));
+        T* const image = p.grad_x + int64_t(piece.sample) * p.in_channels * (p.height * p.width);
+        Pair* const to = reinterpret_cast<Pair*>(image + ((in * p.height + row) * p.width + column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
     for (int k = 0; k < 8; ++k) {
@@ -1228,210 +1134,94 @@ __device__ __forceinline__ void store_grad_x(
     }
 }
 
-// By a warp: its row of partial sums: of the weights' gradient (out, in, 9), bias's, scale's, gamma's and beta's.
-template <typename T>
-__device__ __forceinline__ void leave_sums(
-    const BackwardArguments<T>& p, const GradientTile& tile, const float (&weights)[2][kTaps][4]) {
-    const int lane = threadIdx.x % 32, row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const bool first = threadIdx.x < 32 && blockIdx.x % (p.strips * p.gradient_bands) == 0;  // of its sample
-    float* const to = p.partials + int64_t(row) * p.width_of_partials;
-    float* const vectors = to + p.out_channels * p.in_channels * kTaps;
+// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. One row behind
+// `make`: a barrier a row wakes both.
+template <typename T, bool PLAIN>
+__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, const GradientTile& tile, const Piece& piece) {
+    more_registers<kMultiplierRegisters>();
+    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
+    const float grad_x_factor = 1 / tile.grad_x_scale;
+    for (int row = piece.begin; row < piece.last_row; ++row) {
+        barrier_sync(1, kRowsThreads);
+        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
+        if (row < p.rows && row >= piece.first_row) {
+            if constexpr (PLAIN) add_to_weights_plainly(p, tile, piece.sample, row, weights);
+            else add_to_weights(tile, row, weights);
+        }
+        if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
+    }
+    const int lane = threadIdx.x % 32, size = p.out_channels * p.in_channels * kTaps;
+    float* const to = p.weights + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * size;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const Channel& channel = tile.channels[o];
-        float sum = tile.sums[0][c][threadIdx.x] * channel.push;
-        float product = tile.sums[1][c][threadIdx.x] * channel.rstd;
-        for (int mask = 1; mask < 4; mask *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, mask), product += __shfl_xor_sync(~0u, product, mask);
-        }
-        if (o >= p.out_channels) continue;
-        const float of_vectors[] = {sum, product, first ? channel.of_gamma : 0.0f, first ? channel.of_beta : 0.0f};
-        for (int k = 0; k < 4; ++k) {
-            if (lane % 4 == k) vectors[k * p.out_channels + o] = of_vectors[k];
-        }
-        const float of_dh = 1 / channel.dh_scale, of_x = 1 / channel.x_scale;
+        const float of_dh = 1 / tile.channels[o].dh_scale, of_x = PLAIN ? 1.0f : 1 / tile.x_scale;
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
             const float value = weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
-            if (in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
+            if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
 }
 
-// All threads: the same for a sample that fp16 cannot hold, in plain float32, from q and h of rows in shared memory.
+// A block for each band of rows of a sample.
 template <typename T>
-__device__ __noinline__ void differentiate_plainly(
-    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, float* q) {
-    const int size = kMostOut * p.tile, weights = p.out_channels * p.in_channels * kTaps;
-    float* const h = q + 3 * size;  // q: of three rows; of channel, column
-    float* const sums = p.partials + int64_t(blockIdx.x) * (p.tile / 32) * p.width_of_partials;  // the first warp's
-    for (int i = threadIdx.x; i < p.tile / 32 * p.width_of_partials; i += blockDim.x) sums[i] = 0;
-    for (int row = max(piece.first_row - 2, 0); row < piece.last_row; ++row) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < p.out_channels * p.tile; i += blockDim.x) {
-            const int o = i / p.tile, column = i % p.tile;
-            const bool exists = row < p.rows && column < piece.columns;
-            const float grad = exists ? to_float(p.grad[p.grad_at(piece, o, row, column)]) : 0.0f;
-            h[i] = exists ? convolve_value(p, piece.sample, o, row, piece.first + column) : 0.0f;
-            q[row % 3 * size + i] = exists ? channels[o].q(h[i], grad) : 0.0f;
-        }
-        __syncthreads();
-        if (row < piece.first_row) continue;
-        const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
-        for (int i = threadIdx.x; i < p.in_channels * p.tile && p.grad_x != nullptr; i += blockDim.x) {
-            const int in = i / p.tile, column = i % p.tile;
-            float sum = 0;
-            for (int o = 0; o < p.out_channels; ++o) {
-                float of_channel = 0;
-                for (int tap = 0; tap < kTaps; ++tap) {
-                    const int y = row - tap / 3, at = column - tap % 3;
-                    if (y < 0 || y >= p.rows || at < 0 || at >= piece.columns) continue;
-                    of_channel = fmaf(q[y % 3 * size + o * p.tile + at], weight_at(p, o, in, tap), of_channel);
-                }
-                sum = fmaf(of_channel, channels[o].push, sum);
-            }
-            if (column < piece.skipped || column >= end) continue;
-            p.grad_x[p.x_at(piece, in, row, column)] = from_float<T>(sum);
-        }
-        for (int i = threadIdx.x; i < weights + 2 * p.out_channels && row < p.rows; i += blockDim.x) {
-            const int o = i < weights ? i / kTaps / p.in_channels : (i - weights) % p.out_channels;
-            const int in = i / kTaps % p.in_channels, tap = i % kTaps;
-            const bool of_scale = i >= weights + p.out_channels;
-            const T* const x = p.x + p.x_at(piece, in, row + tap / 3, tap % 3);
-            float sum = 0;
-            for (int k = piece.skipped; k < piece.columns; ++k) {
-                const float with = i < weights ? to_float(x[k]) : of_scale ? h[o * p.tile + k] : 1.0f;
-                sum = fmaf(q[row % 3 * size + o * p.tile + k], with, sum);
-            }
-            sums[i] += sum * (of_scale ? channels[o].rstd : channels[o].push);
-        }
-    }
-    for (int o = threadIdx.x; o < p.out_channels && blockIdx.x % (p.strips * p.gradient_bands) == 0; o += blockDim.x) {
-        sums[weights + 2 * p.out_channels + o] = channels[o].of_gamma;
-        sums[weights + 3 * p.out_channels + o] = channels[o].of_beta;
-    }
-}
-
-// A block for each piece of a sample: see above.
-template <typename T, bool MEASURE>
-__global__ void __launch_bounds__(32 * kWarps, MEASURE ? 2 : 1)
-    differentiate_rows(const __grid_constant__ BackwardArguments<T> p) {
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    differentiate_rows(const __grid_constant__ BackwardArguments<T> p, int bands) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
-    using Tile = std::conditional_t<MEASURE, MeasureTile, GradientTile>;
-    Tile& tile = *reinterpret_cast<Tile*>(shared);
-    Pair<T>* const pairs = reinterpret_cast<Pair<T>*>(&tile + 1) + threadIdx.x / 32 * (kMostOut * kGradPairs);
-    const Piece piece = piece_of_block(p, MEASURE ? p.measure_bands : p.gradient_bands);
-    const int begin = MEASURE ? piece.first_row : max(piece.first_row - 2, 0);
-    const int end = MEASURE ? min(piece.last_row, p.rows) : piece.last_row, skipped = MEASURE ? piece.skipped : 0;
-    prepare_convolution<T, MEASURE>(p, tile, piece.sample);
-    __syncthreads();
-    const float x_scale = tile.channels[0].x_scale;
-    float h[2][4][4], largest = 0;
-    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, grad_x_factor = 0;
-    Measured measures[4] = {};
-    if constexpr (!MEASURE) {
-        if (x_scale == 0) {
-            __shared__ Channel channels[kMostOut];
-            for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) channels[o] = tile.channels[o];
-            differentiate_plainly(p, piece, channels, reinterpret_cast<float*>(shared));
-            return;
-        }
-        grad_x_factor = 1 / prepare_gradients(p, tile);
-    }
-    for (int row = begin - 3; row < end; ++row) {
-        T x[kMostIn];
-        load_x(p, piece, row + 3, x);
-        if (row >= begin && row < p.rows) {
-            convolve(tile, row, h);
-            wait_for_copies(), __syncwarp();
-            if constexpr (MEASURE) measure(tile, pairs, h, measures);
-            else differentiate(piece, tile, row, pairs, h);
-            __syncwarp();
-        }
-        if (row + 1 >= begin && row + 1 < min(end, p.rows)) fetch_grad(p, piece, row + 1, skipped, pairs);
-        store_x(tile, row + 3, x, x_scale);
-        __syncthreads();
-        if constexpr (MEASURE) {
-            for (T value : x) largest = fmaxf(largest, fabsf(to_float(value)));
-        } else {
-            if (row >= begin && row < p.rows) {
-                if (p.grad_x != nullptr) add_to_x(tile, row, grad_x);
-                if (row >= piece.first_row) add_to_weights(tile, piece, row, weights);
-            }
-            if (p.grad_x != nullptr && row >= begin) store_grad_x(p, piece, row, grad_x_factor, grad_x);
-        }
-    }
-    if constexpr (MEASURE) {
-        const int lane = threadIdx.x % 32, to = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * 4 + lane % 4;
-        Measured* const own = p.measured + int64_t(to) * kMostOut;
-        for (int c = 0; c < 4; ++c) {
-            measures[c].x = largest, measures[c].input_scale = x_scale;
-            own[8 * c + lane / 4] = measures[c];
-        }
-        const bool beyond = __syncthreads_or(!(largest * x_scale < 65504.0f));
-        if (beyond) measure_plainly(p, piece, tile.channels, own);
-    } else {
-        leave_sums(p, tile, weights);
-    }
+    GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
+    const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
+    const Piece piece = {int(blockIdx.x) / bands, band, first_row, last_row, max(first_row - 2, 0)};
+    prepare_tile(p, tile, piece);
+    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece);
+    else if (tile.x_scale > 0) multiply<T, false>(p, tile, piece);
+    else multiply<T, true>(p, tile, piece);
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// As many bands as let `slots` blocks at a time end together: a band costs its rows, and six more to begin.
-static int bands_for(int64_t strips, int height, int64_t slots) {
+// As many bands as let `sms` blocks at a time end together: a band costs its rows, and six more to begin.
+static int plan_gradient(const int64_t* sizes) {
+    const int64_t samples = sizes[0], height = sizes[2], sms = sizes[6];
     int best = 1;
     int64_t least = INT64_MAX;
-    for (int bands = 1; bands <= 64 && bands <= height; ++bands) {
-        const int64_t waves = (strips * bands + slots - 1) / slots, cost = waves * ((height + bands - 1) / bands + 6);
+    for (int bands = 1; bands <= 64 && bands <= height / 2; ++bands) {
+        const int64_t waves = (samples * bands + sms - 1) / sms, cost = waves * ((height + bands - 1) / bands + 6);
         if (cost < least) least = cost, best = bands;
     }
     return best;
 }
-static BackwardPlan plan_backward(const int64_t* sizes, int sms) {
-    const int height = int(sizes[2]), width = int(sizes[3]), whole = (width + 31) / 32 * 32;
-    const int tile = whole < 32 * kWarps ? whole : 32 * kWarps;
-    const int strips = width > tile ? (width - 5) / (tile - 4) + 1 : 1;
-    return {tile, strips, bands_for(sizes[0] * strips, height, 2 * sms), bands_for(sizes[0] * strips, height, sms)};
-}
-// Of the workspace; and the rows of partial sums of the parameters' gradients: the weight's (out, in, 3, 3), bias's,
-// scale's, gamma's, beta's.
-extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows) {
-    const BackwardPlan plan = plan_backward(sizes, sms);
-    const int64_t warps = sizes[0] * plan.strips * (plan.tile / 32), out = sizes[4];
-    *workspace_bytes = warps * plan.measure_bands * 4 * kMostOut * sizeof(Measured) + sizes[0] * out * sizeof(Channel);
-    *rows = warps * plan.gradient_bands;
+// Bytes of the workspace, and rows of the weights' and of the vectors' partial sums.
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows) {
+    const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
+    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
+    *vector_rows = sizes[0] * plan_gradient(sizes), *rows = *vector_rows * kWarps;
 }
 
 template <typename T>
-static int launch_backward(const void* grad, const void* x, const void* const* parameters, const float* statistics,
-    void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace, cudaStream_t stream) {
+static int backward_of(const void* grad, const void* x, const void* const* parameters, float* statistics, void* grad_x,
+    float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream) {
     BackwardArguments<T> p = {};
-    set_arguments<T>(p, x, parameters, statistics, sizes);
-    static_cast<BackwardPlan&>(p) = plan_backward(sizes, sms);
-    const int64_t strips = sizes[0] * p.strips;
-    p.grad = static_cast<const T*>(grad), p.grad_x = static_cast<T*>(grad_x), p.partials = partials;
-    p.channels = static_cast<Channel*>(workspace);
-    p.measured = reinterpret_cast<Measured*>(p.channels + sizes[0] * sizes[4]);
-    p.width_of_partials = p.out_channels * (p.in_channels * kTaps + 4);
-    const int pairs = p.tile * kGradPairs * int(sizeof(Pair<T>));
-    const int measure_bytes = int(sizeof(MeasureTile)) + pairs, bytes = int(sizeof(GradientTile)) + pairs;
+    set_arguments<T>(p, x, parameters, statistics, workspace, sizes);
+    p.channels = reinterpret_cast<Channel*>(static_cast<char*>(workspace) + conv_totals_bytes(sizes));
+    p.out = p.channels + sizes[0] * sizes[4], p.h = static_cast<const float*>(p.out);
+    p.grad = static_cast<const T*>(grad), p.grad_x = static_cast<T*>(grad_x), p.weights = weights, p.vectors = vectors;
+    int error = launch_forward<T, false>(p, sizes, stream);
+    if (error != 0) return error;
     constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    cudaError_t error = cudaFuncSetAttribute(differentiate_rows<T, true>, kBytes, measure_bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T, false>, kBytes, bytes);
-    if (error != cudaSuccess) return error;
-    differentiate_rows<T, true><<<unsigned(strips * p.measure_bands), p.tile, measure_bytes, stream>>>(p);
-    join_measures<T><<<unsigned(p.samples), 32, 0, stream>>>(p);
-    differentiate_rows<T, false><<<unsigned(strips * p.gradient_bands), p.tile, bytes, stream>>>(p);
+    error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, int(sizeof(GradientTile)));
+    if (error != 0) return error;
+    const int bands = plan_gradient(sizes);
+    measure_groups<T><<<unsigned(p.samples) * p.groups, kMeasureThreads, 0, stream>>>(p);
+    differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, sizeof(GradientTile), stream>>>(p, bands);
     return cudaGetLastError();
 }
-// grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes as of conv_forward.
-extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
-    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
-    cudaStream_t stream) {
+// grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes and parameters as of
+// conv_forward; weights and vectors: see BackwardArguments.
+extern "C" int conv_backward(const void* grad, const void* x, const void* const* parameters, float* statistics,
+    void* grad_x, float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream) {
     const auto launch =
-        type == 0 ? launch_backward<float> : type == 1 ? launch_backward<__half> : launch_backward<__nv_bfloat16>;
-    return launch(grad, x, parameters, statistics, grad_x, partials, sizes, sms, workspace, stream);
+        sizes[8] == 0 ? backward_of<float> : sizes[8] == 1 ? backward_of<__half> : backward_of<__nv_bfloat16>;
+    return launch(grad, x, parameters, statistics, grad_x, weights, vectors, sizes, workspace, stream);
 }
 """
 
@@ -1527,24 +1317,25 @@ std::tuple<Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameter
     return {forward_meta(x, parameters, groups, eps),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-std::tuple<Tensor, Tensor> backward_meta(
+// The gradients of x, and in float32 of the convolution's weight and, one after the other, of both biases, of scale,
+// gamma and beta.
+std::tuple<Tensor, Tensor, Tensor> backward_meta(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
-    const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
+    const auto floats = x.options().dtype(at::kFloat);
     return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
-        at::empty_symint({values}, x.options().dtype(at::kFloat))};
+        at::empty_symint({parameters[kWeight].sym_numel()}, floats),
+        at::empty_symint({4 * parameters[kBias].sym_numel()}, floats)};
 }
 
 #ifdef WITH_CUDA
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream);
-extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups);
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
+extern "C" int conv_forward(const void* x, const void* const* parameters, void* out, float* statistics,
+    const int64_t* sizes, double eps, void* totals, cudaStream_t stream);
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
     int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream);
-extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows);
-extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
-    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
-    cudaStream_t stream);
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows);
+extern "C" int conv_backward(const void* grad, const void* x, const void* const* parameters, float* statistics,
+    void* grad_x, float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream);
 
 int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
 Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
@@ -1558,9 +1349,12 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
 struct Arguments {
     std::vector<Tensor> ready;
     const void* pointers[kParameters];
-    int64_t sizes[6];
-    Arguments(const Tensor& x, at::TensorList parameters, int64_t groups)
-        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups} {
+    int64_t sizes[9];
+    Arguments(const Tensor& x, at::TensorList parameters, int64_t groups) {
+        const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+        const int64_t values[] = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
+            device.multiProcessorCount, int64_t(device.sharedMemPerBlockOptin), type_number(x)};
+        std::copy(std::begin(values), std::end(values), sizes);
         for (int i = 0; i < kParameters; ++i) {
             pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
         }
@@ -1569,14 +1363,13 @@ struct Arguments {
 
 // The one kernel. False where it does not take the sizes.
 bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out,
-    const float* statistics) {
-    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-    if (device.major != 9 || parameters[kWeight].size(2) != 3 || parameters[kWeight].size(3) != 3) return false;
+    float* statistics) {
+    const Tensor& weight = parameters[kWeight];
+    if (at::cuda::getCurrentDeviceProperties()->major != 9 || weight.size(2) != 3 || weight.size(3) != 3) return false;
     const Arguments arguments(x, parameters, groups);
-    const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(x.size(0), groups), x);
-    const int error = conv_forward(type_number(x), input.const_data_ptr(), arguments.pointers, out.data_ptr(),
-        statistics, arguments.sizes, eps, device.multiProcessorCount, int(device.sharedMemPerBlockOptin),
-        totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
+    const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(arguments.sizes), x);
+    const int error = conv_forward(input.const_data_ptr(), arguments.pointers, out.data_ptr(), statistics,
+        arguments.sizes, eps, totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
     if (error >= 0) check_launch(error);
     return error == 0;
 }
@@ -1608,21 +1401,23 @@ std::tuple<Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameter
     return {out, statistics};
 }
 
-std::tuple<Tensor, Tensor> backward_cuda(
+std::tuple<Tensor, Tensor, Tensor> backward_cuda(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, sums] = backward_meta(grad, x, parameters, statistics, of_x);
-    if (grad.numel() == 0) return {grad_x, sums.zero_()};
+    auto [grad_x, of_weight, of_vectors] = backward_meta(grad, x, parameters, statistics, of_x);
+    if (grad.numel() == 0) return {grad_x, of_weight.zero_(), of_vectors.zero_()};
     const Tensor given = aligned(grad), input = aligned(x);
     const Arguments arguments(x, parameters, statistics.size(1));
-    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    int64_t bytes, rows;
-    conv_backward_sizes(arguments.sizes, sms, &bytes, &rows);
-    const Tensor workspace = workspace_of(bytes, x), partials = at::empty({rows, sums.numel()}, sums.options());
-    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), arguments.pointers,
-        statistics.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, partials.data_ptr<float>(),
-        arguments.sizes, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, partials.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
+    int64_t bytes, rows, vector_rows;
+    conv_backward_sizes(arguments.sizes, &bytes, &rows, &vector_rows);
+    const Tensor workspace = workspace_of(bytes, x);
+    const Tensor weights = at::empty({rows, of_weight.numel()}, of_weight.options());
+    const Tensor vectors = at::empty({vector_rows, of_vectors.numel()}, of_weight.options());
+    check_launch(conv_backward(given.const_data_ptr(), input.const_data_ptr(), arguments.pointers,
+        statistics.data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, weights.data_ptr<float>(),
+        vectors.data_ptr<float>(), arguments.sizes, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    const auto total = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat); };
+    return {grad_x, total(weights), total(vectors)};
 }
 #endif
 
@@ -1631,7 +1426,8 @@ std::tuple<Tensor, Tensor> backward_cuda(
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
     m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x)"
+          " -> (Tensor, Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1756,13 +1552,10 @@ def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
         return False
     if not needs_grad and not autocast:
         return True
-    # A block holds two rows of output or any even number, in 32 bits a value, and the rows of x that they are made of.
     if not x.is_cuda or x.shape[1] > 8 or channels > 32 or weight.shape[2:] != (3, 3):
         return False
-    if columns % 2 != 0 or rows * columns % 4 != 0:
-        return False
-    band = (228000 - 64 * x.shape[3] - 32 * channels) // (32 * x.shape[3] + 4 * columns * channels) // 2 * 2
-    return band >= 2 and rows <= band * _SMS[device.index]
+    # Of images that wide a block holds four rows, and all blocks together must hold a sample.
+    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 4 * _SMS[device.index]
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1790,10 +1583,10 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
-        x, conv_weight, *vectors = tensors
-        of_x, of_parameters = _backward(grad, x, tensors[1:], statistics, needs[0])
-        parts = of_parameters.to(grad.dtype).split([conv_weight.numel()] + [vectors[0].numel()] * 4)
-        found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
+        x = tensors[0]
+        of_x, of_weight, of_vectors = _backward(grad, x, tensors[1:], statistics, needs[0])
+        parts = of_vectors.to(grad.dtype).view(4, -1).unbind()
+        found = (of_x, of_weight.to(grad.dtype), parts[0], parts[0].clone(), *parts[1:])  # one for both biases
         return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
 
 
