@@ -640,8 +640,8 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes of
-// shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
+// of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
 // Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work. False
 // where none fits.
@@ -952,8 +952,9 @@ __global__ void __launch_bounds__(kMeasureThreads, 2) measure_groups(const __gri
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
 template <typename T>
 __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
-    constexpr int kWords = sizeof(tile) / sizeof(uint4);
-    for (int i = threadIdx.x; i < kWords; i += kRowsThreads) reinterpret_cast<uint4*>(&tile)[i] = make_uint4(0, 0, 0, 0);
+    uint4* const words = reinterpret_cast<uint4*>(&tile);
+    const uint4 zeros = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < int(sizeof tile / sizeof zeros); i += kRowsThreads) words[i] = zeros;
     __syncthreads();
     prepare_scales(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
