@@ -1234,6 +1234,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_group_norm.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -1254,57 +1255,24 @@ using Vec = at::vec::Vectorized<float>;
 // Everywhere `parameters` are the convolution's weight and bias, bias, scale, and the norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-std::vector<Tensor> contiguous_floats(at::TensorList parameters) {
-    std::vector<Tensor> ready;
-    for (const Tensor& t : parameters) ready.push_back(t.to(at::kFloat).contiguous());
-    return ready;
-}
-
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// Float32 on the CPU: ATen's convolution, then each thread takes groups of samples: v into the output, its sums, and
-// the norm in place. The sums of a block in the first cache are taken around its mean, in float, and put
-// together in double.
+// Float32 on the CPU: ATen's convolution, then v in its place, then ATen's norm.
 Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
-    Tensor out = at::empty_like(h);
-    if (h.numel() == 0) return out;
-    const int64_t channels = h.size(1) / groups, slices = h.size(0) * groups, pixels = h.size(2) * h.size(3);
-    constexpr int64_t block = 4096;
-    const std::vector<Tensor> ready = contiguous_floats(parameters);
-    const auto parameter = [&](int which, int64_t channel) { return ready[which].const_data_ptr<float>()[channel]; };
-    const auto plus = [](Vec a, Vec b) { return a + b; };
-    const float* const from = h.const_data_ptr<float>();
-    float* const to = out.data_ptr<float>();
-    at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / (channels * pixels)), [&](int64_t begin, int64_t end) {
-        for (int64_t slice = begin; slice < end; ++slice) {
-            const int64_t first = slice % groups * channels;
-            double sum = 0, square = 0;
-            for (int64_t i = 0; i < channels * pixels;) {
-                const int64_t c = i / pixels, n = std::min(block, (c + 1) * pixels - i);
-                const int64_t at = slice * channels * pixels + i;
-                const Vec bias(parameter(kBias, first + c)), scale(parameter(kScale, first + c));
-                at::vec::map<float>([=](Vec value) { return activate((value + bias) * scale); }, to + at, from + at, n);
-                const auto sum_of = [&](auto term) { return at::vec::map_reduce_all<float>(term, plus, to + at, n); };
-                const float mean = sum_of([](Vec v) { return v; }) / n;
-                const double differences = sum_of([=](Vec v) { return v - Vec(mean); });
-                const double all = n * double(mean) + differences;
-                square += sum_of([=](Vec v) { return (v - Vec(mean)) * (v - Vec(mean)); });
-                sum += all, square += mean * (all + differences);
-                i += n;
-            }
-            const double mean = sum / (channels * pixels), variance = square / (channels * pixels) - mean * mean;
-            const double rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);
-            for (int64_t c = 0; c < channels; ++c) {
-                const float hi = mean, factor = parameter(kGamma, first + c) * rstd;
-                const double beta = parameter(kBeta, first + c);
-                const Vec offset(std::isfinite(factor) ? beta - (mean - hi) * factor : NAN);  // NaN as in ATen
-                float* const plane = to + (slice * channels + c) * pixels;
-                at::vec::map<float>([=](Vec v) { return (v - Vec(hi)) * Vec(factor) + offset; }, plane, plane, pixels);
-            }
+    const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
+    const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
+    const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
+    const auto planes = [&](int64_t begin, int64_t end) {
+        for (int64_t plane = begin; plane < end; ++plane) {
+            const Vec b(bias.const_data_ptr<float>()[plane % channels]);
+            const Vec s(scale.const_data_ptr<float>()[plane % channels]);
+            float* const to = v.data_ptr<float>() + plane * pixels;
+            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, to, to, pixels);
         }
-    });
-    return out;
+    };
+    at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
+    return std::get<0>(at::native_group_norm(
+        v, parameters[kGamma], parameters[kBeta], v.size(0), channels, pixels, groups, eps));
 }
 
 Tensor forward_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
@@ -1380,9 +1348,12 @@ Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, 
     Tensor out = forward_meta(x, parameters, groups, eps);
     if (out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, nullptr)) return out;
     const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias]));
-    const std::vector<Tensor> ready = contiguous_floats(parameters.slice(kBias));
+    Tensor ready[4];
     const float* pointers[4];
-    for (int i = 0; i < 4; ++i) pointers[i] = ready[i].const_data_ptr<float>();
+    for (int i = 0; i < 4; ++i) {
+        ready[i] = parameters[kBias + i].to(at::kFloat).contiguous();
+        pointers[i] = ready[i].const_data_ptr<float>();
+    }
     const int64_t samples = h.size(0), channels = h.size(1), pixels = h.size(2) * h.size(3);
     const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
     // Enough blocks for the GPU, and 4096 pixels a block at least.
