@@ -113,12 +113,13 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
 //   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   gather:    sums -> totals in global memory -> norm      v_full, totals of all blocks       norm_full
+//   post:      sums -> the sample's totals in global memory v_full                             posted
+//   gather:    totals -> mean, rstd -> norm of channels     posted, totals of all blocks       norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
-//              8 warps       16 warps   `--> sums --gather--> totals --gather--> norm --^   7 warps
-//                                             1 warp            (L2)
+//              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
+//                                            1 warp         (L2)   1 warp
 //
 // The backward launches it with NORMALIZE false: then h, not v, is held and written, in float32.
 //
@@ -131,7 +132,7 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
-constexpr int kWriters = 7;                    // warps; one more gathers
+constexpr int kWriters = 6;                    // warps; two more post and gather
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
@@ -146,7 +147,7 @@ struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean 
 template <typename T> struct ConvArguments {
     const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     void* out;  // of T; h's of float
-    Statistics* statistics;  // (samples, groups); null: not wanted
+    Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
     unsigned* largest;           // (samples): with h, the bits of the largest |x|; zeros before the launch
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
@@ -161,6 +162,7 @@ template <typename T> struct ConvArguments {
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
 // Of some values: one of them, and the sums of what all differ from it, and of its squares.
 struct Deviations { float anchor, sum, square; };
+
 struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
 
 // Powers of two: what a channel's weights are multiplied by, and x.
@@ -171,7 +173,7 @@ struct ConvShared {  // in front of it: x, and the places of v
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], norm_full[kPlaces], v_empty[kPlaces];
+    uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 
 struct Band { int first_row, rows, tasks; };  // tasks go down the columns of tiles
@@ -254,17 +256,11 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(whole) : "memory");
 }
 
-// Four values to neighbouring places, evicted first from L2. A predicate, not a branch around each.
-__device__ __forceinline__ void store_four_if(bool condition, float* to, float a, float b, float c, float d) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};\n}"
-        ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(int(condition)) : "memory");
-}
-template <typename T>
-__device__ __forceinline__ void store_four_if(bool condition, T* to, float a, float b, float c, float d) {
-    alignas(8) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
-    const uint2 w = *reinterpret_cast<const uint2*>(values);
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.cs.v2.b32 [%0], {%1, %2};\n}"
-        ::"l"(to), "r"(w.x), "r"(w.y), "r"(int(condition)) : "memory");
+// Four values to neighbouring places, evicted first from L2.
+template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
+    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+    alignas(16) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
+    __stcs(reinterpret_cast<Words*>(to), *reinterpret_cast<const Words*>(values));
 }
 
 __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
@@ -301,7 +297,7 @@ template <typename T> __device__ __forceinline__ void prepare_scales(const ConvA
         }
         int exponent = 0;
         frexpf(largest, &exponent);
-        scales.weight[c] = ldexpf(1.0f, min(60, 15 - exponent));
+        scales.weight[c] = ldexpf(1.0f, min(100, 15 - exponent));
         // Of a pre-activation's change, for |x| <= 1.
         float reach = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
@@ -420,7 +416,7 @@ __device__ __forceinline__ void load_weights(
 
 // Three warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
 // others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full,
-// for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `gather`
+// for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post`
 // (v_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
@@ -517,42 +513,51 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, a lane a channel. The band's sums of v - kLowest and of its squares, in units of the range, are added to
-// the group's totals, and the totals of all bands make the channel's norm. Waits for v_full and until all blocks of the
-// team have added theirs; wakes the writers (norm_full) and, through the totals, the other blocks' `gather`.
-template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
+// One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
+// Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
+template <typename T> __device__ __forceinline__ void post(const ConvArguments<T>& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
-    const bool exists = c < p.out_channels;
-    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
-    constexpr double kRange = double(kHighest) - kLowest, kUnit = 1 / kRange;
-    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
+    constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
     for (Walk at; at.sample < p.samples; at.next(p)) {
         double own_sum = 0, own_square = 0;
         for (int k = 0; k < kConsumers; ++k) {
             mbarrier_wait(&shared.v_full[at.place][k], at.parity);
             const Moments some = shared.made[at.place][k][c];
             const int count = shared.counts[at.place][k];
-            if (count == 0 || !exists) continue;
+            if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - kLowest;
             own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
+        mbarrier_arrive(&shared.posted[at.place]);  // all is read
         double sum = own_sum, square = own_square;
         for (int i = 1; i < p.group_channels; ++i) {
             sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
         }
-        const int64_t first = int64_t(at.sample) * p.groups, group = first + c / p.group_channels;
-        unsigned long long* const totals = p.totals + group * (2 * kLine);
-        if (exists && c % p.group_channels == 0) {
+        if (c < p.out_channels && c % p.group_channels == 0) {
+            const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
             const bool finite = square < INFINITY;
-            add_to_total(totals, sum * kUnit, p.to_fixed, finite);
-            add_to_total(totals + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
+            add_to_total(p.totals + group * (2 * kLine), sum * kUnit, p.to_fixed, finite);
+            add_to_total(p.totals + group * (2 * kLine) + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
         }
-        __syncwarp();
+    }
+}
+
+// One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
+// all bands' sums; wakes the writers (norm_full).
+template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
+    const int c = threadIdx.x % 32, own_group = c / p.group_channels;
+    const bool exists = c < p.out_channels;
+    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
+    constexpr double kRange = double(kHighest) - kLowest;
+    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
+    for (Walk at; at.sample < p.samples; at.next(p)) {
+        mbarrier_wait(&shared.posted[at.place], at.parity);
         if (exists) {
             // First all lanes ask for one total until it is complete: the others' lines are left to those that add.
+            const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
             await_total(p.totals + first * (2 * kLine), p.bands);
-            const unsigned long long of_v = await_total(totals, p.bands);
-            const unsigned long long of_square = await_total(totals + kLine, p.bands);
+            const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
+            const unsigned long long of_square = await_total(p.totals + group * (2 * kLine) + kLine, p.bands);
             const double mean = sum_of_total(of_v) * share;
             const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
@@ -560,13 +565,13 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
             const float mean_float = float(exact_mean), factor = gamma * rstd;
             shared.norm[at.place][c] = {factor, isfinite(factor) ? float(beta - exact_mean * factor) : NAN};  // as ATen
             const Statistics of_group = {mean_float, float(exact_mean - mean_float), rstd};
-            if (p.statistics != nullptr && blockIdx.x == 0) p.statistics[group] = of_group;
+            if (blockIdx.x == 0) p.statistics[group] = of_group;
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
 }
 
-// Seven warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
+// Six warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
 // neighbouring values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
@@ -587,16 +592,14 @@ __device__ __forceinline__ void write(
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
 #pragma unroll
-                for (int k = 0; k < kBatch; ++k) {
-                    const int i = begin + 32 * k;
-                    if (i < fours) four[k] = reinterpret_cast<const float4*>(v)[i];
+                for (int k = 0; k < kBatch; ++k) {  // behind the end: the last one again
+                    four[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
                     const auto norm = [&, f = factor, o = offset](float v) { return fmaf(v, f, o); };
                     const auto [a, b, c, d] = four[k];
-                    const int i = begin + 32 * k;
-                    store_four_if(i < fours, to + 4 * i, norm(a), norm(b), norm(c), norm(d));
+                    store_four(to + 4 * min(begin + 32 * k, fours - 1), norm(a), norm(b), norm(c), norm(d));
                 }
             }
         }
@@ -615,7 +618,8 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         mbarrier_init(&shared.x_full, 128 * kProducers), mbarrier_init(&shared.x_empty, 128 * kConsumers);
         for (int i = 0; i < kPlaces; ++i) {
             for (int k = 0; k < kConsumers; ++k) mbarrier_init(&shared.v_full[i][k], 128);
-            mbarrier_init(&shared.norm_full[i], 32), mbarrier_init(&shared.v_empty[i], 32 * kWriters);
+            mbarrier_init(&shared.posted[i], 32), mbarrier_init(&shared.norm_full[i], 32);
+            mbarrier_init(&shared.v_empty[i], 32 * kWriters);
         }
         fence_mbarrier_init();
     }
@@ -634,6 +638,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     } else {
         fewer_registers<kOtherRegisters>();
         if (other < kWriters) write<T, NORMALIZE>(p, shared, band, held, other);
+        else if (NORMALIZE && other == kWriters) post(p, shared);
         else if (NORMALIZE) gather(p, shared);
     }
 #endif
@@ -684,13 +689,11 @@ static void set_arguments(ConvArguments<T>& p, const void* x, const void* const*
     p.rows = p.height - 2, p.columns = p.width - 2;
 }
 
-// The forward, or, not NORMALIZE, h. Returns a cudaError_t, or -1 where the sizes do not fit.
+// The forward, or, not NORMALIZE, h. Returns a cudaError_t.
 template <typename T, bool NORMALIZE>
 static int launch_forward(ConvArguments<T> p, const int64_t* sizes, cudaStream_t stream) {
-    if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
-    if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;  // a band's values are whole fours
     int bytes = 0;
-    if (!plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared)), &bytes)) return -1;
+    if (!plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared)), &bytes)) return cudaErrorInvalidValue;
     ConvArguments<T> known = p;
     set_benchmark(known);
     const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof p) == 0;
@@ -707,7 +710,7 @@ static int launch_forward(ConvArguments<T> p, const int64_t* sizes, cudaStream_t
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 // x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
-// type. statistics: null, or of groups: mean, what a float leaves of it, rstd.
+// type. statistics: of groups: mean, what a float leaves of it, rstd.
 template <typename T>
 static int forward_of(const void* x, const void* const* parameters, void* out, float* statistics, const int64_t* sizes,
     double eps, void* totals, cudaStream_t stream) {
@@ -733,7 +736,7 @@ constexpr int kTailThreads = 256;
 struct TailArguments {
     const float *bias, *scale, *gamma, *beta;
     double2* sums;  // of blocks
-    int64_t channels, group_channels, pixels, part;  // part: pixels of a block
+    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, whole packs
     int parts;                                       // of a plane
     float eps;
 };
@@ -751,11 +754,10 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-template <typename T, bool NORMALIZE>
-__global__ void __launch_bounds__(kTailThreads)
-    activate_planes(const T* __restrict__ h, T* __restrict__ out, const TailArguments p) {
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, first = blockIdx.x % p.parts * p.part;
-    const int64_t begin = plane * p.pixels + first, count = min(p.part, p.pixels - first);
+template <typename T, int PACK, bool NORMALIZE>
+__global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* out, const TailArguments p) {
+    struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
+    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, begin = blockIdx.x % p.parts * p.part;
     const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
     float mean = 0, factor = 0, offset = 0;
     if constexpr (NORMALIZE) {
@@ -770,39 +772,44 @@ __global__ void __launch_bounds__(kTailThreads)
         offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
     }
     float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
-    int own = 0;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < count; i += kTailThreads) {
-        const float v = activation((to_float(h[begin + i]) + bias) * scale);
-        if constexpr (NORMALIZE) {
-            out[begin + i] = from_float<T>(fmaf(v - mean, factor, offset));
-        } else {
-            if (own++ == 0) anchor = v;
-            sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+    int count = 0;
+    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + p.part, p.pixels); i += kTailThreads * PACK) {
+        Pack pack = *reinterpret_cast<const Pack*>(h + plane * p.pixels + i);
+        for (T& value : pack.values) {
+            const float v = activation((to_float(value) + bias) * scale);
+            if constexpr (NORMALIZE) {
+                value = from_float<T>(fmaf(v - mean, factor, offset));
+            } else {
+                if (count++ == 0) anchor = v;
+                sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+            }
         }
+        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + plane * p.pixels + i) = pack;
     }
     if constexpr (!NORMALIZE) {
-        const double all = double(own) * anchor;
+        const double all = double(count) * anchor;
         const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
         if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
     }
 }
 
-template <typename T>
-static void launch_tail(const void* h, void* out, const TailArguments& p, unsigned blocks, cudaStream_t stream) {
+template <typename T, int PACK>
+static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
+    if (PACK > 1 && p.pixels % PACK != 0) return launch_tail<T, 1>(h, out, p, blocks, stream);
     const T* const from = static_cast<const T*>(h);
-    activate_planes<T, false><<<blocks, kTailThreads, 0, stream>>>(from, nullptr, p);
-    activate_planes<T, true><<<blocks, kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
+    activate_planes<T, PACK, false><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, nullptr, p);
+    activate_planes<T, PACK, true><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
+    return cudaGetLastError();
 }
-// type: 0 float, 1 half, 2 bfloat16. workspace: 16 bytes for each part of a plane.
+// workspace: 16 bytes for each part of a plane.
 extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
     int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream) {
     const TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3],
-        static_cast<double2*>(workspace), channels, channels / groups, pixels, (pixels + parts - 1) / parts, parts,
-        float(eps)};
-    const auto launch = type == 0 ? launch_tail<float> : type == 1 ? launch_tail<__half> : launch_tail<__nv_bfloat16>;
-    launch(h, out, p, unsigned(samples * channels * parts), stream);
-    return cudaGetLastError();
+        static_cast<double2*>(workspace), channels, channels / groups, pixels,
+        ((pixels + parts - 1) / parts + 7) / 8 * 8, parts, float(eps)};
+    const auto launch =
+        type == 0 ? launch_tail<float, 4> : type == 1 ? launch_tail<__half, 8> : launch_tail<__nv_bfloat16, 8>;
+    return launch(h, out, p, samples * channels * p.parts, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -812,10 +819,11 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
 //      gamma's and beta's gradients and the largest that dh, h's gradient, can be;
 //   3. differentiate_rows reads h and grad again: dh goes through shared memory into x's gradient, and into partial
 //      sums of the parameters' gradients, which ATen adds up.
-// A block of differentiate_rows walks down a band of rows of a sample. One barrier a row:
+// A block of differentiate_rows walks down a band of rows of a sample:
 //
-//   make, 8 warps:      h, grad of row -> dh;  x of row + 2      global -> shared
-//   multiply, 8 warps:  dh, x of row - 1 -> sums of rows to row + 1 of x's gradient, and of the weights', in registers
+//   who, and what it does                                             waits for             wakes
+//   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
+//   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // The products are the forward's, of fp16 hi and lo, by mma.sync. Those of a row are added up from zero, and then to
 // the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number. Where x
@@ -834,10 +842,10 @@ constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or
 constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel of a sample: dh = q * push and q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz; dh_scale is
-// fp16's. of_gamma, of_beta: the sample's share of their gradients.
+// Of a channel of a sample: dh = q * push and q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz;
+// dh * dh_scale = q * to_half is within fp16's range. of_gamma, of_beta: the sample's share of their gradients.
 struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta;
+    float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
 };
 // Of a channel: the sums of grad and grad * (v - mean), and the largest |grad| and |dv/dz|.
 struct Measured { double sum, product; float grad, slope; };
@@ -849,10 +857,21 @@ template <typename T> struct BackwardArguments : ConvArguments<T> {
     Channel* channels;  // (samples, out_channels)
     float* weights;     // (samples, bands, warps, out_channels, in_channels, 9): partial sums
     float* vectors;     // (samples, bands, 4, out_channels): of the gradients of both biases, scale, gamma and beta
+    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
+        const int image = this->height * this->width;
+        return int64_t(sample) * this->in_channels * image + (in * image + row * this->width + column);
+    }
 };
 
 // A block has rows [first_row, last_row) of a sample's x. It makes dh from row `begin` on.
 struct Piece { int sample, band, first_row, last_row, begin; };
+
+template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
+// By a warp of `make`, and never read by another: h and grad of its four channels, two neighbouring columns at a time.
+template <typename T> struct alignas(16) Fetched {
+    float2 h[4][kMostColumns / 2];
+    Pair<T> grad[4][kMostColumns / 2];
+};
 
 struct alignas(16) GradientTile {
     uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
@@ -861,6 +880,7 @@ struct alignas(16) GradientTile {
     Channel channels[kMostOut];
     Scales scales;
     float x_scale, grad_x_scale;     // x_scale: 0 where x is not held in fp16
+    uint64_t full[2], empty[2];      // rows of dh, and the rows of x that they are multiplied by
 };
 
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
@@ -878,6 +898,15 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
         " {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+        ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int IN_FLIGHT> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(IN_FLIGHT) : "memory");
 }
 
 // The power of two that brings values up to `largest` below 2^15.
@@ -932,7 +961,7 @@ __global__ void __launch_bounds__(kMeasureThreads, 2) measure_groups(const __gri
         all.sum += own.sum, all.product += own.product;
         all.grad = fmaxf(all.grad, own.grad), all.slope = fmaxf(all.slope, own.slope);
     }
-    if (isfinite(all.sum)) all.product -= group.rest * all.sum;  // of the exact mean; no inf - inf
+    all.product = isfinite(all.sum) ? all.product - group.rest * all.sum : NAN;  // of the exact mean; NaN as in ATen
     const float gamma = to_float(p.gamma[o]), push = group.rstd * to_float(p.scale[o]);
     terms[c][0] = all.sum * gamma, terms[c][1] = all.product * gamma * group.rstd;
     __syncwarp();
@@ -942,20 +971,22 @@ __global__ void __launch_bounds__(kMeasureThreads, 2) measure_groups(const __gri
     pull *= group.rstd / n, grad_mean = grad_mean / n - group.rest * pull;
     const bool finite = isfinite(grad_mean) && isfinite(pull);  // else all of dh is NaN, as ATen's
     const float most = fabsf(gamma) * all.grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float largest = most * all.slope * fabsf(push);  // |dh| is at most that
+    const float dh_scale = scale_below_overflow(most * all.slope * fabsf(push));  // |dh| is at most that
     if (!exists) return;
     p.channels[first + c] = {kActivationFactor * to_float(p.scale[o]), group.mean, gamma,
-        finite ? float(grad_mean) : NAN, float(pull), push, group.rstd, scale_below_overflow(largest),
-        float(all.product * group.rstd), float(all.sum)};
+        finite ? float(grad_mean) : NAN, float(pull), push, group.rstd, dh_scale, float(all.product * group.rstd),
+        float(all.sum), push * dh_scale};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
 template <typename T>
 __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+    constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
     uint4* const words = reinterpret_cast<uint4*>(&tile);
-    const uint4 zeros = make_uint4(0, 0, 0, 0);
-    for (int i = threadIdx.x; i < int(sizeof tile / sizeof zeros); i += kRowsThreads) words[i] = zeros;
+    for (int i = threadIdx.x; i < kWords; i += kRowsThreads) words[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
+    if (threadIdx.x < 2) mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
+    if (threadIdx.x < 2) mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
     prepare_scales(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
         tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
@@ -978,52 +1009,76 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
 }
 
-// A row of x into its tile, a thread for each column.
+// A thread has a column of x.
 template <typename T>
-__device__ __forceinline__ void bring_x(const BackwardArguments<T>& p, GradientTile& tile, int sample, int row) {
-    const int column = threadIdx.x % kMostColumns, plane = p.height * p.width;
-    if (column >= p.width) return;
-    const T* const from = p.x + int64_t(sample) * p.in_channels * plane + (row * p.width + column);
-    T x[kMostIn];
-    for (int i = 0; i < kMostIn; ++i) x[i] = i < p.in_channels ? __ldg(from + i * plane) : from_float<T>(0.0f);
+__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, int sample, int row, T (&x)[kMostIn]) {
+    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;
+    const int channels = column < p.width && row < p.height ? p.in_channels : 0;
+    const T* const from = p.x + p.x_at(sample, 0, row, column);
+    for (int i = 0; i < kMostIn; ++i) x[i] = i < channels ? __ldg(from + i * image) : from_float<T>(0.0f);
+}
+template <typename T> __device__ __forceinline__ void store_x(GradientTile& tile, int row, const T (&x)[kMostIn]) {
+    const int column = threadIdx.x % kMostColumns;
     uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
     split_pixel(x, tile.x_scale, to[0], to[kPlane]);
 }
 
-// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h.
-// `multiply` is one row behind: a barrier a row wakes both.
+// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
+// takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
+// the row before the last is used (empty); wakes `multiply` (full).
 template <typename T>
-__device__ __forceinline__ void make(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+__device__ __forceinline__ void make(
+    const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
-    const int warp = threadIdx.x / 32 - kWarps, lane = threadIdx.x % 32, first = 4 * warp;
-    const int64_t plane = p.rows * p.columns, begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
-    float sums[4] = {}, products[4] = {};
-    for (int row = piece.begin; row < piece.begin + 2; ++row) bring_x(p, tile, piece.sample, row);
-    for (int row = piece.begin; row < piece.last_row; ++row) {
-        if (row < p.rows) bring_x(p, tile, piece.sample, row + 2);
-        float row_sums[4] = {}, row_products[4] = {};
-#pragma unroll 4  // 32 loads at once
-        for (int column = lane; column < p.columns && row < p.rows; column += 32) {
-            float h[4], grad[4], dh[4];
-            for (int k = 0; k < 4; ++k) {
-                const int64_t at = begin + (first + k < p.out_channels ? k * plane : 0) + row * p.columns + column;
-                h[k] = first < p.out_channels ? __ldg(p.h + at) : 0.0f;
-                grad[k] = first < p.out_channels ? to_float(__ldg(p.grad + at)) : 0.0f;
-            }
-            for (int k = 0; k < 4; ++k) {
-                const Channel& c = tile.channels[first + k];
-                const float v = activation(h[k] * c.factor);
-                const float q = fmaf(c.gamma, grad[k], -fmaf(v - c.mean, c.pull, c.grad_mean)) * activation_gradient(v);
-                row_sums[k] += q, row_products[k] = fmaf(q, h[k], row_products[k]);
-                dh[k] = first + k < p.out_channels ? q * (c.push * c.dh_scale) : 0.0f;
-            }
-            uint2 hi, lo;
-            split(dh[0], dh[1], hi.x, lo.x), split(dh[2], dh[3], hi.y, lo.y);
-            uint4* const cell = tile.dh[row & 1][warp / 2] + column % 4 * kSub + column / 4 + 1;
-            reinterpret_cast<uint2*>(cell)[warp % 2] = hi, reinterpret_cast<uint2*>(cell + kPlane)[warp % 2] = lo;
+    const int first = threadIdx.x / 32 % kWarps * 4, lane = threadIdx.x % 32, plane = p.rows * p.columns;
+    const int channels = min(p.out_channels - first, 4), end = min(piece.last_row, p.rows);
+    const int64_t begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
+    const auto fetch = [&](int row, int pair) {
+        for (int k = 0; k < 4 && row < end; ++k) {
+            if (k >= channels || 2 * pair >= p.columns) continue;
+            const int64_t at = begin + (k * plane + row * p.columns + 2 * pair);
+            copy_async<sizeof(float2)>(&fetched.h[k][pair], p.h + at);
+            copy_async<sizeof(Pair<T>)>(&fetched.grad[k][pair], p.grad + at);
         }
+        commit_copies();
+    };
+    float sums[4] = {}, products[4] = {};
+    for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
+    T x[kMostIn];
+    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(p, piece.sample, row, x), store_x(tile, row, x);
+    for (int row = piece.begin; row < piece.last_row; ++row) {
+        load_x(p, piece.sample, row + 2, x);
+        mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
+        float row_sums[4] = {}, row_products[4] = {};
+#pragma unroll 1
+        for (int pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
+            wait_for_copies<3>();  // all but those of three more pairs
+            if (2 * pair < p.columns) {
+                float dh[2][4];
+                for (int k = 0; k < 4; ++k) {
+                    const Channel& c = tile.channels[first + k];
+                    const float2 two = fetched.h[k][pair];
+                    const Pair<T> grads = fetched.grad[k][pair];
+                    for (int i = 0; i < 2; ++i) {
+                        const float h = i == 0 ? two.x : two.y, grad = to_float(i == 0 ? grads.a : grads.b);
+                        const float v = activation(h * c.factor), slope = activation_gradient(v);
+                        const float q = fmaf(c.gamma, grad, -fmaf(v - c.mean, c.pull, c.grad_mean)) * slope;
+                        row_sums[k] += q, row_products[k] = fmaf(q, h, row_products[k]), dh[i][k] = q * c.to_half;
+                    }
+                }
+                for (int i = 0; i < 2; ++i) {
+                    uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
+                    uint2 hi, lo;
+                    split(dh[i][0], dh[i][1], hi.x, lo.x), split(dh[i][2], dh[i][3], hi.y, lo.y);
+                    reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
+                    reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
+                }
+            }
+            fetch(row + 1, pair);
+        }
+        if (row < p.rows) store_x(tile, row + 2, x);
         for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
-        barrier_sync(1, kRowsThreads);
+        mbarrier_arrive(&tile.full[row & 1]);
     }
     float* const vectors = p.vectors + int64_t(blockIdx.x) * 4 * p.out_channels;
     for (int k = 0; k < 4; ++k) {
@@ -1036,6 +1091,12 @@ __device__ __forceinline__ void make(const BackwardArguments<T>& p, GradientTile
         if (lane >= 4 || first + k >= p.out_channels) continue;
         vectors[lane * p.out_channels + first + k] = lane < 2 || piece.band == 0 ? value : 0.0f;
     }
+}
+
+__device__ __forceinline__ float dh_at(const GradientTile& tile, int row, int channel, int column) {  // times dh_scale
+    const uint4* const cell = tile.dh[row & 1][channel / 8] + column % 4 * kSub + column / 4 + 1;
+    const auto value = [&](const uint4* of) { return to_float(reinterpret_cast<const __half*>(of)[channel % 8]); };
+    return value(cell) + value(cell + kPlane);
 }
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
@@ -1069,22 +1130,16 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 // The same in plain float32, of x in global memory.
 template <typename T>
 __device__ __forceinline__ void add_to_weights_plainly(const BackwardArguments<T>& p, const GradientTile& tile,
-    int sample, int row, float (&total)[2][kTaps][4]) {
+    const Piece& piece, int row, float (&total)[2][kTaps][4]) {
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
     for (int column = first; column < min(first + 32, p.columns); ++column) {
-        float dh[4];  // of channel 8 c + lane / 4
-        for (int c = 0; c < 4; ++c) {
-            const uint4* const cell = tile.dh[row & 1][c] + column % 4 * kSub + column / 4 + 1;
-            const auto value = [&](const uint4* of) { return to_float(reinterpret_cast<const __half*>(of)[lane / 4]); };
-            dh[c] = value(cell) + value(cell + kPlane);
-        }
+        float dh[4];
+        for (int c = 0; c < 4; ++c) dh[c] = dh_at(tile, row, 8 * c + lane / 4, column);
         for (int i = 0; i < 2; ++i) {
-            const int in = min(2 * (lane % 4) + i, p.in_channels - 1);
-            const T* const image = p.x + int64_t(sample) * p.in_channels * (p.height * p.width);
-            const T* const x = image + ((in * p.height + row) * p.width + column);
+            const T* const x = p.x + p.x_at(piece.sample, min(2 * (lane % 4) + i, p.in_channels - 1), row, column);
             for (int k = 0; k < 4 * kTaps; ++k) {
                 float& to = total[k / 2 % 2][k / 4][k % 2 * 2 + i];
-                to = fmaf(dh[2 * (k / 2 % 2) + k % 2], to_float(x[k / 12 * p.width + k / 4 % 3]), to);
+                to = fmaf(dh[k % 4], to_float(x[k / 12 * p.width + k / 4 % 3]), to);
             }
         }
     }
@@ -1116,17 +1171,33 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     }
 }
 
+// The same in plain float32: weights that are not finite meet no padding.
+template <typename T>
+__device__ __forceinline__ void add_to_x_plainly(
+    const BackwardArguments<T>& p, const GradientTile& tile, int row, float (&total)[3][2][4]) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32 + lane / 4 * 4;
+#pragma unroll
+    for (int k = 0; k < 24; ++k) {
+        float& to = total[k / 8][k / 4 % 2][k % 4];
+#pragma unroll 1
+        for (int i = 0; i < 3 * p.out_channels; ++i) {
+            const int o = i / 3, kx = i % 3, column = first + k / 2 % 4 - kx;
+            if (column < 0 || column >= p.columns) continue;
+            const float weight = weight_at(p, o, 2 * (lane % 4) + k % 2, k / 8 * 3 + kx);
+            to = fmaf(dh_at(tile, row, o, column) / tile.channels[o].dh_scale, weight, to);
+        }
+    }
+}
+
 // By a warp: a row of x's gradient. A lane has four columns of two channels. Then the rows below move up.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
-    struct alignas(2 * sizeof(T)) Pair { T a, b; };
     for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
         const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
         if (in >= p.in_channels || column >= p.width) continue;
         const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
-        T* const image = p.grad_x + int64_t(piece.sample) * p.in_channels * (p.height * p.width);
-        Pair* const to = reinterpret_cast<Pair*>(image + ((in * p.height + row) * p.width + column));
+        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
     for (int k = 0; k < 8; ++k) {
@@ -1135,20 +1206,24 @@ __device__ __forceinline__ void store_grad_x(
     }
 }
 
-// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. One row behind
-// `make`: a barrier a row wakes both.
+// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
+// of dh (full); wakes `make` (empty). PLAIN: neither x nor the weights in fp16.
 template <typename T, bool PLAIN>
-__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, const GradientTile& tile, const Piece& piece) {
+__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
     more_registers<kMultiplierRegisters>();
     float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
-    const float grad_x_factor = 1 / tile.grad_x_scale;
+    const float grad_x_factor = PLAIN ? 1.0f : 1 / tile.grad_x_scale;
     for (int row = piece.begin; row < piece.last_row; ++row) {
-        barrier_sync(1, kRowsThreads);
-        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
+        mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
+        if (row < p.rows && p.grad_x != nullptr) {
+            if constexpr (PLAIN) add_to_x_plainly(p, tile, row, grad_x);
+            else add_to_x(tile, row, grad_x);
+        }
         if (row < p.rows && row >= piece.first_row) {
-            if constexpr (PLAIN) add_to_weights_plainly(p, tile, piece.sample, row, weights);
+            if constexpr (PLAIN) add_to_weights_plainly(p, tile, piece, row, weights);
             else add_to_weights(tile, row, weights);
         }
+        mbarrier_arrive(&tile.empty[row & 1]);
         if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
     }
     const int lane = threadIdx.x % 32, size = p.out_channels * p.in_channels * kTaps;
@@ -1174,7 +1249,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
     const Piece piece = {int(blockIdx.x) / bands, band, first_row, last_row, max(first_row - 2, 0)};
     prepare_tile(p, tile, piece);
-    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece);
+    Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
+    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
     else if (tile.x_scale > 0) multiply<T, false>(p, tile, piece);
     else multiply<T, true>(p, tile, piece);
 #endif
@@ -1209,11 +1285,12 @@ static int backward_of(const void* grad, const void* x, const void* const* param
     int error = launch_forward<T, false>(p, sizes, stream);
     if (error != 0) return error;
     constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, int(sizeof(GradientTile)));
+    constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
+    error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
     if (error != 0) return error;
     const int bands = plan_gradient(sizes);
     measure_groups<T><<<unsigned(p.samples) * p.groups, kMeasureThreads, 0, stream>>>(p);
-    differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, sizeof(GradientTile), stream>>>(p, bands);
+    differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
     return cudaGetLastError();
 }
 // grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes and parameters as of
@@ -1258,7 +1335,7 @@ enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
 // Float32 on the CPU: ATen's convolution, then v in its place, then ATen's norm.
-Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+Tensor tail_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
     const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
@@ -1275,15 +1352,15 @@ Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, d
         v, parameters[kGamma], parameters[kBeta], v.size(0), channels, pixels, groups, eps));
 }
 
-Tensor forward_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
+Tensor tail_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
     const Tensor& weight = parameters[kWeight];
     return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
                                 x.sym_size(3) - weight.sym_size(3) + 1},
         x.options());
 }
 // The output, and of each group its mean, what a float leaves of the mean, and rstd.
-std::tuple<Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    return {forward_meta(x, parameters, groups, eps),
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    return {tail_meta(x, parameters, groups, eps),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // The gradients of x, and in float32 of the convolution's weight and, one after the other, of both biases, of scale,
@@ -1330,24 +1407,21 @@ struct Arguments {
     }
 };
 
-// The one kernel. False where it does not take the sizes.
-bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out,
-    float* statistics) {
-    const Tensor& weight = parameters[kWeight];
-    if (at::cuda::getCurrentDeviceProperties()->major != 9 || weight.size(2) != 3 || weight.size(3) != 3) return false;
+std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(x.device());
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
+    if (out.numel() == 0) return {out, statistics};
     const Arguments arguments(x, parameters, groups);
     const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(arguments.sizes), x);
-    const int error = conv_forward(input.const_data_ptr(), arguments.pointers, out.data_ptr(), statistics,
-        arguments.sizes, eps, totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
-    if (error >= 0) check_launch(error);
-    return error == 0;
+    check_launch(conv_forward(input.const_data_ptr(), arguments.pointers, out.data_ptr(), statistics.data_ptr<float>(),
+        arguments.sizes, eps, totals.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    return {out, statistics};
 }
 
-Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+Tensor tail_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    Tensor out = forward_meta(x, parameters, groups, eps);
-    if (out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, nullptr)) return out;
-    const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias]));
+    const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias])), out = at::empty_like(h);
+    if (out.numel() == 0) return out;
     Tensor ready[4];
     const float* pointers[4];
     for (int i = 0; i < 4; ++i) {
@@ -1363,14 +1437,6 @@ Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, 
     check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups,
         pixels, int(parts), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
     return out;
-}
-
-std::tuple<Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, statistics] = record_meta(x, parameters, groups, eps);
-    TORCH_CHECK(out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, statistics.data_ptr<float>()),
-        "conv_sigmoid_group_norm: sizes that the kernel does not take");
-    return {out, statistics};
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_cuda(
@@ -1396,28 +1462,28 @@ std::tuple<Tensor, Tensor, Tensor> backward_cuda(
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
-    m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x)"
           " -> (Tensor, Tensor, Tensor)");
+    m.def("tail(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
+TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("tail", tail_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
-    m.impl("record", record_meta);
     m.impl("backward", backward_meta);
+    m.impl("tail", tail_meta);
 }
 #ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
-    m.impl("record", record_cuda);
     m.impl("backward", backward_cuda);
+    m.impl("tail", tail_cuda);
 }
 #endif
 // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     const auto refuse = [] { return torch::autograd::autogradNotImplementedFallback(); };
-    for (const char* name : {"forward", "record", "backward"}) m.impl(name, refuse());
+    for (const char* name : {"forward", "backward", "tail"}) m.impl(name, refuse());
 }
 """
 
@@ -1471,7 +1537,7 @@ def _load(name: str) -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-_forward, _record, _backward = _operators.forward, _operators.record, _operators.backward
+_forward, _backward, _tail = _operators.forward, _operators.backward, _operators.tail
 # Multiprocessors of each GPU that has wgmma, the kernel's instruction; 0 of others.
 _SMS = tuple(
     torch.cuda.get_device_properties(gpu).multi_processor_count if torch.cuda.get_device_capability(gpu)[0] == 9 else 0
@@ -1499,12 +1565,8 @@ def _has_default_strides(t: torch.Tensor) -> bool:
     return True
 
 
-def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
-    """Whether an operator takes the network's tensors.
-
-    Where gradients are recorded, or autocast is on: those of our kernels' sizes. Else any convolution of float32 and,
-    on a GPU, of the 16-bit types: the operator has ATen's, and what follows it in one.
-    """
+def _valid(tensors: tuple, groups: int) -> bool:
+    """Whether an operator can take the network's tensors: of float32, on a GPU also of 16 bits, in usual layouts."""
     x, weight, *vectors = tensors
     device = x.device
     if device.type not in ("cpu", "cuda") or torch._C._are_functorch_transforms_active():
@@ -1520,14 +1582,18 @@ def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
     if x.shape[1] != weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    if rows < 1 or columns < 1 or rows * columns == 1:
+    return rows >= 1 and columns >= 1 and rows * columns > 1 and x.shape[0] * channels < 2**30
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our kernels take valid tensors of these sizes.
+
+    Of images up to 256 wide a block holds four rows, and all blocks together must hold a sample.
+    """
+    rows, columns = x.shape[2] - 2, x.shape[3] - 2
+    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
         return False
-    if not needs_grad and not autocast:
-        return True
-    if not x.is_cuda or x.shape[1] > 8 or channels > 32 or weight.shape[2:] != (3, 3):
-        return False
-    # Of images that wide a block holds four rows, and all blocks together must hold a sample.
-    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 4 * _SMS[device.index]
+    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 4 * _SMS[x.device.index]
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1535,7 +1601,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps):
-        return _record(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps)
+        return _forward(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1590,13 +1656,17 @@ class ModelNew(nn.Module):
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not _fits(tensors, norm.num_groups, needs_grad):
-            return _plain(*tensors, norm.num_groups, norm.eps)
-        if torch.is_autocast_enabled(x.device.type):  # the Model returns float32 there, in which the kernels compute
+        groups, eps = norm.num_groups, norm.eps
+        if not _valid(tensors, groups):
+            return _plain(*tensors, groups, eps)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if not _fits(x, conv.weight):
+            return _plain(*tensors, groups, eps) if needs_grad or autocast else _tail(x, tensors[1:], groups, eps)
+        if autocast:  # the Model returns float32 there, in which the kernels compute
             tensors = tuple(t.float() for t in tensors)
         if needs_grad:
-            return ConvSigmoidGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        return _forward(tensors[0], tensors[1:], norm.num_groups, norm.eps)
+            return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
+        return _forward(tensors[0], tensors[1:], groups, eps)[0]
 
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
