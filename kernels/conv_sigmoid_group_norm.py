@@ -6,20 +6,19 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`:
-- our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, of an even width
-  and whole fours of outputs, where two rows of v fit into a block's shared memory (some 500 columns) and all rows
-  into all blocks' (264); float32, float16, bfloat16, and under autocast. They compute in float32;
-- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU one
-  kernel, launched twice; on a CPU (float32) one function.
+- our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, images of an even
+  width up to 256 and a height up to 266 (twice the multiprocessors), whole fours of outputs; float32, float16 and
+  bfloat16, and under autocast. They compute in float32;
+- the Model's lines in ATen for everything else. Without gradients one operator does what follows ATen's convolution.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
-gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, twice: for the
-sums that the norm's gradient needs, and for h's gradient, which goes into x's and the weights' without leaving the
-chip.
+gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
+and reads it twice: for the sums that the norm's gradient needs, and for h's gradient, which goes into x's and the
+weights' without leaving the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
-ms, also with gradients recorded, 13.0x eager; forward and backward 2.76 ms, 6.7x. The forward is held up by the L2,
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.456
+ms, also with gradients recorded, 12.9x eager; forward and backward 2.41 ms, 7.7x. The forward is held up by the L2,
 which brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
 """
 
@@ -38,6 +37,7 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -144,19 +144,21 @@ static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters 
 
 struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean in double precision
 
-template <typename T> struct ConvArguments {
-    const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    void* out;  // of T; h's of float
+struct ConvArguments {
+    const void* x;  // of T
+    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    void* out;      // of T; h's of float
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
-    unsigned* largest;           // (samples): with h, the bits of the largest |x|; zeros before the launch
+    // (samples), with h; zeros before the launch: the bits of the largest |x|, and whether the convolution was plain
+    uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
-    int bands, band_rows, teams, places;  // the last band may have fewer rows
+    int bands, band_rows, teams;  // the last band may have fewer rows
     int plane;            // floats of a channel's v in shared memory
     int x_plane;          // pixels of hi in shared memory; those of lo follow
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
-    uint32_t taps[kProducts];     // of each product: see tap_pair
+    uint32_t taps[kProducts];     // of each product: see set_taps
 };
 
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
@@ -182,9 +184,9 @@ struct Band { int first_row, rows, tasks; };  // tasks go down the columns of ti
 struct Walk {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
-    template <typename T> __device__ __forceinline__ void next(const ConvArguments<T>& p) {
+    __device__ __forceinline__ void next(const ConvArguments& p) {
         sample += p.teams, x_parity ^= 1;
-        if (++place == p.places) place = 0, parity ^= 1;
+        if (++place == kPlaces) place = 0, parity ^= 1;
     }
 };
 
@@ -208,27 +210,25 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one. In units of 16
-// bytes: where the first tap's pixels begin, and how much further on the second tap's are.
-__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) {
-    return uint32_t(first) | uint32_t(second - first) << 16;
-}
+// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one.
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t taps) { return uint64_t(128 >> 4) << 32 | taps; }
 
+// Of two taps, in units of 16 bytes: where the first one's pixels begin, and how much further on the second one's are.
 // lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
-template <typename T> __host__ __device__ __forceinline__ void set_taps(ConvArguments<T>& p) {
+__host__ __device__ __forceinline__ void set_taps(ConvArguments& p) {
+    const auto pair = [](int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; };
 #pragma unroll
     for (int k = 0; k < 5; ++k) {
         const int first = 2 * k / 3 * p.width + 2 * k % 3, second = (2 * k + 1) / 3 * p.width + (2 * k + 1) % 3;
-        p.taps[k] = k < 4 ? tap_pair(p.x_plane + first, p.x_plane + second) : tap_pair(first, p.x_plane + first);
-        if (k < 4) p.taps[5 + k] = tap_pair(first, second);
+        p.taps[k] = k < 4 ? pair(p.x_plane + first, p.x_plane + second) : pair(first, p.x_plane + first);
+        if (k < 4) p.taps[5 + k] = pair(first, second);
     }
 }
 // The benchmark's sizes and their plan: known when compiling, they take 0.97 of the time.
-template <typename T> __host__ __device__ __forceinline__ void set_benchmark(ConvArguments<T>& p) {
+__host__ __device__ __forceinline__ void set_benchmark(ConvArguments& p) {
     p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
     p.out_channels = 32, p.groups = 8, p.group_channels = 4;
-    p.bands = 127, p.band_rows = 2, p.teams = 1, p.places = kPlaces, p.plane = 508, p.x_plane = 4 * 256;
+    p.bands = 127, p.band_rows = 2, p.teams = 1, p.plane = 508, p.x_plane = 4 * 256;
     set_taps(p);
 }
 
@@ -277,29 +277,26 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-template <typename T>
-__device__ __forceinline__ float weight_at(const ConvArguments<T>& p, int o, int in, int tap) {  // or 0
-    return o < p.out_channels && in < p.in_channels ? to_float(p.weight[(o * p.in_channels + in) * 9 + tap]) : 0.0f;
+__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {  // or 0
+    return o < p.out_channels && in < p.in_channels ? p.weight[(o * p.in_channels + in) * 9 + tap] : 0.0f;
 }
-template <typename T> __device__ __forceinline__ float bias_at(const ConvArguments<T>& p, int o) {  // of both biases
-    return to_float(p.conv_bias[o]) + to_float(p.bias[o]);
-}
+__device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
 
 // All threads; of the first warp a lane has a channel. The power of two of x is NaN where the weights are not finite,
 // or so large that no power would do: then all values are made in plain float32.
-template <typename T> __device__ __forceinline__ void prepare_scales(const ConvArguments<T>& p, Scales& scales) {
+__device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
         float largest = 0, sum = 0;
         for (int i = 0; i < weights && c < p.out_channels; ++i) {
-            const float w = fabsf(to_float(p.weight[c * weights + i]));
+            const float w = fabsf(p.weight[c * weights + i]);
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
         int exponent = 0;
         frexpf(largest, &exponent);
         scales.weight[c] = ldexpf(1.0f, min(100, 15 - exponent));
         // Of a pre-activation's change, for |x| <= 1.
-        float reach = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
+        float reach = c < p.out_channels ? fabsf(p.scale[c]) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         frexpf(reach, &exponent);
@@ -312,13 +309,14 @@ template <typename T> __device__ __forceinline__ void prepare_scales(const ConvA
 // asks for them before there is room. Waits for x_empty; wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
     constexpr int kStride = 128 * kProducers, kPixels = 4;
     const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
-        return p.x + (int64_t(sample) * p.in_channels + channel) * image + int64_t(band.first_row) * p.width;
+        const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
+        return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
     for (Walk at; at.sample < p.samples; at.next(p)) {
@@ -356,24 +354,11 @@ __device__ __forceinline__ void bring(
     }
 }
 
-// One value of h, with both biases, in plain float32.
-template <typename T>
-__device__ __forceinline__ float convolve_value(
-    const ConvArguments<T>& p, int64_t sample, int channel, int row, int column) {
-    const T* const x = p.x + (sample * p.in_channels * p.height + row) * p.width + column;
-    float h = 0;
-#pragma unroll 1
-    for (int k = 0; k < p.in_channels * 9; ++k) {
-        const int c = k / 9, tap = k % 9;
-        h = fmaf(to_float(x[(int64_t(c) * p.height + tap / 3) * p.width + tap % 3]), weight_at(p, channel, c, tap), h);
-    }
-    return h + bias_at(p, channel);
-}
-
 // A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
-    const ConvArguments<T>& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
+    const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
+    const T* const image = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
     all.sum = all.square = 0;
 #pragma unroll 1
     for (int task = first_task; task < band.tasks; task += kConsumers) {
@@ -382,9 +367,14 @@ __device__ __forceinline__ void convolve_again(
         for (int i = 0; i < kTile / 4; ++i) {
             const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns;
-            const float factor = kActivationFactor * to_float(p.scale[valid ? c : 0]);
-            const float h = valid ? convolve_value(p, sample, c, band.first_row + row, here) : 0.0f;
-            const float value = NORMALIZE ? activation(h * factor) : h;
+            float h = 0;
+#pragma unroll 1
+            for (int k = 0; k < p.in_channels * 9 && valid; ++k) {
+                const T* const x = image + (k / 9 * p.height + band.first_row + row) * p.width + here;
+                h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
+            }
+            float value = valid ? h + bias_at(p, c) : 0.0f;
+            if (NORMALIZE) value = activation(value * (kActivationFactor * p.scale[valid ? c : 0]));
             if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
@@ -398,9 +388,7 @@ __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + ro
 
 // A thread's weights as A's fragments: of its four registers the odd ones are of the rows of lo, the last two of K's
 // second half.
-template <typename T>
-__device__ __forceinline__ void load_weights(
-    const ConvArguments<T>& p, float scale, int c, uint4 (&a)[kSteps]) {
+__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t words[4];
@@ -420,7 +408,7 @@ __device__ __forceinline__ void load_weights(
 // (v_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     more_registers<kConsumerRegisters>();
     const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
     constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo: 0.90 of the time
@@ -428,7 +416,7 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = NORMALIZE ? kActivationFactor * to_float(p.scale[own_channel]) : 1.0f;
+    const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
     const float offset = factor * bias_at(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
@@ -499,6 +487,7 @@ __device__ __forceinline__ void convolve(
         // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
+            if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
         }
         first_task = task - band.tasks;
         for (int mask = 1; mask < 4; mask *= 2) {
@@ -515,7 +504,7 @@ __device__ __forceinline__ void convolve(
 
 // One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
 // Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
-template <typename T> __device__ __forceinline__ void post(const ConvArguments<T>& p, ConvShared& shared) {
+__device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
     constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
     for (Walk at; at.sample < p.samples; at.next(p)) {
@@ -544,10 +533,10 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments<T
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
 // all bands' sums; wakes the writers (norm_full).
-template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
+__device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
-    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
+    const float gamma = exists ? p.gamma[c] : 0.0f, beta = exists ? p.beta[c] : 0.0f;
     constexpr double kRange = double(kHighest) - kLowest;
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
@@ -575,7 +564,7 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
 // neighbouring values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const float* held, int writer) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
     using Out = std::conditional_t<NORMALIZE, T, float>;
     constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
@@ -608,9 +597,9 @@ __device__ __forceinline__ void write(
 }
 
 template <typename T, bool BENCHMARK, bool NORMALIZE>
-__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments<T> given) {
+__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    ConvArguments<T> p = given;
+    ConvArguments p = given;
     if constexpr (BENCHMARK) set_benchmark(p);
     extern __shared__ __align__(128) unsigned char x[];
     __shared__ ConvShared shared;
@@ -648,53 +637,57 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
 // of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work. False
-// where none fits.
-template <typename T> static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int* dynamic_bytes) {
-    int64_t best = INT64_MAX;
+// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work.
+// Returns the bytes of shared memory.
+static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
+    int64_t best = INT64_MAX, bytes = 0;
     for (int even = 2; even <= p.rows + 1; even += 2) {
         const int rows = even < p.rows ? even : p.rows, bands = (p.rows + rows - 1) / rows;
         const int plane = (rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = int64_t(plane) * p.out_channels * 4;
+        const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = 4LL * kPlaces * plane * p.out_channels;
         if (x_bytes + v_bytes > shared_bytes || bands > sms || bands > 255) continue;
-        const int64_t room = (shared_bytes - x_bytes) / v_bytes;
-        const int places = int(room < kPlaces ? room : kPlaces), teams = sms / bands;
-        // 300: what a sample costs a block however few rows it has. With fewer places there is more waiting.
-        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width) * (7 - places);
+        // 300: what a sample costs a block however few rows it has.
+        const int teams = sms / bands;
+        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width);
         if (cost >= best) continue;
         best = cost;
         p.band_rows = rows, p.bands = bands, p.teams = teams < p.samples ? teams : p.samples;
-        p.places = places, p.plane = plane, p.x_plane = (rows + 2) * p.width;
+        p.plane = plane, p.x_plane = (rows + 2) * p.width;
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
-        *dynamic_bytes = int(x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16));
+        bytes = x_bytes + (v_bytes > 2 * kTile * 16 ? v_bytes : 2 * kTile * 16);
     }
     set_taps(p);
     p.to_fixed = 1;  // a total has room for twice its largest sum
     while (p.to_fixed * p.group_channels * p.rows * p.columns < double(1ll << (kStrangeBit - 2))) p.to_fixed *= 2;
     p.from_fixed = 1 / p.to_fixed;
-    return best < INT64_MAX;
+    return bytes;
 }
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
 
-template <typename T>
-static void set_arguments(ConvArguments<T>& p, const void* x, const void* const* parameters, float* statistics,
-    void* totals, const int64_t* sizes) {
-    p.x = static_cast<const T*>(x), p.statistics = reinterpret_cast<Statistics*>(statistics);
-    p.totals = static_cast<unsigned long long*>(totals), p.largest = static_cast<unsigned*>(totals);
-    const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
+// pointers: x, out, of float32 the convolution's weight and bias, bias, scale, gamma, beta and the groups' statistics,
+// and the workspace.
+static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
+    ConvArguments p = {};
+    p.x = pointers[0], p.out = pointers[1];
+    const float** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(pointers[2 + i]);
+    p.statistics = static_cast<Statistics*>(pointers[8]), p.totals = static_cast<unsigned long long*>(pointers[9]);
+    p.largest = reinterpret_cast<uint32_t*>(p.totals), p.plain = p.largest + sizes[0];
     p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
     p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
-    p.rows = p.height - 2, p.columns = p.width - 2;
+    p.rows = p.height - 2, p.columns = p.width - 2, p.eps = float(eps);
+    return p;
+}
+template <typename F> static int by_type(int64_t type, F launch) {
+    return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
 }
 
 // The forward, or, not NORMALIZE, h. Returns a cudaError_t.
 template <typename T, bool NORMALIZE>
-static int launch_forward(ConvArguments<T> p, const int64_t* sizes, cudaStream_t stream) {
-    int bytes = 0;
-    if (!plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared)), &bytes)) return cudaErrorInvalidValue;
-    ConvArguments<T> known = p;
+static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
+    const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
+    ConvArguments known = p;
     set_benchmark(known);
     const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof p) == 0;
     auto* const kernel =
@@ -702,28 +695,13 @@ static int launch_forward(ConvArguments<T> p, const int64_t* sizes, cudaStream_t
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;  // all blocks run at once: they wait for each other
-    attribute.val.cooperative = 1;
-    const dim3 grid(p.bands, p.teams);
-    const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(bytes), stream, &attribute, 1};
-    return cudaLaunchKernelEx(&config, kernel, p);
+    void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
+    return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
-// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
-// type. statistics: of groups: mean, what a float leaves of it, rstd.
-template <typename T>
-static int forward_of(const void* x, const void* const* parameters, void* out, float* statistics, const int64_t* sizes,
-    double eps, void* totals, cudaStream_t stream) {
-    ConvArguments<T> p = {};
-    set_arguments(p, x, parameters, statistics, totals, sizes);
-    p.out = out, p.eps = float(eps);
-    return launch_forward<T, true>(p, sizes, stream);
-}
-extern "C" int conv_forward(const void* x, const void* const* parameters, void* out, float* statistics,
-    const int64_t* sizes, double eps, void* totals, cudaStream_t stream) {
-    const auto launch =
-        sizes[8] == 0 ? forward_of<float> : sizes[8] == 1 ? forward_of<__half> : forward_of<__nv_bfloat16>;
-    return launch(x, parameters, out, statistics, sizes, eps, totals, stream);
+// x, out: contiguous, 16-byte aligned.
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
+    const ConvArguments p = arguments_of(pointers, sizes, eps);
+    return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -732,14 +710,6 @@ extern "C" int conv_forward(const void* x, const void* const* parameters, void* 
 // workspace; the second one merges those of the group, and writes the output.
 
 constexpr int kTailThreads = 256;
-
-struct TailArguments {
-    const float *bias, *scale, *gamma, *beta;
-    double2* sums;  // of blocks
-    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, whole packs
-    int parts;                                       // of a plane
-    float eps;
-};
 
 // Of a block; complete in all threads.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
@@ -755,26 +725,30 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
 }
 
 template <typename T, int PACK, bool NORMALIZE>
-__global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* out, const TailArguments p) {
+__global__ void __launch_bounds__(kTailThreads)
+    activate_planes(const __grid_constant__ ConvArguments p, double2* sums_of_blocks, int parts) {
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, begin = blockIdx.x % p.parts * p.part;
+    const int64_t pixels = int64_t(p.height) * p.width, part = ((pixels + parts - 1) / parts + 7) / 8 * 8;
+    const int64_t plane = blockIdx.x / parts, begin = blockIdx.x % parts * part;
+    const T* const h = static_cast<const T*>(p.x) + plane * pixels;
+    const int c = int(plane % p.out_channels);
     const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
     float mean = 0, factor = 0, offset = 0;
     if constexpr (NORMALIZE) {
-        const double2* const sums = p.sums + plane / p.group_channels * p.group_channels * p.parts;
+        const double2* const sums = sums_of_blocks + plane / p.group_channels * p.group_channels * parts;
         double2 own = {};
-        for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) {
+        for (int64_t i = threadIdx.x; i < int64_t(p.group_channels) * parts; i += kTailThreads) {
             own.x += sums[i].x, own.y += sums[i].y;
         }
         const double2 all = sum_of_block(own);
-        const double n = double(p.group_channels) * p.pixels, exact = all.x / n, variance = all.y / n - exact * exact;
+        const double n = double(p.group_channels) * pixels, exact = all.x / n, variance = all.y / n - exact * exact;
         mean = float(exact), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
         offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
     }
     float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
     int count = 0;
-    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + p.part, p.pixels); i += kTailThreads * PACK) {
-        Pack pack = *reinterpret_cast<const Pack*>(h + plane * p.pixels + i);
+    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + part, pixels); i += kTailThreads * PACK) {
+        Pack pack = *reinterpret_cast<const Pack*>(h + i);
         for (T& value : pack.values) {
             const float v = activation((to_float(value) + bias) * scale);
             if constexpr (NORMALIZE) {
@@ -784,32 +758,38 @@ __global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* o
                 sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
             }
         }
-        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + plane * p.pixels + i) = pack;
+        T* const out = static_cast<T*>(p.out) + plane * pixels;
+        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + i) = pack;
     }
     if constexpr (!NORMALIZE) {
         const double all = double(count) * anchor;
         const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
-        if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
+        if (threadIdx.x == 0) sums_of_blocks[blockIdx.x] = of_block;
     }
 }
 
-template <typename T, int PACK>
-static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
-    if (PACK > 1 && p.pixels % PACK != 0) return launch_tail<T, 1>(h, out, p, blocks, stream);
-    const T* const from = static_cast<const T*>(h);
-    activate_planes<T, PACK, false><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, nullptr, p);
-    activate_planes<T, PACK, true><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
-    return cudaGetLastError();
+// Of a plane: enough blocks for the GPU, and 4096 pixels a block at least.
+static int64_t parts_of(const int64_t* sizes) {
+    const int64_t planes = sizes[0] * sizes[4], wanted = (16 * sizes[6] + planes - 1) / planes;
+    const int64_t most = (sizes[2] * sizes[3] + 4095) / 4096;
+    return wanted < most ? wanted : most;
 }
-// workspace: 16 bytes for each part of a plane.
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream) {
-    const TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3],
-        static_cast<double2*>(workspace), channels, channels / groups, pixels,
-        ((pixels + parts - 1) / parts + 7) / 8 * 8, parts, float(eps)};
-    const auto launch =
-        type == 0 ? launch_tail<float, 4> : type == 1 ? launch_tail<__half, 8> : launch_tail<__nv_bfloat16, 8>;
-    return launch(h, out, p, samples * channels * p.parts, stream);
+extern "C" int64_t tail_bytes(const int64_t* sizes) { return sizes[0] * sizes[4] * parts_of(sizes) * sizeof(double2); }
+
+template <typename T, int PACK>
+static void launch_tail(const ConvArguments& p, const int64_t* sizes, cudaStream_t stream) {
+    if (PACK > 1 && sizes[2] * sizes[3] % PACK != 0) return launch_tail<T, 1>(p, sizes, stream);
+    const int parts = int(parts_of(sizes));
+    const unsigned blocks = unsigned(sizes[0] * sizes[4] * parts);
+    double2* const sums = reinterpret_cast<double2*>(p.totals);
+    activate_planes<T, PACK, false><<<blocks, kTailThreads, 0, stream>>>(p, sums, parts);
+    activate_planes<T, PACK, true><<<blocks, kTailThreads, 0, stream>>>(p, sums, parts);
+}
+// pointers and sizes as of conv_forward, but x is h.
+extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
+    const ConvArguments p = arguments_of(pointers, sizes, eps);
+    by_type(sizes[8], [&](auto type) { launch_tail<decltype(type), 16 / sizeof type>(p, sizes, stream); return 0; });
+    return cudaGetLastError();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -826,8 +806,8 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // The products are the forward's, of fp16 hi and lo, by mma.sync. Those of a row are added up from zero, and then to
-// the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number. Where x
-// exceeds what the forward holds in fp16, or is not finite, the weights' sums are made in plain float32.
+// the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number.
+// Samples that the convolution could not make in fp16 are left to differentiate_plainly, which comes last.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
@@ -835,7 +815,7 @@ extern "C" int tail_forward(int type, const void* h, const float* const* paramet
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
 constexpr int kMostColumns = 32 * kWarps;
-constexpr int kMeasureThreads = 512, kRowsThreads = 64 * kWarps;
+constexpr int kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
@@ -846,11 +826,13 @@ static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks
 // dh * dh_scale = q * to_half is within fp16's range. of_gamma, of_beta: the sample's share of their gradients.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
+    __device__ __forceinline__ float q(float h, float grad) const {
+        const float v = activation(h * factor);
+        return fmaf(gamma, grad, -fmaf(v - mean, pull, grad_mean)) * activation_gradient(v);
+    }
 };
-// Of a channel: the sums of grad and grad * (v - mean), and the largest |grad| and |dv/dz|.
-struct Measured { double sum, product; float grad, slope; };
 
-template <typename T> struct BackwardArguments : ConvArguments<T> {
+template <typename T> struct BackwardArguments : ConvArguments {
     const T* grad;
     const float* h;
     T* grad_x;          // null: not wanted
@@ -858,8 +840,8 @@ template <typename T> struct BackwardArguments : ConvArguments<T> {
     float* weights;     // (samples, bands, warps, out_channels, in_channels, 9): partial sums
     float* vectors;     // (samples, bands, 4, out_channels): of the gradients of both biases, scale, gamma and beta
     __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
-        const int image = this->height * this->width;
-        return int64_t(sample) * this->in_channels * image + (in * image + row * this->width + column);
+        const int image = height * width;
+        return int64_t(sample) * in_channels * image + (in * image + row * width + column);
     }
 };
 
@@ -879,7 +861,7 @@ struct alignas(16) GradientTile {
     uint4 weights[2][kTaps][32];     // of 16 output channels, tap, lane: as x's gradient needs them
     Channel channels[kMostOut];
     Scales scales;
-    float x_scale, grad_x_scale;     // x_scale: 0 where x is not held in fp16
+    float x_scale, grad_x_scale;
     uint64_t full[2], empty[2];      // rows of dh, and the rows of x that they are multiplied by
 };
 
@@ -900,15 +882,6 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-        ::"r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int IN_FLIGHT> __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(IN_FLIGHT) : "memory");
-}
-
 // The power of two that brings values up to `largest` below 2^15.
 __device__ __forceinline__ float scale_below_overflow(float largest) {
     int exponent = 0;
@@ -918,64 +891,44 @@ __device__ __forceinline__ float scale_below_overflow(float largest) {
 
 // A block for each group of a sample.
 template <typename T>
-__global__ void __launch_bounds__(kMeasureThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
-    struct alignas(4 * sizeof(T)) Four { T values[4]; };
-    __shared__ Measured of_warps[kMostOut][kMeasureThreads / 32];
-    __shared__ double terms[kMostOut][2];
+__global__ void __launch_bounds__(kTailThreads, 4) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
+    __shared__ double2 sums[kMostOut];         // of grad, and of grad * (v - mean) * rstd
+    __shared__ uint32_t largest[2][kMostOut];  // |grad| and |dv/dz|, as bits
+    if (threadIdx.x < kMostOut) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
     const Statistics group = p.statistics[blockIdx.x];
     const int64_t pixels = p.rows * p.columns, first = int64_t(blockIdx.x) * p.group_channels;
     const int first_channel = int(first % p.out_channels);
     for (int c = 0; c < p.group_channels; ++c) {
-        const float factor = kActivationFactor * to_float(p.scale[first_channel + c]);
-        const float4* const h = reinterpret_cast<const float4*>(p.h + (first + c) * pixels);
-        const Four* const grad = reinterpret_cast<const Four*>(p.grad + (first + c) * pixels);
-        Measured own = {};
-#pragma unroll 4
-        for (int i = threadIdx.x; i < pixels / 4; i += kMeasureThreads) {
-            const float4 four = h[i];
-            const Four grads = grad[i];
-            const float values[4] = {four.x, four.y, four.z, four.w};
-            float sum = 0, product = 0;
-            for (int k = 0; k < 4; ++k) {
-                const float v = activation(values[k] * factor), of_grad = to_float(grads.values[k]);
-                sum += of_grad, product = fmaf(of_grad, v - group.mean, product);
-                own.grad = fmaxf(own.grad, fabsf(of_grad));
-                own.slope = fmaxf(own.slope, fabsf(activation_gradient(v)));
-            }
-            own.sum += sum, own.product += product;
+        const float factor = kActivationFactor * p.scale[first_channel + c];
+        const float* const h = p.h + (first + c) * pixels;
+        const T* const grad = p.grad + (first + c) * pixels;
+        double2 own = {};
+        float own_grad = 0, own_slope = 0;
+#pragma unroll 8
+        for (int i = threadIdx.x; i < pixels; i += kTailThreads) {
+            const float v = activation(h[i] * factor), of_grad = to_float(grad[i]);
+            own.x += of_grad, own.y += of_grad * (v - group.mean);
+            own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(v)));
         }
-        for (int mask = 16; mask > 0; mask /= 2) {
-            own.sum += __shfl_xor_sync(~0u, own.sum, mask), own.product += __shfl_xor_sync(~0u, own.product, mask);
-            own.grad = fmaxf(own.grad, __shfl_xor_sync(~0u, own.grad, mask));
-            own.slope = fmaxf(own.slope, __shfl_xor_sync(~0u, own.slope, mask));
-        }
-        if (threadIdx.x % 32 == 0) of_warps[c][threadIdx.x / 32] = own;
+        const double2 all = sum_of_block(own);
+        atomicMax(&largest[0][c], __float_as_uint(own_grad)), atomicMax(&largest[1][c], __float_as_uint(own_slope));
+        // Of the exact mean. NaN where grad is not finite, as in ATen.
+        if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
+        __syncthreads();
     }
-    __syncthreads();
-    const int c = threadIdx.x;
-    if (c >= 32) return;
-    const bool exists = c < p.group_channels;
-    const int o = first_channel + (exists ? c : 0);
-    Measured all = {};
-    for (const Measured& own : of_warps[exists ? c : 0]) {
-        all.sum += own.sum, all.product += own.product;
-        all.grad = fmaxf(all.grad, own.grad), all.slope = fmaxf(all.slope, own.slope);
-    }
-    all.product = isfinite(all.sum) ? all.product - group.rest * all.sum : NAN;  // of the exact mean; NaN as in ATen
-    const float gamma = to_float(p.gamma[o]), push = group.rstd * to_float(p.scale[o]);
-    terms[c][0] = all.sum * gamma, terms[c][1] = all.product * gamma * group.rstd;
-    __syncwarp();
+    const int c = threadIdx.x, o = first_channel + c;
+    if (c >= p.group_channels) return;
     double grad_mean = 0, pull = 0;
-    for (int i = 0; i < p.group_channels; ++i) grad_mean += terms[i][0], pull += terms[i][1];
+    for (int i = 0; i < p.group_channels; ++i) {
+        grad_mean += sums[i].x * p.gamma[first_channel + i], pull += sums[i].y * p.gamma[first_channel + i];
+    }
     const double n = double(p.group_channels) * pixels;
-    pull *= group.rstd / n, grad_mean = grad_mean / n - group.rest * pull;
-    const bool finite = isfinite(grad_mean) && isfinite(pull);  // else all of dh is NaN, as ATen's
-    const float most = fabsf(gamma) * all.grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float dh_scale = scale_below_overflow(most * all.slope * fabsf(push));  // |dh| is at most that
-    if (!exists) return;
-    p.channels[first + c] = {kActivationFactor * to_float(p.scale[o]), group.mean, gamma,
-        finite ? float(grad_mean) : NAN, float(pull), push, group.rstd, dh_scale, float(all.product * group.rstd),
-        float(all.sum), push * dh_scale};
+    pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
+    const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
+    const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
+    const float dh_scale = scale_below_overflow(most_q * __uint_as_float(largest[1][c]) * fabsf(push));
+    p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
@@ -996,8 +949,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
     scale = fmaxf(scale, 0x1p-126f);
     const float largest = __uint_as_float(p.largest[piece.sample]);
-    const bool fits = largest * tile.scales.input < 65504.0f;
-    if (threadIdx.x == 0) tile.x_scale = fits ? scale_below_overflow(largest) : 0.0f, tile.grad_x_scale = scale;
+    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(largest), tile.grad_x_scale = scale;
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
@@ -1014,7 +966,7 @@ template <typename T>
 __device__ __forceinline__ void load_x(const BackwardArguments<T>& p, int sample, int row, T (&x)[kMostIn]) {
     const int column = threadIdx.x % kMostColumns, image = p.height * p.width;
     const int channels = column < p.width && row < p.height ? p.in_channels : 0;
-    const T* const from = p.x + p.x_at(sample, 0, row, column);
+    const T* const from = static_cast<const T*>(p.x) + p.x_at(sample, 0, row, column);
     for (int i = 0; i < kMostIn; ++i) x[i] = i < channels ? __ldg(from + i * image) : from_float<T>(0.0f);
 }
 template <typename T> __device__ __forceinline__ void store_x(GradientTile& tile, int row, const T (&x)[kMostIn]) {
@@ -1037,10 +989,10 @@ __device__ __forceinline__ void make(
         for (int k = 0; k < 4 && row < end; ++k) {
             if (k >= channels || 2 * pair >= p.columns) continue;
             const int64_t at = begin + (k * plane + row * p.columns + 2 * pair);
-            copy_async<sizeof(float2)>(&fetched.h[k][pair], p.h + at);
-            copy_async<sizeof(Pair<T>)>(&fetched.grad[k][pair], p.grad + at);
+            __pipeline_memcpy_async(&fetched.h[k][pair], p.h + at, sizeof(float2));
+            __pipeline_memcpy_async(&fetched.grad[k][pair], p.grad + at, sizeof(Pair<T>));
         }
-        commit_copies();
+        __pipeline_commit();
     };
     float sums[4] = {}, products[4] = {};
     for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
@@ -1052,7 +1004,7 @@ __device__ __forceinline__ void make(
         float row_sums[4] = {}, row_products[4] = {};
 #pragma unroll 1
         for (int pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
-            wait_for_copies<3>();  // all but those of three more pairs
+            __pipeline_wait_prior(3);  // all but those of three more pairs
             if (2 * pair < p.columns) {
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
@@ -1060,9 +1012,8 @@ __device__ __forceinline__ void make(
                     const float2 two = fetched.h[k][pair];
                     const Pair<T> grads = fetched.grad[k][pair];
                     for (int i = 0; i < 2; ++i) {
-                        const float h = i == 0 ? two.x : two.y, grad = to_float(i == 0 ? grads.a : grads.b);
-                        const float v = activation(h * c.factor), slope = activation_gradient(v);
-                        const float q = fmaf(c.gamma, grad, -fmaf(v - c.mean, c.pull, c.grad_mean)) * slope;
+                        const float h = i == 0 ? two.x : two.y;
+                        const float q = c.q(h, to_float(i == 0 ? grads.a : grads.b));
                         row_sums[k] += q, row_products[k] = fmaf(q, h, row_products[k]), dh[i][k] = q * c.to_half;
                     }
                 }
@@ -1093,12 +1044,6 @@ __device__ __forceinline__ void make(
     }
 }
 
-__device__ __forceinline__ float dh_at(const GradientTile& tile, int row, int channel, int column) {  // times dh_scale
-    const uint4* const cell = tile.dh[row & 1][channel / 8] + column % 4 * kSub + column / 4 + 1;
-    const auto value = [&](const uint4* of) { return to_float(reinterpret_cast<const __half*>(of)[channel % 8]); };
-    return value(cell) + value(cell + kPlane);
-}
-
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
@@ -1123,24 +1068,6 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
                 mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
             }
             for (int k = 0; k < 24; ++k) total[k / 12][3 * ky + k / 4 % 3][k % 4] += sums[k / 12][k / 4 % 3][k % 4];
-        }
-    }
-}
-
-// The same in plain float32, of x in global memory.
-template <typename T>
-__device__ __forceinline__ void add_to_weights_plainly(const BackwardArguments<T>& p, const GradientTile& tile,
-    const Piece& piece, int row, float (&total)[2][kTaps][4]) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32;
-    for (int column = first; column < min(first + 32, p.columns); ++column) {
-        float dh[4];
-        for (int c = 0; c < 4; ++c) dh[c] = dh_at(tile, row, 8 * c + lane / 4, column);
-        for (int i = 0; i < 2; ++i) {
-            const T* const x = p.x + p.x_at(piece.sample, min(2 * (lane % 4) + i, p.in_channels - 1), row, column);
-            for (int k = 0; k < 4 * kTaps; ++k) {
-                float& to = total[k / 2 % 2][k / 4][k % 2 * 2 + i];
-                to = fmaf(dh[k % 4], to_float(x[k / 12 * p.width + k / 4 % 3]), to);
-            }
         }
     }
 }
@@ -1171,24 +1098,6 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     }
 }
 
-// The same in plain float32: weights that are not finite meet no padding.
-template <typename T>
-__device__ __forceinline__ void add_to_x_plainly(
-    const BackwardArguments<T>& p, const GradientTile& tile, int row, float (&total)[3][2][4]) {
-    const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 32 + lane / 4 * 4;
-#pragma unroll
-    for (int k = 0; k < 24; ++k) {
-        float& to = total[k / 8][k / 4 % 2][k % 4];
-#pragma unroll 1
-        for (int i = 0; i < 3 * p.out_channels; ++i) {
-            const int o = i / 3, kx = i % 3, column = first + k / 2 % 4 - kx;
-            if (column < 0 || column >= p.columns) continue;
-            const float weight = weight_at(p, o, 2 * (lane % 4) + k % 2, k / 8 * 3 + kx);
-            to = fmaf(dh_at(tile, row, o, column) / tile.channels[o].dh_scale, weight, to);
-        }
-    }
-}
-
 // By a warp: a row of x's gradient. A lane has four columns of two channels. Then the rows below move up.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
@@ -1207,22 +1116,16 @@ __device__ __forceinline__ void store_grad_x(
 }
 
 // Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
-// of dh (full); wakes `make` (empty). PLAIN: neither x nor the weights in fp16.
-template <typename T, bool PLAIN>
+// of dh (full); wakes `make` (empty).
+template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
     more_registers<kMultiplierRegisters>();
     float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
-    const float grad_x_factor = PLAIN ? 1.0f : 1 / tile.grad_x_scale;
+    const float grad_x_factor = 1 / tile.grad_x_scale;
     for (int row = piece.begin; row < piece.last_row; ++row) {
         mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
-        if (row < p.rows && p.grad_x != nullptr) {
-            if constexpr (PLAIN) add_to_x_plainly(p, tile, row, grad_x);
-            else add_to_x(tile, row, grad_x);
-        }
-        if (row < p.rows && row >= piece.first_row) {
-            if constexpr (PLAIN) add_to_weights_plainly(p, tile, piece, row, weights);
-            else add_to_weights(tile, row, weights);
-        }
+        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
+        if (row < p.rows && row >= piece.first_row) add_to_weights(tile, row, weights);
         mbarrier_arrive(&tile.empty[row & 1]);
         if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
     }
@@ -1230,10 +1133,10 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     float* const to = p.weights + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * size;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const float of_dh = 1 / tile.channels[o].dh_scale, of_x = PLAIN ? 1.0f : 1 / tile.x_scale;
+        const float of_dh = 1 / tile.channels[o].dh_scale, of_x = 1 / tile.x_scale;
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
+            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
             if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
@@ -1251,55 +1154,78 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     prepare_tile(p, tile, piece);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
     if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
-    else if (tile.x_scale > 0) multiply<T, false>(p, tile, piece);
-    else multiply<T, true>(p, tile, piece);
+    else multiply(p, tile, piece);
 #endif
 }
 
-// As many bands as let `sms` blocks at a time end together: a band costs its rows, and six more to begin.
-static int plan_gradient(const int64_t* sizes) {
-    const int64_t samples = sizes[0], height = sizes[2], sms = sizes[6];
-    int best = 1;
-    int64_t least = INT64_MAX;
-    for (int bands = 1; bands <= 64 && bands <= height / 2; ++bands) {
-        const int64_t waves = (samples * bands + sms - 1) / sms, cost = waves * ((height + bands - 1) / bands + 6);
-        if (cost < least) least = cost, best = bands;
+// Samples whose h the convolution could not make in fp16, after the others: a thread has some values of x's gradient
+// and of the weights', and makes all dh for each of them in plain float32.
+template <typename T>
+__global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
+    const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
+    if (!p.plain[sample]) return;
+    const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
+    const auto dh = [&](int o, int row, int column) {
+        const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
+        return p.channels[channel].q(p.h[at], to_float(p.grad[at])) * p.channels[channel].push;
+    };
+    const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
+    for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
+        float sum = 0;
+        for (int k = 0; k < p.out_channels * kTaps; ++k) {
+            const int o = k / kTaps, tap = k % kTaps;
+            const int row = i % image / p.width - tap / 3, column = i % p.width - tap % 3;
+            if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
+            sum = fmaf(dh(o, row, column), weight_at(p, o, i / image, tap), sum);
+        }
+        p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
-    return best;
+    const int weights = p.out_channels * p.in_channels * kTaps;
+    for (int i = thread; i < weights; i += threads) {
+        const int in = i / kTaps % p.in_channels, tap = i % kTaps;
+        double sum = 0;
+        for (int k = 0; k < plane; ++k) {
+            const int row = k / p.columns, column = k % p.columns;
+            const float value = to_float(x[in * image + (row + tap / 3) * p.width + column + tap % 3]);
+            sum += double(dh(i / kTaps / p.in_channels, row, column)) * value;
+        }
+        p.weights[int64_t(sample) * bands * kWarps * weights + i] = float(sum);
+    }
+}
+
+// As many bands as there are multiprocessors for, of eight rows at least.
+static int bands_of(const int64_t* sizes) {
+    const int64_t bands = sizes[6] / sizes[0], most = sizes[2] / 8;
+    return int(bands < most ? bands : most) > 1 ? int(bands < most ? bands : most) : 1;
 }
 // Bytes of the workspace, and rows of the weights' and of the vectors' partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows) {
     const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
     *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
-    *vector_rows = sizes[0] * plan_gradient(sizes), *rows = *vector_rows * kWarps;
+    *vector_rows = sizes[0] * bands_of(sizes), *rows = *vector_rows * kWarps;
 }
 
-template <typename T>
-static int backward_of(const void* grad, const void* x, const void* const* parameters, float* statistics, void* grad_x,
-    float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream) {
-    BackwardArguments<T> p = {};
-    set_arguments<T>(p, x, parameters, statistics, workspace, sizes);
-    p.channels = reinterpret_cast<Channel*>(static_cast<char*>(workspace) + conv_totals_bytes(sizes));
+template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
+    BackwardArguments<T> p = {arguments_of(pointers, sizes, 0), static_cast<const T*>(pointers[10])};
+    p.grad_x = static_cast<T*>(pointers[11]);
+    p.weights = static_cast<float*>(pointers[12]), p.vectors = static_cast<float*>(pointers[13]);
+    p.channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
     p.out = p.channels + sizes[0] * sizes[4], p.h = static_cast<const float*>(p.out);
-    p.grad = static_cast<const T*>(grad), p.grad_x = static_cast<T*>(grad_x), p.weights = weights, p.vectors = vectors;
-    int error = launch_forward<T, false>(p, sizes, stream);
-    if (error != 0) return error;
-    constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
-    error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
+    const int bands = bands_of(sizes);
+    int error = launch_forward<T, false>(p, sizes, stream);
+    constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    if (error == 0) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
     if (error != 0) return error;
-    const int bands = plan_gradient(sizes);
-    measure_groups<T><<<unsigned(p.samples) * p.groups, kMeasureThreads, 0, stream>>>(p);
+    measure_groups<T><<<unsigned(p.samples) * p.groups, kTailThreads, 0, stream>>>(p);
     differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
+    differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes and parameters as of
-// conv_forward; weights and vectors: see BackwardArguments.
-extern "C" int conv_backward(const void* grad, const void* x, const void* const* parameters, float* statistics,
-    void* grad_x, float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream) {
-    const auto launch =
-        sizes[8] == 0 ? backward_of<float> : sizes[8] == 1 ? backward_of<__half> : backward_of<__nv_bfloat16>;
-    return launch(grad, x, parameters, statistics, grad_x, weights, vectors, sizes, workspace, stream);
+// pointers as of conv_forward, but out unused; then grad, grad_x (null: not wanted), and the partial sums: see
+// BackwardArguments.
+extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
+    return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
 """
 
@@ -1308,7 +1234,6 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_group_norm.h>
@@ -1334,17 +1259,18 @@ enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// Float32 on the CPU: ATen's convolution, then v in its place, then ATen's norm.
-Tensor tail_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
+// What follows ATen's convolution. Float32 on the CPU: v, then ATen's norm.
+Tensor tail_cpu(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
+    const Tensor from = h.contiguous(), v = at::empty_like(from);
     const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
     const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
     const auto planes = [&](int64_t begin, int64_t end) {
         for (int64_t plane = begin; plane < end; ++plane) {
             const Vec b(bias.const_data_ptr<float>()[plane % channels]);
             const Vec s(scale.const_data_ptr<float>()[plane % channels]);
+            const float* const in = from.const_data_ptr<float>() + plane * pixels;
             float* const to = v.data_ptr<float>() + plane * pixels;
-            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, to, to, pixels);
+            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, to, in, pixels);
         }
     };
     at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
@@ -1352,15 +1278,13 @@ Tensor tail_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, doub
         v, parameters[kGamma], parameters[kBeta], v.size(0), channels, pixels, groups, eps));
 }
 
-Tensor tail_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
-    const Tensor& weight = parameters[kWeight];
-    return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
-                                x.sym_size(3) - weight.sym_size(3) + 1},
-        x.options());
+Tensor tail_meta(const Tensor& h, at::TensorList, int64_t, double) {
+    return at::empty_like(h, {}, at::MemoryFormat::Contiguous);
 }
 // The output, and of each group its mean, what a float leaves of the mean, and rstd.
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    return {tail_meta(x, parameters, groups, eps),
+    const Tensor& weight = parameters[kWeight];
+    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - 2, x.sym_size(3) - 2}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // The gradients of x, and in float32 of the convolution's weight and, one after the other, of both biases, of scale,
@@ -1375,67 +1299,56 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(
 
 #ifdef WITH_CUDA
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
-extern "C" int conv_forward(const void* x, const void* const* parameters, void* out, float* statistics,
-    const int64_t* sizes, double eps, void* totals, cudaStream_t stream);
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream);
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
+extern "C" int64_t tail_bytes(const int64_t* sizes);
+extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows);
-extern "C" int conv_backward(const void* grad, const void* x, const void* const* parameters, float* statistics,
-    void* grad_x, float* weights, float* vectors, const int64_t* sizes, void* workspace, cudaStream_t stream);
+extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
-int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
-Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// The parameters and sizes as the launchers take them.
+// What the launchers take.
 struct Arguments {
-    std::vector<Tensor> ready;
-    const void* pointers[kParameters];
+    std::vector<Tensor> held;
+    std::vector<void*> pointers;
     int64_t sizes[9];
-    Arguments(const Tensor& x, at::TensorList parameters, int64_t groups) {
+    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups) {
         const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+        const auto type = x.scalar_type();
         const int64_t values[] = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
-            device.multiProcessorCount, int64_t(device.sharedMemPerBlockOptin), type_number(x)};
+            device.multiProcessorCount, int64_t(device.sharedMemPerBlockOptin),
+            type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2};
         std::copy(std::begin(values), std::end(values), sizes);
-        for (int i = 0; i < kParameters; ++i) {
-            pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
-        }
+        add(aligned(x)), add(out);
+        for (const Tensor& t : parameters) add(t.to(at::kFloat).contiguous());
     }
+    void add(const Tensor& t) { pointers.push_back(held.emplace_back(t).data_ptr()); }
+    void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
 };
 
 std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [out, statistics] = forward_meta(x, parameters, groups, eps);
     if (out.numel() == 0) return {out, statistics};
-    const Arguments arguments(x, parameters, groups);
-    const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(arguments.sizes), x);
-    check_launch(conv_forward(input.const_data_ptr(), arguments.pointers, out.data_ptr(), statistics.data_ptr<float>(),
-        arguments.sizes, eps, totals.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    Arguments arguments(x, out, parameters, groups);
+    arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes));
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
     return {out, statistics};
 }
 
-Tensor tail_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias])), out = at::empty_like(h);
+Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    const Tensor out = tail_meta(h, parameters, groups, eps);
     if (out.numel() == 0) return out;
-    Tensor ready[4];
-    const float* pointers[4];
-    for (int i = 0; i < 4; ++i) {
-        ready[i] = parameters[kBias + i].to(at::kFloat).contiguous();
-        pointers[i] = ready[i].const_data_ptr<float>();
-    }
-    const int64_t samples = h.size(0), channels = h.size(1), pixels = h.size(2) * h.size(3);
-    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    // Enough blocks for the GPU, and 4096 pixels a block at least.
-    const int64_t planes = samples * channels;
-    const int64_t parts = std::min((16 * sms + planes - 1) / planes, (pixels + 4095) / 4096);
-    const Tensor workspace = workspace_of(planes * parts * 16, h);
-    check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups,
-        pixels, int(parts), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    Arguments arguments(h, out, parameters, groups);
+    arguments.add(out), arguments.add_bytes(tail_bytes(arguments.sizes));
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
     return out;
 }
 
@@ -1444,16 +1357,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_cuda(
     const c10::cuda::CUDAGuard guard(x.device());
     auto [grad_x, of_weight, of_vectors] = backward_meta(grad, x, parameters, statistics, of_x);
     if (grad.numel() == 0) return {grad_x, of_weight.zero_(), of_vectors.zero_()};
-    const Tensor given = aligned(grad), input = aligned(x);
-    const Arguments arguments(x, parameters, statistics.size(1));
+    Arguments arguments(x, grad_x, parameters, statistics.size(1));
     int64_t bytes, rows, vector_rows;
     conv_backward_sizes(arguments.sizes, &bytes, &rows, &vector_rows);
-    const Tensor workspace = workspace_of(bytes, x);
     const Tensor weights = at::empty({rows, of_weight.numel()}, of_weight.options());
     const Tensor vectors = at::empty({vector_rows, of_vectors.numel()}, of_weight.options());
-    check_launch(conv_backward(given.const_data_ptr(), input.const_data_ptr(), arguments.pointers,
-        statistics.data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, weights.data_ptr<float>(),
-        vectors.data_ptr<float>(), arguments.sizes, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
+    arguments.add(statistics), arguments.add_bytes(bytes), arguments.add(aligned(grad));
+    arguments.add(grad_x), arguments.add(weights), arguments.add(vectors);
+    check_launch(conv_backward(arguments.pointers.data(), arguments.sizes, c10::cuda::getCurrentCUDAStream()));
     const auto total = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat); };
     return {grad_x, total(weights), total(vectors)};
 }
@@ -1465,7 +1376,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x)"
           " -> (Tensor, Tensor, Tensor)");
-    m.def("tail(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
+    m.def("tail(Tensor h, Tensor[] parameters, int groups, float eps) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("tail", tail_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1588,12 +1499,12 @@ def _valid(tensors: tuple, groups: int) -> bool:
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether our kernels take valid tensors of these sizes.
 
-    Of images up to 256 wide a block holds four rows, and all blocks together must hold a sample.
+    Of images up to 256 wide a block holds two rows, and all blocks together must hold a sample.
     """
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
     if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
         return False
-    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 4 * _SMS[x.device.index]
+    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1661,7 +1572,9 @@ class ModelNew(nn.Module):
             return _plain(*tensors, groups, eps)
         autocast = torch.is_autocast_enabled(x.device.type)
         if not _fits(x, conv.weight):
-            return _plain(*tensors, groups, eps) if needs_grad or autocast else _tail(x, tensors[1:], groups, eps)
+            if needs_grad or autocast:
+                return _plain(*tensors, groups, eps)
+            return _tail(nn.functional.conv2d(x, conv.weight, conv.bias), tensors[1:], groups, eps)
         if autocast:  # the Model returns float32 there, in which the kernels compute
             tensors = tuple(t.float() for t in tensors)
         if needs_grad:
