@@ -6,15 +6,13 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`:
-- our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, images of an even
-  width up to 256 and a height up to 266 (twice the multiprocessors), whole fours of outputs; float32, float16 and
-  bfloat16, and under autocast. They compute in float32;
-- the Model's lines in ATen for everything else. Without gradients one operator does what follows ATen's convolution.
+- our kernels, on Hopper: 3x3 kernels from up to 8 channels to up to 32, images of an even width up to 256 and a height
+  up to 266, whole fours of outputs; float32, float16, bfloat16 and under autocast, computed in float32;
+- the Model's lines in ATen. Without gradients one operator does what follows ATen's convolution.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
-and reads it twice: for the sums that the norm's gradient needs, and for h's gradient, which goes into x's and the
-weights' without leaving the chip.
+and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
 floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.456
@@ -105,10 +103,9 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, v, v); }  // dv/dz, given v
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward: convolution, activation and norm in one kernel. A team of blocks has a sample, each block a band of its
-// rows, and the teams take the samples in turn. A block reads its band of x once, makes v, and keeps it in shared
-// memory until the sums of all bands are known; then it writes its band of the output. Three samples are under way in a
-// block:
+// The forward. A team of blocks has a sample, each block a band of its rows, and the teams take the samples in turn. A
+// block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
+// writes its band of the output. Three samples are under way in a block:
 //
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -164,7 +161,6 @@ struct ConvArguments {
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
 // Of some values: one of them, and the sums of what all differ from it, and of its squares.
 struct Deviations { float anchor, sum, square; };
-
 struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
 
 // Powers of two: what a channel's weights are multiplied by, and x.
@@ -243,9 +239,6 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
 }
 #undef D16
 #undef D4
-
-using Yes = std::true_type;
-using No = std::false_type;
 
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 
@@ -474,8 +467,8 @@ __device__ __forceinline__ void convolve(
                     if (valid(j)) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
                 }
             };
-            if (all_exist && column + kTile - 8 <= p.columns) finish(Yes{});
-            else finish(No{});
+            if (all_exist && column + kTile - 8 <= p.columns) finish(std::true_type{});
+            else finish(std::false_type{});
             all.sum += sum, all.square += square;
             count += min(kTile, p.columns - column);
             x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
@@ -705,15 +698,14 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes: one kernel, launched twice, reads h each time. A block has a
-// part of a plane, which is one channel of one sample. The first launch leaves each block's sums of v and v^2 in the
-// workspace; the second one merges those of the group, and writes the output.
+// What follows ATen's convolution for all other sizes. A block for each group of a sample reads its h twice: for the
+// sums of v and v^2, and for the output.
 
-constexpr int kTailThreads = 256;
+constexpr int kGroupThreads = 512;
 
-// Of a block; complete in all threads.
+// Of a block; complete in all threads. Before it is called again, the block meets once more.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
-    __shared__ double2 of_warps[kTailThreads / 32];
+    __shared__ double2 of_warps[kGroupThreads / 32];
     for (int offset = 16; offset > 0; offset /= 2) {
         own.x += __shfl_xor_sync(~0u, own.x, offset), own.y += __shfl_xor_sync(~0u, own.y, offset);
     }
@@ -724,72 +716,51 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-template <typename T, int PACK, bool NORMALIZE>
-__global__ void __launch_bounds__(kTailThreads)
-    activate_planes(const __grid_constant__ ConvArguments p, double2* sums_of_blocks, int parts) {
+template <typename T, int PACK>
+__global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t pixels = int64_t(p.height) * p.width, part = ((pixels + parts - 1) / parts + 7) / 8 * 8;
-    const int64_t plane = blockIdx.x / parts, begin = blockIdx.x % parts * part;
-    const T* const h = static_cast<const T*>(p.x) + plane * pixels;
-    const int c = int(plane % p.out_channels);
-    const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
-    float mean = 0, factor = 0, offset = 0;
-    if constexpr (NORMALIZE) {
-        const double2* const sums = sums_of_blocks + plane / p.group_channels * p.group_channels * parts;
-        double2 own = {};
-        for (int64_t i = threadIdx.x; i < int64_t(p.group_channels) * parts; i += kTailThreads) {
-            own.x += sums[i].x, own.y += sums[i].y;
-        }
-        const double2 all = sum_of_block(own);
-        const double n = double(p.group_channels) * pixels, exact = all.x / n, variance = all.y / n - exact * exact;
-        mean = float(exact), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
-        offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
-    }
-    float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
-    int count = 0;
-    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + part, pixels); i += kTailThreads * PACK) {
-        Pack pack = *reinterpret_cast<const Pack*>(h + i);
-        for (T& value : pack.values) {
-            const float v = activation((to_float(value) + bias) * scale);
-            if constexpr (NORMALIZE) {
-                value = from_float<T>(fmaf(v - mean, factor, offset));
-            } else {
-                if (count++ == 0) anchor = v;
-                sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+    const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
+    const Pack* const from = static_cast<const Pack*>(p.x) + plane * packs;
+    Pack* const to = static_cast<Pack*>(p.out) + plane * packs;
+    const int first = int(plane % p.out_channels);
+    const auto v_of = [&](T h, int c) {
+        return activation((to_float(h) + p.bias[c]) * (kActivationFactor * p.scale[c]));
+    };
+    double2 own = {};
+    for (int c = 0; c < p.group_channels; ++c) {
+#pragma unroll 4
+        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
+            const Pack pack = from[i];
+            for (T h : pack.values) {
+                const double v = v_of(h, first + c);
+                own.x += v, own.y = fma(v, v, own.y);
             }
         }
-        T* const out = static_cast<T*>(p.out) + plane * pixels;
-        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + i) = pack;
     }
-    if constexpr (!NORMALIZE) {
-        const double all = double(count) * anchor;
-        const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
-        if (threadIdx.x == 0) sums_of_blocks[blockIdx.x] = of_block;
+    const double2 all = sum_of_block(own);
+    const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
+    const float mean_float = float(mean), rstd = 1 / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
+    for (int c = 0; c < p.group_channels; ++c) {
+        const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
+        const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
+#pragma unroll 4
+        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
+            Pack pack = from[i];
+            for (T& h : pack.values) h = from_float<T>(fmaf(v_of(h, first + c) - mean_float, factor, offset));
+            to[i] = pack;
+        }
     }
 }
 
-// Of a plane: enough blocks for the GPU, and 4096 pixels a block at least.
-static int64_t parts_of(const int64_t* sizes) {
-    const int64_t planes = sizes[0] * sizes[4], wanted = (16 * sizes[6] + planes - 1) / planes;
-    const int64_t most = (sizes[2] * sizes[3] + 4095) / 4096;
-    return wanted < most ? wanted : most;
-}
-extern "C" int64_t tail_bytes(const int64_t* sizes) { return sizes[0] * sizes[4] * parts_of(sizes) * sizeof(double2); }
-
-template <typename T, int PACK>
-static void launch_tail(const ConvArguments& p, const int64_t* sizes, cudaStream_t stream) {
-    if (PACK > 1 && sizes[2] * sizes[3] % PACK != 0) return launch_tail<T, 1>(p, sizes, stream);
-    const int parts = int(parts_of(sizes));
-    const unsigned blocks = unsigned(sizes[0] * sizes[4] * parts);
-    double2* const sums = reinterpret_cast<double2*>(p.totals);
-    activate_planes<T, PACK, false><<<blocks, kTailThreads, 0, stream>>>(p, sums, parts);
-    activate_planes<T, PACK, true><<<blocks, kTailThreads, 0, stream>>>(p, sums, parts);
+template <typename T, int PACK> static int launch_tail(const ConvArguments& p, cudaStream_t stream) {
+    if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, stream);
+    activate_groups<T, PACK><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
+    return cudaGetLastError();
 }
 // pointers and sizes as of conv_forward, but x is h.
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    by_type(sizes[8], [&](auto type) { launch_tail<decltype(type), 16 / sizeof type>(p, sizes, stream); return 0; });
-    return cudaGetLastError();
+    return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type), 16 / sizeof type>(p, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -846,7 +817,7 @@ template <typename T> struct BackwardArguments : ConvArguments {
 };
 
 // A block has rows [first_row, last_row) of a sample's x. It makes dh from row `begin` on.
-struct Piece { int sample, band, first_row, last_row, begin; };
+struct Piece { int sample, first_row, last_row, begin; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // By a warp of `make`, and never read by another: h and grad of its four channels, two neighbouring columns at a time.
@@ -891,7 +862,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest) {
 
 // A block for each group of a sample.
 template <typename T>
-__global__ void __launch_bounds__(kTailThreads, 4) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
+__global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
     __shared__ double2 sums[kMostOut];         // of grad, and of grad * (v - mean) * rstd
     __shared__ uint32_t largest[2][kMostOut];  // |grad| and |dv/dz|, as bits
     if (threadIdx.x < kMostOut) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
@@ -905,7 +876,7 @@ __global__ void __launch_bounds__(kTailThreads, 4) measure_groups(const __grid_c
         double2 own = {};
         float own_grad = 0, own_slope = 0;
 #pragma unroll 8
-        for (int i = threadIdx.x; i < pixels; i += kTailThreads) {
+        for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
             const float v = activation(h[i] * factor), of_grad = to_float(grad[i]);
             own.x += of_grad, own.y += of_grad * (v - group.mean);
             own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(v)));
@@ -1040,7 +1011,7 @@ __device__ __forceinline__ void make(
         const float of_bias = sums[k] * c.push, of_scale = products[k] * c.rstd;
         const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
         if (lane >= 4 || first + k >= p.out_channels) continue;
-        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.band == 0 ? value : 0.0f;
+        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
     }
 }
 
@@ -1150,7 +1121,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
     const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
-    const Piece piece = {int(blockIdx.x) / bands, band, first_row, last_row, max(first_row - 2, 0)};
+    const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
     prepare_tile(p, tile, piece);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
     if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
@@ -1217,7 +1188,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (error == 0) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
     if (error != 0) return error;
-    measure_groups<T><<<unsigned(p.samples) * p.groups, kTailThreads, 0, stream>>>(p);
+    measure_groups<T><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
     differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
@@ -1300,7 +1271,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_meta(
 #ifdef WITH_CUDA
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
-extern "C" int64_t tail_bytes(const int64_t* sizes);
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
@@ -1346,7 +1316,7 @@ Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, dou
     const Tensor out = tail_meta(h, parameters, groups, eps);
     if (out.numel() == 0) return out;
     Arguments arguments(h, out, parameters, groups);
-    arguments.add(out), arguments.add_bytes(tail_bytes(arguments.sizes));
+    arguments.add(out), arguments.add(out);  // no statistics, no workspace
     const auto stream = c10::cuda::getCurrentCUDAStream();
     check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
     return out;
@@ -1377,20 +1347,16 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x)"
           " -> (Tensor, Tensor, Tensor)");
     m.def("tail(Tensor h, Tensor[] parameters, int groups, float eps) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("tail", tail_cpu); }
-TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", forward_meta);
-    m.impl("backward", backward_meta);
-    m.impl("tail", tail_meta);
-}
+    m.impl("tail", torch::dispatch(c10::DispatchKey::CPU, tail_cpu));
+    m.impl("tail", torch::dispatch(c10::DispatchKey::Meta, tail_meta));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", forward_cuda);
-    m.impl("backward", backward_cuda);
-    m.impl("tail", tail_cuda);
-}
+    m.impl("tail", torch::dispatch(c10::DispatchKey::CUDA, tail_cuda));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
 #endif
+}
 // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     const auto refuse = [] { return torch::autograd::autogradNotImplementedFallback(); };
