@@ -395,7 +395,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
     }
 }
 
-// Three warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
+// Four warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
 // others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full,
 // for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post`
 // (v_full).
@@ -808,8 +808,10 @@ template <typename T> struct BackwardArguments : ConvArguments {
     const float* h;
     T* grad_x;          // null: not wanted
     Channel* channels;  // (samples, out_channels)
-    float* weights;     // (samples, bands, warps, out_channels, in_channels, 9): partial sums
-    float* vectors;     // (samples, bands, 4, out_channels): of the gradients of both biases, scale, gamma and beta
+    // (samples, bands, warps, sum_width): partial sums of the gradients of the weights (out, in, 9; so many: `weights`),
+    // and of both biases, scale, gamma and beta.
+    float* sums;
+    int weights, sum_width;
     __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
         const int image = height * width;
         return int64_t(sample) * in_channels * image + (in * image + row * width + column);
@@ -1002,7 +1004,9 @@ __device__ __forceinline__ void make(
         for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
         mbarrier_arrive(&tile.full[row & 1]);
     }
-    float* const vectors = p.vectors + int64_t(blockIdx.x) * 4 * p.out_channels;
+    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
+    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;  // the other warps' channels
+    __syncwarp();
     for (int k = 0; k < 4; ++k) {
         const Channel& c = tile.channels[first + k];
         for (int mask = 16; mask > 0; mask /= 2) {
@@ -1100,8 +1104,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
         mbarrier_arrive(&tile.empty[row & 1]);
         if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
     }
-    const int lane = threadIdx.x % 32, size = p.out_channels * p.in_channels * kTaps;
-    float* const to = p.weights + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * size;
+    const int lane = threadIdx.x % 32;
+    float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
         const float of_dh = 1 / tile.channels[o].dh_scale, of_x = 1 / tile.x_scale;
@@ -1151,8 +1155,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
         }
         p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
-    const int weights = p.out_channels * p.in_channels * kTaps;
-    for (int i = thread; i < weights; i += threads) {
+    for (int i = thread; i < p.weights; i += threads) {
         const int in = i / kTaps % p.in_channels, tap = i % kTaps;
         double sum = 0;
         for (int k = 0; k < plane; ++k) {
@@ -1160,7 +1163,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
             const float value = to_float(x[in * image + (row + tap / 3) * p.width + column + tap % 3]);
             sum += double(dh(i / kTaps / p.in_channels, row, column)) * value;
         }
-        p.weights[int64_t(sample) * bands * kWarps * weights + i] = float(sum);
+        p.sums[int64_t(sample) * bands * kWarps * p.sum_width + i] = float(sum);
     }
 }
 
@@ -1169,17 +1172,17 @@ static int bands_of(const int64_t* sizes) {
     const int64_t bands = sizes[6] / sizes[0], most = sizes[2] / 8;
     return int(bands < most ? bands : most) > 1 ? int(bands < most ? bands : most) : 1;
 }
-// Bytes of the workspace, and rows of the weights' and of the vectors' partial sums.
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows) {
+// Bytes of the workspace, and rows of partial sums.
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
     *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
-    *vector_rows = sizes[0] * bands_of(sizes), *rows = *vector_rows * kWarps;
+    *rows = sizes[0] * bands_of(sizes) * kWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     BackwardArguments<T> p = {arguments_of(pointers, sizes, 0), static_cast<const T*>(pointers[10])};
-    p.grad_x = static_cast<T*>(pointers[11]);
-    p.weights = static_cast<float*>(pointers[12]), p.vectors = static_cast<float*>(pointers[13]);
+    p.grad_x = static_cast<T*>(pointers[11]), p.sums = static_cast<float*>(pointers[12]);
+    p.weights = p.out_channels * p.in_channels * kTaps, p.sum_width = p.weights + 4 * p.out_channels;
     p.channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
     p.out = p.channels + sizes[0] * sizes[4], p.h = static_cast<const float*>(p.out);
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
@@ -1258,21 +1261,19 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList paramete
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - 2, x.sym_size(3) - 2}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// The gradients of x, and in float32 of the convolution's weight and, one after the other, of both biases, of scale,
-// gamma and beta.
-std::tuple<Tensor, Tensor, Tensor> backward_meta(
+// The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
+std::tuple<Tensor, Tensor> backward_meta(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
-    const auto floats = x.options().dtype(at::kFloat);
+    const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
     return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
-        at::empty_symint({parameters[kWeight].sym_numel()}, floats),
-        at::empty_symint({4 * parameters[kBias].sym_numel()}, floats)};
+        at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
 #ifdef WITH_CUDA
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows, int64_t* vector_rows);
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
@@ -1322,21 +1323,19 @@ Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, dou
     return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_cuda(
+std::tuple<Tensor, Tensor> backward_cuda(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, of_weight, of_vectors] = backward_meta(grad, x, parameters, statistics, of_x);
-    if (grad.numel() == 0) return {grad_x, of_weight.zero_(), of_vectors.zero_()};
+    auto [grad_x, of_parameters] = backward_meta(grad, x, parameters, statistics, of_x);
+    if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
     Arguments arguments(x, grad_x, parameters, statistics.size(1));
-    int64_t bytes, rows, vector_rows;
-    conv_backward_sizes(arguments.sizes, &bytes, &rows, &vector_rows);
-    const Tensor weights = at::empty({rows, of_weight.numel()}, of_weight.options());
-    const Tensor vectors = at::empty({vector_rows, of_vectors.numel()}, of_weight.options());
+    int64_t bytes, rows;
+    conv_backward_sizes(arguments.sizes, &bytes, &rows);
+    const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
     arguments.add(statistics), arguments.add_bytes(bytes), arguments.add(aligned(grad));
-    arguments.add(grad_x), arguments.add(weights), arguments.add(vectors);
+    arguments.add(grad_x), arguments.add(sums);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes, c10::cuda::getCurrentCUDAStream()));
-    const auto total = [](const Tensor& t) { return t.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat); };
-    return {grad_x, total(weights), total(vectors)};
+    return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
 #endif
 
@@ -1344,8 +1343,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_cuda(
 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x)"
-          " -> (Tensor, Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
     m.def("tail(Tensor h, Tensor[] parameters, int groups, float eps) -> Tensor");
     m.impl("tail", torch::dispatch(c10::DispatchKey::CPU, tail_cpu));
     m.impl("tail", torch::dispatch(c10::DispatchKey::Meta, tail_meta));
@@ -1499,9 +1497,9 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         x = tensors[0]
-        of_x, of_weight, of_vectors = _backward(grad, x, tensors[1:], statistics, needs[0])
-        parts = of_vectors.to(grad.dtype).view(4, -1).unbind()
-        found = (of_x, of_weight.to(grad.dtype), parts[0], parts[0].clone(), *parts[1:])  # one for both biases
+        of_x, of_parameters = _backward(grad, x, tensors[1:], statistics, needs[0])
+        parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
+        found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
         return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
 
 
