@@ -808,7 +808,7 @@ template <typename T> struct BackwardArguments : ConvArguments {
     const float* h;
     T* grad_x;          // null: not wanted
     Channel* channels;  // (samples, out_channels)
-    // (samples, bands, warps, sum_width): partial sums of the gradients of the weights (out, in, 9; so many: `weights`),
+    // (samples, bands, warps, sum_width): partial sums of the gradients of the weights (out, in, 9: `weights` values),
     // and of both biases, scale, gamma and beta.
     float* sums;
     int weights, sum_width;
