@@ -275,6 +275,13 @@ __device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in
 }
 __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
 
+// The power of two that brings values up to `largest` below 2^15.
+__device__ __forceinline__ float scale_below_overflow(float largest) {
+    int exponent = 0;
+    frexpf(fminf(largest, 0x1p127f), &exponent);
+    return ldexpf(1.0f, min(115, 15 - exponent));
+}
+
 // All threads; of the first warp a lane has a channel. The power of two of x is NaN where the weights are not finite,
 // or so large that no power would do: then all values are made in plain float32.
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
@@ -285,13 +292,12 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
             const float w = fabsf(p.weight[c * weights + i]);
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
-        int exponent = 0;
-        frexpf(largest, &exponent);
-        scales.weight[c] = ldexpf(1.0f, min(100, 15 - exponent));
+        scales.weight[c] = scale_below_overflow(largest);
         // Of a pre-activation's change, for |x| <= 1.
         float reach = c < p.out_channels ? fabsf(p.scale[c]) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
+        int exponent = 0;
         frexpf(reach, &exponent);
         if (c == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
@@ -853,13 +859,6 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
         " {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// The power of two that brings values up to `largest` below 2^15.
-__device__ __forceinline__ float scale_below_overflow(float largest) {
-    int exponent = 0;
-    frexpf(fminf(largest, 0x1p127f), &exponent);
-    return ldexpf(1.0f, min(115, 15 - exponent));
 }
 
 // A block for each group of a sample.
