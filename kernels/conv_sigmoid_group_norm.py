@@ -1497,7 +1497,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and the errors are the Model's.
+    forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
