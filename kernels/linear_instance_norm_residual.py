@@ -80,8 +80,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in
-// linear_instance_norm_residual.py and linear_swish_group_norm.py. ----
+// ---- The product x W^T on fp16 tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
@@ -237,7 +236,6 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
 }
 
 // ---- multiply ----
-
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -518,7 +516,6 @@ struct LinearProduct {
     }
 };
 // ---- Launching the product. The int of a function that the C++ calls to launch kernels is a cudaError_t. ----
-
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -604,7 +601,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
 // So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
-
+//
 // G as it waits for its products.
 struct SplitGradient {
     __half* pieces;
@@ -699,7 +696,6 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
     return m < most ? m : most;
 }
 // ---- The rows of linear_instance_norm_residual ----
-
 struct StoreLinear : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
@@ -1093,8 +1089,12 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     )
 
 
+def _is_exporting() -> bool:  # PyTorch below 2.13 traces torch.compiler.is_exporting as True, also where it compiles
+    return torch.compiler.is_exporting()
+
+
 def _is_recorded(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_exporting() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
 
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -1105,11 +1105,13 @@ def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
-@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
+
+# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+_allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
 
