@@ -44,11 +44,11 @@ KERNELS = [
     (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
     (SWISH, "times = single(gamma), shift = single(beta);", "times = single(gamma), shift = single(bias);", "forward"),
     (CONV, "return Vec(1.0f) / (Vec(1.0f) + z.neg().exp());", "return Vec(0.5f) + z * Vec(0.25f);", "forward"),
-    (CONV, "parameter(kGamma, first + c) * rstd;", "parameter(kGamma, c) * rstd;", "forward"),
-    (CONV, "parameters[kConvBias]).contiguous()", "parameters[kBias].flatten()).contiguous()", "forward"),
-    (CONV, "activate((value + bias) * scale)", "activate(value * scale + bias)", "forward"),
-    (CONV, "slice < end; ++slice", "slice + 1 < end; ++slice", "forward"),
-    (CONV, "x.sym_size(2) - weight.sym_size(2) + 1", "x.sym_size(2) - weight.sym_size(2)", "compile"),
+    (CONV, "v, parameters[kGamma], parameters[kBeta],", "v, parameters[kBeta], parameters[kGamma],", "forward"),
+    (CONV, "bias.const_data_ptr<float>()[plane % channels]", "bias.const_data_ptr<float>()[0]", "forward"),
+    (CONV, "activate((h + b) * s)", "activate(h * s + b)", "forward"),
+    (CONV, "plane < end; ++plane", "plane + 1 < end; ++plane", "forward"),
+    (CONV, "at::empty_like(h, {}, at::MemoryFormat::Contiguous)", "at::empty_like(h.transpose(0, 1))", "compile"),
     # Python
     (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
     (NORM, "and x.dim() in (3, 4)", "", "invalid"),
@@ -74,10 +74,10 @@ KERNELS = [
     (CONV, "!= ((1, 1), (0, 0), (1, 1), 1)", "!= (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
     (CONV, " or not _has_default_strides(weight)", "", "forward"),
-    (CONV, "rows < 1 or columns < 1 or rows * columns == 1", "rows < 1 or columns < 1", "invalid"),
+    (CONV, " and rows * columns > 1", "", "invalid"),
     (CONV, "\"forward_pre\", ", "", "dropin"),
     (CONV, "\"forward\" not in conv.__dict__ and", "", "dropin"),
-    (CONV, "if not needs_grad and not autocast:", "if not needs_grad:", "forward"),
+    (CONV, "if needs_grad or autocast:", "if needs_grad:", "forward"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
@@ -85,7 +85,7 @@ KERNELS = [
 # The judge's own: file, old, new.
 JUDGE = [
     ("check", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
-    ("check", "if form_here == form and bits != bits_here:", "if False:"),
+    ("check", "if form_here == form and not same:", "if False:"),
     ("check", "(same, 0.0).nan_to_num_(float(\"inf\"), float(\"inf\"))", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
     ("bench", "if median <= allowed:", "if median <= 100 * allowed:"),
     ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
