@@ -171,7 +171,7 @@ def test_comes_out_no_worse_than_eagers(kind, m, n, k):
     ours, eager, right, _ = product(kind, m, n, k)
     ours, eager = largest_and_rms(ours, right), largest_and_rms(eager, right)
     if kind in SPARSE:  # to the norm of the result
-        assert bool(ours[1] <= 2 * eager[1])
+        assert bool(ours[1] <= 2 * eager[1] + 2.0**-23 * right.square().mean().sqrt().cpu())
     else:
         assert bool((ours <= eager).all())
     if kind in (uniform, normal):
