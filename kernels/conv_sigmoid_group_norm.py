@@ -6,20 +6,17 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`:
-- our kernels, on Hopper, with and without gradients: 3x3 kernels from up to 8 channels to up to 32, of an even width
-  and whole fours of outputs, where two rows of v fit into a block's shared memory (some 500 columns) and all rows
-  into all blocks' (264); float32, float16, bfloat16, and under autocast. They compute in float32;
-- the Model's lines in ATen for everything else. Without gradients one operator follows ATen's convolution: on a GPU one
-  kernel, launched twice; on a CPU (float32) one function.
+- our kernels, on Hopper: 3x3 kernels from up to 8 channels to up to 32, images of an even width up to 256 and a height
+  up to 266, whole fours of outputs; float32, float16, bfloat16 and under autocast, computed in float32;
+- the Model's lines in ATen. Without gradients one operator does what follows ATen's convolution.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
-gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, twice: for the
-sums that the norm's gradient needs, and for h's gradient, which goes into x's and the weights' without leaving the
-chip.
+gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
+and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
-ms, also with gradients recorded, 13.0x eager; forward and backward 2.76 ms, 6.7x. The forward is held up by the L2,
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.456
+ms, also with gradients recorded, 12.9x eager; forward and backward 2.41 ms, 7.7x. The forward is held up by the L2,
 which brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
 """
 
@@ -38,6 +35,7 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -105,10 +103,9 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, v, v); }  // dv/dz, given v
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward: convolution, activation and norm in one kernel. A team of blocks has a sample, each block a band of its
-// rows, and the teams take the samples in turn. A block reads its band of x once, makes v, and keeps it in shared
-// memory until the sums of all bands are known; then it writes its band of the output. Three samples are under way in a
-// block:
+// The forward. A team of blocks has a sample, each block a band of its rows, and the teams take the samples in turn. A
+// block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
+// writes its band of the output. Three samples are under way in a block:
 //
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -120,6 +117,8 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
+//
+// The backward launches it with NORMALIZE false: then h, not v, is held and written, in float32.
 //
 // The product, M = 64 by N = 64 pixels by K = 16: A are the weights, in registers. Of a warp's 16 rows the first eight
 // are eight channels' hi, the others the same channels' lo: a thread has both sums of a value in its own registers. B
@@ -142,18 +141,21 @@ static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters 
 
 struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean in double precision
 
-template <typename T> struct ConvArguments {
-    const T *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    T* out;
-    Statistics* statistics;  // (samples, groups); null: not wanted
+struct ConvArguments {
+    const void* x;  // of T
+    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+    void* out;      // of T; h's of float
+    Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
+    // (samples), with h; zeros before the launch: the bits of the largest |x|, and whether the convolution was plain
+    uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
-    int bands, band_rows, teams, places;  // the last band may have fewer rows
+    int bands, band_rows, teams;  // the last band may have fewer rows
     int plane;            // floats of a channel's v in shared memory
     int x_plane;          // pixels of hi in shared memory; those of lo follow
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
-    uint32_t taps[kProducts];     // of each product: see tap_pair
+    uint32_t taps[kProducts];     // of each product: see set_taps
 };
 
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
@@ -162,7 +164,7 @@ struct Deviations { float anchor, sum, square; };
 struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
 
 // Powers of two: what a channel's weights are multiplied by, and x.
-struct Scales { float weight[kMostOut], reach[kMostOut], input; };
+struct Scales { float weight[kMostOut], input; };
 
 struct ConvShared {  // in front of it: x, and the places of v
     Moments made[kPlaces][kConsumers][kMostOut];
@@ -178,9 +180,9 @@ struct Band { int first_row, rows, tasks; };  // tasks go down the columns of ti
 struct Walk {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
-    template <typename T> __device__ __forceinline__ void next(const ConvArguments<T>& p) {
+    __device__ __forceinline__ void next(const ConvArguments& p) {
         sample += p.teams, x_parity ^= 1;
-        if (++place == p.places) place = 0, parity ^= 1;
+        if (++place == kPlaces) place = 0, parity ^= 1;
     }
 };
 
@@ -204,27 +206,25 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one. In units of 16
-// bytes: where the first tap's pixels begin, and how much further on the second tap's are.
-__host__ __device__ __forceinline__ uint32_t tap_pair(int first, int second) {
-    return uint32_t(first) | uint32_t(second - first) << 16;
-}
+// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one.
 __device__ __forceinline__ uint64_t pixel_descriptor(uint32_t taps) { return uint64_t(128 >> 4) << 32 | taps; }
 
+// Of two taps, in units of 16 bytes: where the first one's pixels begin, and how much further on the second one's are.
 // lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
-template <typename T> __host__ __device__ __forceinline__ void set_taps(ConvArguments<T>& p) {
+__host__ __device__ __forceinline__ void set_taps(ConvArguments& p) {
+    const auto pair = [](int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; };
 #pragma unroll
     for (int k = 0; k < 5; ++k) {
         const int first = 2 * k / 3 * p.width + 2 * k % 3, second = (2 * k + 1) / 3 * p.width + (2 * k + 1) % 3;
-        p.taps[k] = k < 4 ? tap_pair(p.x_plane + first, p.x_plane + second) : tap_pair(first, p.x_plane + first);
-        if (k < 4) p.taps[5 + k] = tap_pair(first, second);
+        p.taps[k] = k < 4 ? pair(p.x_plane + first, p.x_plane + second) : pair(first, p.x_plane + first);
+        if (k < 4) p.taps[5 + k] = pair(first, second);
     }
 }
 // The benchmark's sizes and their plan: known when compiling, they take 0.97 of the time.
-template <typename T> __host__ __device__ __forceinline__ void set_benchmark(ConvArguments<T>& p) {
+__host__ __device__ __forceinline__ void set_benchmark(ConvArguments& p) {
     p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
     p.out_channels = 32, p.groups = 8, p.group_channels = 4;
-    p.bands = 127, p.band_rows = 2, p.teams = 1, p.places = kPlaces, p.plane = 508, p.x_plane = 4 * 256;
+    p.bands = 127, p.band_rows = 2, p.teams = 1, p.plane = 508, p.x_plane = 4 * 256;
     set_taps(p);
 }
 
@@ -240,9 +240,6 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
 #undef D16
 #undef D4
 
-using Yes = std::true_type;
-using No = std::false_type;
-
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 
 // Brings [from, from + bytes) into L2, but for what does not fill 16 aligned bytes.
@@ -252,17 +249,11 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(whole) : "memory");
 }
 
-// Four values to neighbouring places, evicted first from L2. A predicate, not a branch around each.
-__device__ __forceinline__ void store_four_if(bool condition, float* to, float a, float b, float c, float d) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};\n}"
-        ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(int(condition)) : "memory");
-}
-template <typename T>
-__device__ __forceinline__ void store_four_if(bool condition, T* to, float a, float b, float c, float d) {
-    alignas(8) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
-    const uint2 w = *reinterpret_cast<const uint2*>(values);
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.cs.v2.b32 [%0], {%1, %2};\n}"
-        ::"l"(to), "r"(w.x), "r"(w.y), "r"(int(condition)) : "memory");
+// Four values to neighbouring places, evicted first from L2.
+template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
+    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
+    alignas(16) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
+    __stcs(reinterpret_cast<Words*>(to), *reinterpret_cast<const Words*>(values));
 }
 
 __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
@@ -279,63 +270,58 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
-template <typename T>
-__device__ __forceinline__ float weight_at(const ConvArguments<T>& p, int o, int in, int tap) {  // or 0
-    return o < p.out_channels && in < p.in_channels ? to_float(p.weight[(o * p.in_channels + in) * 9 + tap]) : 0.0f;
+__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {  // or 0
+    return o < p.out_channels && in < p.in_channels ? p.weight[(o * p.in_channels + in) * 9 + tap] : 0.0f;
 }
-template <typename T> __device__ __forceinline__ float bias_at(const ConvArguments<T>& p, int o) {  // of both biases
-    return to_float(p.conv_bias[o]) + to_float(p.bias[o]);
+__device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
+
+// The power of two that brings values up to `largest` below 2^15.
+__device__ __forceinline__ float scale_below_overflow(float largest) {
+    int exponent = 0;
+    frexpf(fminf(largest, 0x1p127f), &exponent);
+    return ldexpf(1.0f, min(115, 15 - exponent));
 }
 
-// All warps: the powers of two. x's is NaN where the weights are not finite, or so large that no power would do: then
-// all values are made in plain float32.
-template <typename T> __device__ __forceinline__ void prepare_scales(const ConvArguments<T>& p, Scales& scales) {
-    const int lane = threadIdx.x % 32, weights = p.in_channels * 9;
-    for (int c = threadIdx.x / 32; c < kMostOut; c += blockDim.x / 32) {
-        float largest = 0, sum = 0;
-        for (int i = lane; i < weights && c < p.out_channels; i += 32) {
-            const float w = fabsf(to_float(p.weight[c * weights + i]));
-            largest = fmaxf(largest, w), sum += w;
-        }
-        for (int offset = 16; offset > 0; offset /= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
-            sum += __shfl_xor_sync(~0u, sum, offset);
-        }
-        int exponent = 0;
-        frexpf(largest, &exponent);
-        if (lane == 0) {  // reach: of a pre-activation's change, for |x| <= 1
-            scales.weight[c] = ldexpf(1.0f, min(60, 15 - exponent));
-            scales.reach[c] = c < p.out_channels ? fabsf(to_float(p.scale[c])) * sum : 0.0f;
-        }
-    }
-    __syncthreads();
+// All threads; of the first warp a lane has a channel. The power of two of x is NaN where the weights are not finite,
+// or so large that no power would do: then all values are made in plain float32.
+__device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
-        float reach = scales.reach[lane];
+        const int c = threadIdx.x, weights = p.in_channels * 9;
+        float largest = 0, sum = 0;
+        for (int i = 0; i < weights && c < p.out_channels; ++i) {
+            const float w = fabsf(p.weight[c * weights + i]);
+            largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
+        }
+        scales.weight[c] = scale_below_overflow(largest);
+        // Of a pre-activation's change, for |x| <= 1.
+        float reach = c < p.out_channels ? fabsf(p.scale[c]) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
-        if (lane == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        if (c == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
     }
     __syncthreads();
 }
 
 // Eight warps, of x. A thread takes every 256th pixel of the band, all channels of it, and four pixels at a time: it
 // asks for them before there is room. Waits for x_empty; wakes the consumers (x_full).
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, unsigned char* x) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
     constexpr int kStride = 128 * kProducers, kPixels = 4;
     const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
-        return p.x + (int64_t(sample) * p.in_channels + channel) * image + int64_t(band.first_row) * p.width;
+        const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
+        return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int later = at.sample + p.teams;
         if (thread < p.in_channels && later < p.samples) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
+        unsigned largest = 0;  // as bits, of which NaN's are the largest
 #pragma unroll 1
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
@@ -353,33 +339,25 @@ __device__ __forceinline__ void bring(
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
                 uint4 hi, lo;
+                for (T value : raw[i]) largest = max(largest, __float_as_uint(fabsf(to_float(value))));
                 split_pixel(raw[i], scale, hi, lo);
                 if (begin + i * kStride < pixels) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
             }
+        }
+        if constexpr (!NORMALIZE) {
+            largest = __reduce_max_sync(~0u, largest);
+            if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
         }
         fence_async_proxy();  // wgmma reads what this thread has written
         mbarrier_arrive(&shared.x_full);
     }
 }
 
-// One value of h, with both biases, in plain float32.
-template <typename T>
-__device__ __forceinline__ float convolve_value(
-    const ConvArguments<T>& p, int64_t sample, int channel, int row, int column) {
-    const T* const x = p.x + (sample * p.in_channels * p.height + row) * p.width + column;
-    float h = 0;
-#pragma unroll 1
-    for (int k = 0; k < p.in_channels * 9; ++k) {
-        const int c = k / 9, tap = k % 9;
-        h = fmaf(to_float(x[(int64_t(c) * p.height + tap / 3) * p.width + tap % 3]), weight_at(p, channel, c, tap), h);
-    }
-    return h + bias_at(p, channel);
-}
-
 // A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
-    const ConvArguments<T>& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
+    const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
+    const T* const image = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
     all.sum = all.square = 0;
 #pragma unroll 1
     for (int task = first_task; task < band.tasks; task += kConsumers) {
@@ -388,9 +366,14 @@ __device__ __forceinline__ void convolve_again(
         for (int i = 0; i < kTile / 4; ++i) {
             const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns;
-            const float factor = kActivationFactor * to_float(p.scale[valid ? c : 0]);
-            const float h = valid ? convolve_value(p, sample, c, band.first_row + row, here) : 0.0f;
-            const float value = activation(h * factor);
+            float h = 0;
+#pragma unroll 1
+            for (int k = 0; k < p.in_channels * 9 && valid; ++k) {
+                const T* const x = image + (k / 9 * p.height + band.first_row + row) * p.width + here;
+                h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
+            }
+            float value = valid ? h + bias_at(p, c) : 0.0f;
+            if (NORMALIZE) value = activation(value * (kActivationFactor * p.scale[valid ? c : 0]));
             if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
@@ -404,9 +387,7 @@ __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + ro
 
 // A thread's weights as A's fragments: of its four registers the odd ones are of the rows of lo, the last two of K's
 // second half.
-template <typename T>
-__device__ __forceinline__ void load_weights(
-    const ConvArguments<T>& p, float scale, int c, uint4 (&a)[kSteps]) {
+__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t words[4];
@@ -420,13 +401,13 @@ __device__ __forceinline__ void load_weights(
     }
 }
 
-// Three warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
+// Four warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
 // others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full,
 // for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post`
 // (v_full).
-template <typename T>
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     more_registers<kConsumerRegisters>();
     const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
     constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo: 0.90 of the time
@@ -434,7 +415,9 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = kActivationFactor * to_float(p.scale[own_channel]), offset = factor * bias_at(p, own_channel);
+    const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
+    const float offset = factor * bias_at(p, own_channel);
+    const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
@@ -476,8 +459,8 @@ __device__ __forceinline__ void convolve(
 #pragma unroll
                 for (int j = 0; j < kTile / 8; ++j) {
                     float* const pair = d + 4 * j;
-                    pair[0] = activation(fmaf(pair[0] + pair[2], slope, offset));
-                    pair[1] = activation(fmaf(pair[1] + pair[3], slope, offset));
+                    pair[0] = activate(fmaf(pair[0] + pair[2], slope, offset));
+                    pair[1] = activate(fmaf(pair[1] + pair[3], slope, offset));
                     if (first && j == 0) all.anchor = __shfl_sync(~0u, pair[0], threadIdx.x & 28);  // of four lanes
                     const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f;
                     const float d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
@@ -490,8 +473,8 @@ __device__ __forceinline__ void convolve(
                     if (valid(j)) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
                 }
             };
-            if (all_exist && column + kTile - 8 <= p.columns) finish(Yes{});
-            else finish(No{});
+            if (all_exist && column + kTile - 8 <= p.columns) finish(std::true_type{});
+            else finish(std::false_type{});
             all.sum += sum, all.square += square;
             count += min(kTile, p.columns - column);
             x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
@@ -501,7 +484,10 @@ __device__ __forceinline__ void convolve(
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
         // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
-        if (__any_sync(~0u, !(all.square < INFINITY))) convolve_again(p, band, at.sample, first_task, c, v, all);
+        if (__any_sync(~0u, !(all.square < INFINITY))) {
+            convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
+            if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
+        }
         first_task = task - band.tasks;
         for (int mask = 1; mask < 4; mask *= 2) {
             all.sum += __shfl_xor_sync(~0u, all.sum, mask), all.square += __shfl_xor_sync(~0u, all.square, mask);
@@ -517,7 +503,7 @@ __device__ __forceinline__ void convolve(
 
 // One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
 // Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
-template <typename T> __device__ __forceinline__ void post(const ConvArguments<T>& p, ConvShared& shared) {
+__device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
     constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
     for (Walk at; at.sample < p.samples; at.next(p)) {
@@ -546,10 +532,10 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments<T
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
 // all bands' sums; wakes the writers (norm_full).
-template <typename T> __device__ __forceinline__ void gather(const ConvArguments<T>& p, ConvShared& shared) {
+__device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
-    const float gamma = exists ? to_float(p.gamma[c]) : 0.0f, beta = exists ? to_float(p.beta[c]) : 0.0f;
+    const float gamma = exists ? p.gamma[c] : 0.0f, beta = exists ? p.beta[c] : 0.0f;
     constexpr double kRange = double(kHighest) - kLowest;
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
@@ -567,41 +553,41 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
             const float mean_float = float(exact_mean), factor = gamma * rstd;
             shared.norm[at.place][c] = {factor, isfinite(factor) ? float(beta - exact_mean * factor) : NAN};  // as ATen
             const Statistics of_group = {mean_float, float(exact_mean - mean_float), rstd};
-            if (p.statistics != nullptr && blockIdx.x == 0) p.statistics[group] = of_group;
+            if (blockIdx.x == 0) p.statistics[group] = of_group;
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
 }
 
 // Six warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
-// neighbouring values at once. Waits for norm_full; wakes the consumers (v_empty).
-template <typename T>
+// neighbouring values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
+template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
-    const ConvArguments<T>& p, ConvShared& shared, const Band& band, const float* held, int writer) {
+    const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
+    using Out = std::conditional_t<NORMALIZE, T, float>;
     constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
-        mbarrier_wait(&shared.norm_full[at.place], at.parity);
+        if constexpr (NORMALIZE) mbarrier_wait(&shared.norm_full[at.place], at.parity);
+        else for (uint64_t& full : shared.v_full[at.place]) mbarrier_wait(&full, at.parity);
         for (; c < p.out_channels; c += kWriters) {
-            const auto [factor, offset] = shared.norm[at.place][c];
+            const auto [factor, offset] = NORMALIZE ? shared.norm[at.place][c] : Norm{1, 0};
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
             const int64_t channel = int64_t(at.sample) * p.out_channels + c;
-            T* const to = p.out + (channel * p.rows + band.first_row) * p.columns;
+            Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
 #pragma unroll
-                for (int k = 0; k < kBatch; ++k) {
-                    const int i = begin + 32 * k;
-                    if (i < fours) four[k] = reinterpret_cast<const float4*>(v)[i];
+                for (int k = 0; k < kBatch; ++k) {  // behind the end: the last one again
+                    four[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
                     const auto norm = [&, f = factor, o = offset](float v) { return fmaf(v, f, o); };
                     const auto [a, b, c, d] = four[k];
-                    const int i = begin + 32 * k;
-                    store_four_if(i < fours, to + 4 * i, norm(a), norm(b), norm(c), norm(d));
+                    store_four(to + 4 * min(begin + 32 * k, fours - 1), norm(a), norm(b), norm(c), norm(d));
                 }
             }
         }
@@ -609,10 +595,10 @@ __device__ __forceinline__ void write(
     }
 }
 
-template <typename T, bool BENCHMARK>
-__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments<T> given) {
+template <typename T, bool BENCHMARK, bool NORMALIZE>
+__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    ConvArguments<T> p = given;
+    ConvArguments p = given;
     if constexpr (BENCHMARK) set_benchmark(p);
     extern __shared__ __align__(128) unsigned char x[];
     __shared__ ConvShared shared;
@@ -634,115 +620,98 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so known to be the same in all lanes: 1.02 without
     const int other = warp - 4 * (kConsumers + kProducers);
     if (warp < 4 * kConsumers) {
-        convolve(p, shared, band, x, held, warp);
+        convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
     } else if (other < 0) {
-        bring(p, shared, band, x);
+        bring<T, NORMALIZE>(p, shared, band, x);
     } else {
         fewer_registers<kOtherRegisters>();
-        if (other == 0) post(p, shared);
-        else if (other == 1) gather(p, shared);
-        else write(p, shared, band, held, other - 2);
+        if (other < kWriters) write<T, NORMALIZE>(p, shared, band, held, other);
+        else if (NORMALIZE && other == kWriters) post(p, shared);
+        else if (NORMALIZE) gather(p, shared);
     }
 #endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups.
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
+// of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work. False
-// where none fits; `_fits` in Python asks the like.
-template <typename T>
-static bool plan_forward(ConvArguments<T>& p, int sms, int64_t shared_bytes, int64_t* dynamic_bytes) {
-    int64_t best = INT64_MAX;
+// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work.
+// Returns the bytes of shared memory.
+static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
+    int64_t best = INT64_MAX, bytes = 0;
     for (int even = 2; even <= p.rows + 1; even += 2) {
         const int rows = even < p.rows ? even : p.rows, bands = (p.rows + rows - 1) / rows;
         const int plane = (rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = int64_t(plane) * p.out_channels * 4;
+        const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = 4LL * kPlaces * plane * p.out_channels;
         if (x_bytes + v_bytes > shared_bytes || bands > sms || bands > 255) continue;
-        const int64_t room = (shared_bytes - x_bytes) / v_bytes;
-        const int places = int(room < kPlaces ? room : kPlaces), teams = sms / bands;
-        // 300: what a sample costs a block however few rows it has. With fewer places there is more waiting.
-        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width) * (7 - places);
+        // 300: what a sample costs a block however few rows it has.
+        const int teams = sms / bands;
+        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width);
         if (cost >= best) continue;
         best = cost;
         p.band_rows = rows, p.bands = bands, p.teams = teams < p.samples ? teams : p.samples;
-        p.places = places, p.plane = plane, p.x_plane = (rows + 2) * p.width;
+        p.plane = plane, p.x_plane = (rows + 2) * p.width;
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
-        *dynamic_bytes = x_bytes + (places * v_bytes > 2 * kTile * 16 ? places * v_bytes : 2 * kTile * 16);
+        bytes = x_bytes + (v_bytes > 2 * kTile * 16 ? v_bytes : 2 * kTile * 16);
     }
     set_taps(p);
     p.to_fixed = 1;  // a total has room for twice its largest sum
     while (p.to_fixed * p.group_channels * p.rows * p.columns < double(1ll << (kStrangeBit - 2))) p.to_fixed *= 2;
     p.from_fixed = 1 / p.to_fixed;
-    return best < INT64_MAX;
+    return bytes;
 }
 
-extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups) { return samples * groups * 2 * kLine * 8; }
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
 
-template <typename T>
-static void set_arguments(ConvArguments<T>& p, const void* x, const void* const* parameters, const float* statistics,
-    const int64_t* sizes) {
-    p.x = static_cast<const T*>(x);
-    p.statistics = reinterpret_cast<Statistics*>(const_cast<float*>(statistics));
-    const T** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const T*>(parameters[i]);
+// pointers: x, out, of float32 the convolution's weight and bias, bias, scale, gamma, beta and the groups' statistics,
+// and the workspace.
+static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
+    ConvArguments p = {};
+    p.x = pointers[0], p.out = pointers[1];
+    const float** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
+    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(pointers[2 + i]);
+    p.statistics = static_cast<Statistics*>(pointers[8]), p.totals = static_cast<unsigned long long*>(pointers[9]);
+    p.largest = reinterpret_cast<uint32_t*>(p.totals), p.plain = p.largest + sizes[0];
     p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
     p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
-    p.rows = p.height - 2, p.columns = p.width - 2;
+    p.rows = p.height - 2, p.columns = p.width - 2, p.eps = float(eps);
+    return p;
+}
+template <typename F> static int by_type(int64_t type, F launch) {
+    return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
 }
 
-// x, out: contiguous, 16-byte aligned. parameters: the convolution's weight and bias, bias, scale, gamma, beta, of x's
-// type. statistics: null, or of groups: mean, what a float leaves of it, rstd. Returns a cudaError_t, or -1 where the
-// sizes do not fit.
-template <typename T>
-static int launch_forward(const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
-    if (sizes[0] >= 1 << 30 || sizes[1] > kMostIn || sizes[4] > kMostOut || sizes[3] % 2 != 0) return -1;
-    if ((sizes[2] - 2) * (sizes[3] - 2) % 4 != 0) return -1;  // a band's values are whole fours
-    ConvArguments<T> p = {};
-    set_arguments(p, x, parameters, statistics, sizes);
-    p.out = static_cast<T*>(out), p.totals = static_cast<unsigned long long*>(totals), p.eps = float(eps);
-    int64_t dynamic_bytes = 0;
-    if (!plan_forward(p, sms, shared_bytes - int(sizeof(ConvShared)), &dynamic_bytes)) return -1;
-    ConvArguments<T> known = p;
+// The forward, or, not NORMALIZE, h. Returns a cudaError_t.
+template <typename T, bool NORMALIZE>
+static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
+    const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
+    ConvArguments known = p;
     set_benchmark(known);
-    const bool benchmark = std::memcmp(&known, &p, sizeof p) == 0;
-    auto* const kernel = benchmark ? convolve_and_normalize<T, true> : convolve_and_normalize<T, false>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(dynamic_bytes));
-    if (error == cudaSuccess) error = cudaMemsetAsync(totals, 0, conv_totals_bytes(sizes[0], sizes[5]), stream);
+    const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof p) == 0;
+    auto* const kernel =
+        benchmark ? convolve_and_normalize<T, NORMALIZE, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;  // all blocks run at once: they wait for each other
-    attribute.val.cooperative = 1;
-    const dim3 grid(p.bands, p.teams);
-    const cudaLaunchConfig_t config = {grid, dim3(kThreads), size_t(dynamic_bytes), stream, &attribute, 1};
-    return cudaLaunchKernelEx(&config, kernel, p);
+    void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
+    return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream) {
-    const auto launch =
-        type == 0 ? launch_forward<float> : type == 1 ? launch_forward<__half> : launch_forward<__nv_bfloat16>;
-    return launch(x, parameters, out, statistics, sizes, eps, sms, shared_bytes, totals, stream);
+// x, out: contiguous, 16-byte aligned.
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
+    const ConvArguments p = arguments_of(pointers, sizes, eps);
+    return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes: one kernel, launched twice, reads h each time. A block has a
-// part of a plane, which is one channel of one sample. The first launch leaves each block's sums of v and v^2 in the
-// workspace; the second one merges those of the group, and writes the output.
+// What follows ATen's convolution for all other sizes. A block for each group of a sample reads its h twice: for the
+// sums of v and v^2, and for the output.
 
-constexpr int kTailThreads = 256;
+constexpr int kGroupThreads = 512;
 
-struct TailArguments {
-    const float *bias, *scale, *gamma, *beta;
-    double2* sums;  // of blocks
-    int64_t channels, group_channels, pixels, part;  // part: pixels of a block, whole packs
-    int parts;                                       // of a plane
-    float eps;
-};
-
-// Of a block; complete in all threads.
+// Of a block; complete in all threads. Before it is called again, the block meets once more.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
-    __shared__ double2 of_warps[kTailThreads / 32];
+    __shared__ double2 of_warps[kGroupThreads / 32];
     for (int offset = 16; offset > 0; offset /= 2) {
         own.x += __shfl_xor_sync(~0u, own.x, offset), own.y += __shfl_xor_sync(~0u, own.y, offset);
     }
@@ -753,155 +722,126 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-template <typename T, int PACK, bool NORMALIZE>
-__global__ void __launch_bounds__(kTailThreads) activate_planes(const T* h, T* out, const TailArguments p) {
+template <typename T, int PACK>
+__global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t plane = blockIdx.x / p.parts, c = plane % p.channels, begin = blockIdx.x % p.parts * p.part;
-    const float bias = p.bias[c], scale = kActivationFactor * p.scale[c];
-    float mean = 0, factor = 0, offset = 0;
-    if constexpr (NORMALIZE) {
-        const double2* const sums = p.sums + plane / p.group_channels * p.group_channels * p.parts;
-        double2 own = {};
-        for (int64_t i = threadIdx.x; i < p.group_channels * p.parts; i += kTailThreads) {
-            own.x += sums[i].x, own.y += sums[i].y;
-        }
-        const double2 all = sum_of_block(own);
-        const double n = double(p.group_channels) * p.pixels, exact = all.x / n, variance = all.y / n - exact * exact;
-        mean = float(exact), factor = p.gamma[c] / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
-        offset = isfinite(factor) ? p.beta[c] - float(exact - mean) * factor : NAN;  // NaN as in ATen
-    }
-    float anchor = 0, sum = 0, square = 0;  // of a thread, around its first value
-    int count = 0;
-    for (int64_t i = begin + threadIdx.x * PACK; i < min(begin + p.part, p.pixels); i += kTailThreads * PACK) {
-        Pack pack = *reinterpret_cast<const Pack*>(h + plane * p.pixels + i);
-        for (T& value : pack.values) {
-            const float v = activation((to_float(value) + bias) * scale);
-            if constexpr (NORMALIZE) {
-                value = from_float<T>(fmaf(v - mean, factor, offset));
-            } else {
-                if (count++ == 0) anchor = v;
-                sum += v - anchor, square = fmaf(v - anchor, v - anchor, square);
+    const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
+    const Pack* const from = static_cast<const Pack*>(p.x) + plane * packs;
+    Pack* const to = static_cast<Pack*>(p.out) + plane * packs;
+    const int first = int(plane % p.out_channels);
+    const auto v_of = [&](T h, int c) {
+        return activation((to_float(h) + p.bias[c]) * (kActivationFactor * p.scale[c]));
+    };
+    double2 own = {};
+    for (int c = 0; c < p.group_channels; ++c) {
+#pragma unroll 4
+        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
+            const Pack pack = from[i];
+            for (T h : pack.values) {
+                const double v = v_of(h, first + c);
+                own.x += v, own.y = fma(v, v, own.y);
             }
         }
-        if constexpr (NORMALIZE) *reinterpret_cast<Pack*>(out + plane * p.pixels + i) = pack;
     }
-    if constexpr (!NORMALIZE) {
-        const double all = double(count) * anchor;
-        const double2 of_block = sum_of_block({all + sum, anchor * (all + 2 * double(sum)) + square});
-        if (threadIdx.x == 0) p.sums[blockIdx.x] = of_block;
+    const double2 all = sum_of_block(own);
+    const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
+    const float mean_float = float(mean), rstd = 1 / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
+    for (int c = 0; c < p.group_channels; ++c) {
+        const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
+        const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
+#pragma unroll 4
+        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
+            Pack pack = from[i];
+            for (T& h : pack.values) h = from_float<T>(fmaf(v_of(h, first + c) - mean_float, factor, offset));
+            to[i] = pack;
+        }
     }
 }
 
-template <typename T, int PACK>
-static int launch_tail(const void* h, void* out, const TailArguments& p, int64_t blocks, cudaStream_t stream) {
-    if (PACK > 1 && p.pixels % PACK != 0) return launch_tail<T, 1>(h, out, p, blocks, stream);
-    const T* const from = static_cast<const T*>(h);
-    activate_planes<T, PACK, false><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, nullptr, p);
-    activate_planes<T, PACK, true><<<unsigned(blocks), kTailThreads, 0, stream>>>(from, static_cast<T*>(out), p);
+template <typename T, int PACK> static int launch_tail(const ConvArguments& p, cudaStream_t stream) {
+    if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, stream);
+    activate_groups<T, PACK><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
     return cudaGetLastError();
 }
-// workspace: 16 bytes for each part of a plane.
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream) {
-    const TailArguments p = {parameters[0], parameters[1], parameters[2], parameters[3],
-        static_cast<double2*>(workspace), channels, channels / groups, pixels,
-        ((pixels + parts - 1) / parts + 7) / 8 * 8, parts, float(eps)};
-    const auto launch =
-        type == 0 ? launch_tail<float, 4> : type == 1 ? launch_tail<__half, 8> : launch_tail<__nv_bfloat16, 8>;
-    return launch(h, out, p, samples * channels * p.parts, stream);
+// pointers and sizes as of conv_forward, but x is h.
+extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
+    const ConvArguments p = arguments_of(pointers, sizes, eps);
+    return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type), 16 / sizeof type>(p, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward. It reads grad and x twice and stores nothing of their size in between:
-//   1. differentiate_rows<T, true> makes h and v again, and measures of each channel the sums of grad and of
-//      grad * (v - mean), and how large grad and dv/dz are. join_measures makes of that the means in the norm's
-//      gradient, and the largest that dh, h's gradient, can be.
-//   2. differentiate_rows<T, false> makes h again, and of it dh: into x's gradient, and into partial sums of the
-//      parameters' gradients, which ATen adds up.
-// A block walks down a band of rows, in a strip of at most 256 columns; a warp has 32 of them. For each row of h:
+// The backward, for images of up to 256 columns:
+//   1. convolve_and_normalize<T, false, false> makes h again, in a workspace, and finds the largest |x| of each sample;
+//   2. measure_groups reads h and grad, and makes of each group the means in the norm's gradient, and of each channel
+//      gamma's and beta's gradients and the largest that dh, h's gradient, can be;
+//   3. differentiate_rows reads h and grad again: dh goes through shared memory into x's gradient, and into partial
+//      sums of the parameters' gradients, which ATen adds up.
+// A block of differentiate_rows walks down a band of rows of a sample:
 //
-//   all warps: x of row + 3 -> registers;  x of rows to row + 2 (shared) -> h -> dh (shared);  x of row + 3 -> shared
-//   a barrier, one a row: shared memory has two rows of dh and five of x, so that nobody writes what others still read
-//   all warps: dh (shared) -> sums of rows to row + 2 of x's gradient;  dh and x (shared) -> sums of the weights'
+//   who, and what it does                                             waits for             wakes
+//   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
+//   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// The products are the forward's, of fp16 hi and lo, by mma.sync: float32 FMAs would take 3.0 ms for the four
-// convolutions. Those of a row are added up from zero, and then to the float32 sums. Powers of two bring a sample's x,
-// and its dh of each channel, below fp16's largest number. A sample that fp16 cannot hold, as it is not finite or x
-// exceeds what the weights allow, is computed in plain float32 (`measure_plainly`, `differentiate_plainly`).
+// The products are the forward's, of fp16 hi and lo, by mma.sync. Those of a row are added up from zero, and then to
+// the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number.
+// Samples that the convolution could not make in fp16 are left to differentiate_plainly, which comes last.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m.
 
-constexpr int kTaps = 9, kWarps = 8;   // a block's at most
+constexpr int kTaps = 9, kWarps = 8;   // of each role
+constexpr int kMostColumns = 32 * kWarps;
+constexpr int kRowsThreads = 64 * kWarps;
+constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 5;              // rows of x in shared memory
-constexpr int kGradPairs = 17;         // of a channel in shared memory; one is padding, against bank conflicts
+constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel and a lane: the sums of grad and grad * (v - mean), and the largest |grad|, |dv/dz| and |x|.
-struct Measured {
-    float sum, product, grad, slope, x, input_scale;
-    __device__ __forceinline__ void add(float of_grad, float v, float mean) {
-        sum += of_grad, product = fmaf(of_grad, v - mean, product);
-        grad = fmaxf(grad, fabsf(of_grad)), slope = fmaxf(slope, fabsf(activation_gradient(v)));
-    }
-};
-
-// Of a channel of a sample. q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz and dh = q * push, of which
-// dh_scale is fp16's. x_scale: 0 where the sample is computed plainly. h = inverse * (the sum of products) + bias.
-// of_gamma, of_beta: the sample's share of their gradients.
+// Of a channel of a sample: dh = q * push and q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz;
+// dh * dh_scale = q * to_half is within fp16's range. of_gamma, of_beta: the sample's share of their gradients.
 struct alignas(16) Channel {
-    float factor, inverse, bias, mean, gamma, grad_mean, pull, push, rstd, dh_scale, x_scale, of_gamma, of_beta;
+    float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
         const float v = activation(h * factor);
         return fmaf(gamma, grad, -fmaf(v - mean, pull, grad_mean)) * activation_gradient(v);
     }
 };
 
-// What a block has: rows [first_row, last_row) of x's gradient, or of h; of h, columns [first, first + columns), of
-// which the strip before has counted the first `skipped`.
-struct Piece { int sample, first, columns, skipped, first_row, last_row; };
-
-// tile: a strip's columns of x, with the four that the next strip has too.
-struct BackwardPlan { int tile, strips, measure_bands, gradient_bands; };
-template <typename T> struct BackwardArguments : ConvArguments<T>, BackwardPlan {
+template <typename T> struct BackwardArguments : ConvArguments {
     const T* grad;
-    T* grad_x;           // null: not wanted
-    Measured* measured;  // (samples, strips, bands, warps, lanes of a channel, channels)
-    Channel* channels;   // (samples, out_channels)
-    float* partials;     // (samples, strips, bands, warps, width): of the weight, bias, scale, gamma and beta
-    int width_of_partials;
-    // Where a value of a piece is in x and grad_x, and in grad.
-    __device__ __forceinline__ int64_t x_at(const Piece& piece, int in, int row, int column) const {
-        const int64_t plane = int64_t(piece.sample) * this->in_channels + in;
-        return (plane * this->height + row) * this->width + piece.first + column;
-    }
-    __device__ __forceinline__ int64_t grad_at(const Piece& piece, int o, int row, int column) const {
-        const int64_t plane = int64_t(piece.sample) * this->out_channels + o;
-        return (plane * this->rows + row) * this->columns + piece.first + column;
+    const float* h;
+    T* grad_x;          // null: not wanted
+    Channel* channels;  // (samples, out_channels)
+    // (samples, bands, warps, sum_width): partial sums of the gradients of the weights (out, in, 9: `weights` values),
+    // and of both biases, scale, gamma and beta.
+    float* sums;
+    int weights, sum_width;
+    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
+        const int image = height * width;
+        return int64_t(sample) * in_channels * image + (in * image + row * width + column);
     }
 };
+
+// A block has rows [first_row, last_row) of a sample's x. It makes dh from row `begin` on.
+struct Piece { int sample, first_row, last_row, begin; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
-
-template <typename T> __device__ __forceinline__ Piece piece_of_block(const BackwardArguments<T>& p, int bands) {
-    const int strip = blockIdx.x / bands % p.strips, band = blockIdx.x % bands, first = strip * (p.tile - 4);
-    return {int(blockIdx.x) / (bands * p.strips), first, min(p.columns - first, p.tile - 2), strip > 0 ? 2 : 0,
-        int(int64_t(p.height) * band / bands), int(int64_t(p.height) * (band + 1) / bands)};
-}
-
-struct alignas(16) MeasureTile {
-    uint4 x[kSlots][2 * kPlane];   // of row: hi, lo
-    uint4 weights[2][3][4][32];    // of 16 output channels, ky, (hi of kx 0, 1; of 1, 2; lo of 0, 1; of 1, 2), lane
-    Scales scales;
-    Channel channels[kMostOut];
+// By a warp of `make`, and never read by another: h and grad of its four channels, two neighbouring columns at a time.
+template <typename T> struct alignas(16) Fetched {
+    float2 h[4][kMostColumns / 2];
+    Pair<T> grad[4][kMostColumns / 2];
 };
-struct GradientTile : MeasureTile {
-    uint4 dh[2][4][2 * kPlane];    // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the strip: zeros
-    uint4 transposed[2][kTaps][32];  // of 16 output channels, tap, lane: the weights for x's gradient
-    float sums[2][4][32 * kWarps];   // of thread, its four channels: of q, and of q * h
+
+struct alignas(16) GradientTile {
+    uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
+    uint4 dh[2][4][2 * kPlane];      // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
+    uint4 weights[2][kTaps][32];     // of 16 output channels, tap, lane: as x's gradient needs them
+    Channel channels[kMostOut];
+    Scales scales;
+    float x_scale, grad_x_scale;
+    uint64_t full[2], empty[2];      // rows of dh, and the rows of x that they are multiplied by
 };
 
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
@@ -913,258 +853,181 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
     }
 }
-__device__ __forceinline__ void store_transposed(uint4* to, const uint32_t* from) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-        ::"r"(shared_address(to)), "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]) : "memory");
-}
-// d += a * b of 16 rows by 16 (or 8) of K by 8 columns.
+// d += a * b of 16 rows by 16 of K by 8 columns.
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
         " {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-__device__ __forceinline__ void mma8(float (&d)[4], const uint32_t* a, uint32_t b) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b));
-}
-template <int BYTES> __device__ __forceinline__ void copy_async(void* to, const void* from, bool exists) {  // or zeros
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
-        ::"r"(shared_address(to)), "l"(from), "n"(BYTES), "r"(exists ? BYTES : 0) : "memory");
-}
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// All threads: the channels, the weights for `convolve`, and zeros in x's tile.
-template <typename T, bool MEASURE>
-__device__ __forceinline__ void prepare_convolution(
-    const BackwardArguments<T>& p, MeasureTile& tile, int64_t sample) {
-    for (int i = threadIdx.x; i < kSlots * 2 * kPlane; i += blockDim.x) (&tile.x[0][0])[i] = make_uint4(0, 0, 0, 0);
-    prepare_scales(p, tile.scales);
-    for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) {
-        Channel& c = tile.channels[o] = {};
-        if (o >= p.out_channels) continue;
-        if (!MEASURE) c = p.channels[sample * p.out_channels + o];
-        else c.mean = p.statistics[sample * p.groups + o / p.group_channels].mean, c.x_scale = tile.scales.input;
-        c.factor = kActivationFactor * to_float(p.scale[o]), c.bias = bias_at(p, o);
-        c.inverse = 1 / (c.x_scale * tile.scales.weight[o]);
-    }
-    for (int i = threadIdx.x; i < 2 * 3 * 32; i += blockDim.x) {
-        const int lane = i % 32, in = i % 4 * 2, half = i / 96, ky = i / 32 % 3;
-        uint32_t hi[6], lo[6];
-        for (int j = 0; j < 6; ++j) {  // kx, lower or upper eight channels
-            const int o = half * 16 + lane / 4 + j % 2 * 8, tap = ky * 3 + j / 2;
-            const float scale = tile.scales.weight[o];
-            split(weight_at(p, o, in, tap) * scale, weight_at(p, o, in + 1, tap) * scale, hi[j], lo[j]);
-        }
-        uint4 (&to)[4][32] = tile.weights[half][ky];
-        to[0][lane] = make_uint4(hi[0], hi[1], hi[2], hi[3]), to[1][lane] = make_uint4(hi[2], hi[3], hi[4], hi[5]);
-        to[2][lane] = make_uint4(lo[0], lo[1], lo[2], lo[3]), to[3][lane] = make_uint4(lo[2], lo[3], lo[4], lo[5]);
-    }
-}
-
-// All threads: the weights for `add_to_x`, and zeros in dh's tile. The weights undo dh's scales: returns
-// the power of two that x's gradient is left with.
+// A block for each group of a sample.
 template <typename T>
-__device__ __forceinline__ float prepare_gradients(const BackwardArguments<T>& p, GradientTile& tile) {
+__global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
+    __shared__ double2 sums[kMostOut];         // of grad, and of grad * (v - mean) * rstd
+    __shared__ uint32_t largest[2][kMostOut];  // |grad| and |dv/dz|, as bits
+    if (threadIdx.x < kMostOut) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
+    const Statistics group = p.statistics[blockIdx.x];
+    const int64_t pixels = p.rows * p.columns, first = int64_t(blockIdx.x) * p.group_channels;
+    const int first_channel = int(first % p.out_channels);
+    for (int c = 0; c < p.group_channels; ++c) {
+        const float factor = kActivationFactor * p.scale[first_channel + c];
+        const float* const h = p.h + (first + c) * pixels;
+        const T* const grad = p.grad + (first + c) * pixels;
+        double2 own = {};
+        float own_grad = 0, own_slope = 0;
+#pragma unroll 8
+        for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
+            const float v = activation(h[i] * factor), of_grad = to_float(grad[i]);
+            own.x += of_grad, own.y += of_grad * (v - group.mean);
+            own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(v)));
+        }
+        const double2 all = sum_of_block(own);
+        atomicMax(&largest[0][c], __float_as_uint(own_grad)), atomicMax(&largest[1][c], __float_as_uint(own_slope));
+        // Of the exact mean. NaN where grad is not finite, as in ATen.
+        if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
+        __syncthreads();
+    }
+    const int c = threadIdx.x, o = first_channel + c;
+    if (c >= p.group_channels) return;
+    double grad_mean = 0, pull = 0;
+    for (int i = 0; i < p.group_channels; ++i) {
+        grad_mean += sums[i].x * p.gamma[first_channel + i], pull += sums[i].y * p.gamma[first_channel + i];
+    }
+    const double n = double(p.group_channels) * pixels;
+    pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
+    const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
+    const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
+    const float dh_scale = scale_below_overflow(most_q * __uint_as_float(largest[1][c]) * fabsf(push));
+    p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
+}
+
+// All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
+template <typename T>
+__device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+    constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
+    uint4* const words = reinterpret_cast<uint4*>(&tile);
+    for (int i = threadIdx.x; i < kWords; i += kRowsThreads) words[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    if (threadIdx.x < 2) mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
+    if (threadIdx.x < 2) mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
+    prepare_scales(p, tile.scales);
+    for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
+        tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
+    }
+    __syncthreads();
     float scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
-    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += blockDim.x) {
+    scale = fmaxf(scale, 0x1p-126f);
+    const float largest = __uint_as_float(p.largest[piece.sample]);
+    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(largest), tile.grad_x_scale = scale;
+    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
             return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
         };
-        uint4& f = tile.transposed[i / (32 * kTaps)][tap][i % 32];
+        uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
         split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
     }
-    for (int i = threadIdx.x; i < 16 * kPlane; i += blockDim.x) (&tile.dh[0][0][0])[i] = make_uint4(0, 0, 0, 0);
-    for (int i = 0; i < 8; ++i) tile.sums[i / 4][i % 4][threadIdx.x] = 0;
-    return scale;
+    __syncthreads();
 }
 
-// A thread for each column of x.
+// A thread has a column of x.
 template <typename T>
-__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, const Piece& piece, int row, T (&x)[kMostIn]) {
-    const int column = piece.first + threadIdx.x;
-    const int plane = p.height * p.width;
-    const T* from = p.x + int64_t(piece.sample) * p.in_channels * plane + (row * p.width + column);
+__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, int sample, int row, T (&x)[kMostIn]) {
+    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;
     const int channels = column < p.width && row < p.height ? p.in_channels : 0;
-    for (int i = 0; i < kMostIn; ++i, from += plane) x[i] = i < channels ? *from : from_float<T>(0.0f);
+    const T* const from = static_cast<const T*>(p.x) + p.x_at(sample, 0, row, column);
+    for (int i = 0; i < kMostIn; ++i) x[i] = i < channels ? __ldg(from + i * image) : from_float<T>(0.0f);
 }
-template <typename T>
-__device__ __forceinline__ void store_x(MeasureTile& tile, int row, const T (&x)[kMostIn], float scale) {
-    uint4* const to = tile.x[row % kSlots] + threadIdx.x % 4 * kSub + threadIdx.x / 4;
-    split_pixel(x, scale, to[0], to[kPlane]);
+template <typename T> __device__ __forceinline__ void store_x(GradientTile& tile, int row, const T (&x)[kMostIn]) {
+    const int column = threadIdx.x % kMostColumns;
+    uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
+    split_pixel(x, tile.x_scale, to[0], to[kPlane]);
 }
 
-// By a warp: 32 columns of a row of h, with the biases. h[half][j][2 c + i] is channel 16 half + 8 c + lane / 4, column
-// 8 (lane % 4) + 4 i + j of the warp's.
-__device__ __forceinline__ void convolve(const MeasureTile& tile, int row, float (&h)[2][4][4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll 1  // 121 registers for measuring; 128, and spills, when unrolled
-    for (int ky = 0; ky < 3; ++ky) {
-        const uint4* const x = tile.x[(row + ky) % kSlots] + lane / 8 * kSub + 8 * warp + lane % 8;
-        uint32_t hi[8], lo[8];
-        load_matrices<false>(hi, x), load_matrices<false>(hi + 4, x + 1);
-        load_matrices<false>(lo, x + kPlane), load_matrices<false>(lo + 4, x + kPlane + 1);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint4 w[4];
-            for (int k = 0; k < 4; ++k) w[k] = tile.weights[half][ky][k][lane];
-            float sums[4][4] = {};
-            for (int product = 0; product < 3; ++product) {  // the smallest first; four independent chains of products
-                const uint32_t* const b = product == 1 ? lo : hi;
-                const uint32_t* const a01 = &w[product == 0 ? 2 : 0].x;  // kx 0 and 1
-                const uint32_t* const a12 = &w[product == 0 ? 3 : 1].x;
-                for (int j = 0; j < 4; ++j) mma16(sums[j], j % 2 == 0 ? a01 : a12, b + j + j % 2);
-                for (int j = 0; j < 4; ++j) mma8(sums[j], j % 2 == 0 ? a12 + 2 : a01, b[j % 2 == 0 ? j + 2 : j]);
-            }
-            for (int k = 0; k < 16; ++k) {
-                float& to = h[half][k / 4][k % 4];
-                const Channel& channel = tile.channels[16 * half + k % 4 / 2 * 8 + lane / 4];
-                to = fmaf(sums[k / 4][k % 4], channel.inverse, ky == 0 ? channel.bias : to);
-            }
+// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
+// takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
+// the row before the last is used (empty); wakes `multiply` (full).
+template <typename T>
+__device__ __forceinline__ void make(
+    const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
+    fewer_registers<kMakerRegisters>();
+    const int first = threadIdx.x / 32 % kWarps * 4, lane = threadIdx.x % 32, plane = p.rows * p.columns;
+    const int channels = min(p.out_channels - first, 4), end = min(piece.last_row, p.rows);
+    const int64_t begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
+    const auto fetch = [&](int row, int pair) {
+        for (int k = 0; k < 4 && row < end; ++k) {
+            if (k >= channels || 2 * pair >= p.columns) continue;
+            const int64_t at = begin + (k * plane + row * p.columns + 2 * pair);
+            __pipeline_memcpy_async(&fetched.h[k][pair], p.h + at, sizeof(float2));
+            __pipeline_memcpy_async(&fetched.grad[k][pair], p.grad + at, sizeof(Pair<T>));
         }
-    }
-}
-
-// A warp's gradients of a row go through shared memory, where only this warp uses them: all channels and its 32
-// columns, two neighbours of a channel at a time, 16 lanes a channel. Zeros for columns that are not there.
-template <typename T>
-__device__ __forceinline__ void fetch_grad(
-    const BackwardArguments<T>& p, const Piece& piece, int row, int skipped, Pair<T>* pairs) {
-    const int column = threadIdx.x / 32 * 32 + threadIdx.x % 16 * 2, first = threadIdx.x / 16 % 2;
-    const bool exists = column >= skipped && column < piece.columns && row < p.rows;
-    const int plane = p.rows * p.columns;
-    const T* from = p.grad + (int64_t(piece.sample) * p.out_channels + first) * plane;
-    from += row * p.columns + piece.first + column, pairs += first * kGradPairs + threadIdx.x % 16;
-    for (int o = 0; o < kMostOut; o += 2, from += 2 * plane) {
-        copy_async<sizeof(Pair<T>)>(pairs + o * kGradPairs, from, exists && first + o < p.out_channels);
-    }
-}
-// Of channel 8 c + lane / 4, the k-th of the warp's columns from 8 (lane % 4) on.
-template <typename T> __device__ __forceinline__ float take_grad(const Pair<T>* pairs, int c, int k) {
-    const Pair<T> two = pairs[(8 * c + threadIdx.x % 32 / 4) * kGradPairs + threadIdx.x % 4 * 4 + k / 2];
-    return to_float(k % 2 == 0 ? two.a : two.b);
-}
-
-// By a warp, of its h in a row: into the measures of its channels.
-template <typename T>
-__device__ __forceinline__ void measure(
-    const MeasureTile& tile, const Pair<T>* pairs, const float (&h)[2][4][4], Measured (&measures)[4]) {
-    for (int c = 0; c < 4; ++c) {
-        const Channel& channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
-        Measured of_row = {0, 0, measures[c].grad, measures[c].slope};
-        for (int k = 0; k < 8; ++k) {
-            const float v = activation(h[c / 2][k % 4][c % 2 * 2 + k / 4] * channel.factor);
-            of_row.add(take_grad(pairs, c, k), v, channel.mean);
-        }
-        measures[c] = {measures[c].sum + of_row.sum, measures[c].product + of_row.product, of_row.grad, of_row.slope};
-    }
-}
-
-// All threads, where a value of x was beyond fp16: the measures of the piece anew, in plain float32.
-template <typename T>
-__device__ __noinline__ void measure_plainly(
-    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, Measured* to) {
-    for (int o = threadIdx.x % 32 / 4; o < p.out_channels; o += 8) {
-        Measured all = {};
-        for (int row = piece.first_row; row < min(piece.last_row, p.rows); ++row) {
-            for (int k = 0; k < 8; ++k) {
-                const int column = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8 + k;
-                if (column < piece.skipped || column >= piece.columns) continue;
-                const float h = convolve_value(p, piece.sample, o, row, piece.first + column);
-                const float grad = to_float(p.grad[p.grad_at(piece, o, row, column)]);
-                all.add(grad, activation(h * channels[o].factor), channels[o].mean);
+        __pipeline_commit();
+    };
+    float sums[4] = {}, products[4] = {};
+    for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
+    T x[kMostIn];
+    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(p, piece.sample, row, x), store_x(tile, row, x);
+    for (int row = piece.begin; row < piece.last_row; ++row) {
+        load_x(p, piece.sample, row + 2, x);
+        mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
+        float row_sums[4] = {}, row_products[4] = {};
+#pragma unroll 1
+        for (int pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
+            __pipeline_wait_prior(3);  // all but those of three more pairs
+            if (2 * pair < p.columns) {
+                float dh[2][4];
+                for (int k = 0; k < 4; ++k) {
+                    const Channel& c = tile.channels[first + k];
+                    const float2 two = fetched.h[k][pair];
+                    const Pair<T> grads = fetched.grad[k][pair];
+                    for (int i = 0; i < 2; ++i) {
+                        const float h = i == 0 ? two.x : two.y;
+                        const float q = c.q(h, to_float(i == 0 ? grads.a : grads.b));
+                        row_sums[k] += q, row_products[k] = fmaf(q, h, row_products[k]), dh[i][k] = q * c.to_half;
+                    }
+                }
+                for (int i = 0; i < 2; ++i) {
+                    uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
+                    uint2 hi, lo;
+                    split(dh[i][0], dh[i][1], hi.x, lo.x), split(dh[i][2], dh[i][3], hi.y, lo.y);
+                    reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
+                    reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
+                }
             }
+            fetch(row + 1, pair);
         }
-        all.x = INFINITY, all.input_scale = NAN;
-        to[o] = all;
+        if (row < p.rows) store_x(tile, row + 2, x);
+        for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
+        mbarrier_arrive(&tile.full[row & 1]);
     }
-}
-
-// The power of two that brings values up to `largest` below 2^15; 2^115 at most.
-__device__ __forceinline__ float scale_below_overflow(float largest) {
-    int exponent = 0;
-    frexpf(largest, &exponent);
-    return ldexpf(1.0f, min(115, 15 - exponent));
-}
-
-// A warp for each sample, a lane for each channel: adds the measures, and makes the next kernel's channels of them.
-template <typename T>
-__global__ void __launch_bounds__(32) join_measures(const __grid_constant__ BackwardArguments<T> p) {
-    __shared__ double means[kMostOut][2];
-    const int64_t sample = blockIdx.x;
-    const int o = threadIdx.x, rows = p.strips * p.measure_bands * (p.tile / 32) * 4;
-    const bool exists = o < p.out_channels;
-    Channel c = {};
-    double sum = 0, product = 0;
-    float grad = 0, slope = 0, x = 0, input_scale = 0;
-#pragma unroll 8
-    for (int i = 0; i < rows; ++i) {
-        const Measured m = p.measured[(sample * rows + i) * kMostOut + o];
-        sum += m.sum, product += m.product;
-        grad = fmaxf(grad, m.grad), slope = fmaxf(slope, m.slope), x = fmaxf(x, m.x);
-        input_scale = m.input_scale;
-    }
-    for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-    const Statistics group = p.statistics[sample * p.groups + (exists ? o / p.group_channels : 0)];
-    const float gamma = to_float(p.gamma[exists ? o : 0]);
-    product = (product - group.rest * sum) * group.rstd;  // of the exact mean
-    means[o][0] = sum * gamma, means[o][1] = product * gamma;
+    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
+    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;  // the other warps' channels
     __syncwarp();
-    double grad_mean = 0, pull = 0;
-    for (int i = o / p.group_channels * p.group_channels, k = 0; exists && k < p.group_channels; ++k) {
-        grad_mean += means[i + k][0], pull += means[i + k][1];
-    }
-    const double n = double(p.group_channels) * p.rows * p.columns;
-    c.mean = group.mean, c.rstd = group.rstd, c.gamma = gamma, c.push = group.rstd * to_float(p.scale[exists ? o : 0]);
-    c.pull = float(pull / n * group.rstd), c.grad_mean = float((grad_mean - group.rest * (pull * group.rstd)) / n);
-    const float most = fabsf(gamma) * grad + fabsf(c.grad_mean) + (kHighest - kLowest) * fabsf(c.pull);
-    const float largest = exists ? most * slope * fabsf(c.push) : 0.0f;  // |dh| is at most that
-    const bool fits = __all_sync(~0u, largest < 0x1p100f) && x < INFINITY;
-    c.dh_scale = scale_below_overflow(largest), c.x_scale = fits ? fmaxf(input_scale, scale_below_overflow(x)) : 0.0f;
-    c.of_gamma = float(product), c.of_beta = float(sum);
-    if (exists) p.channels[sample * p.out_channels + o] = c;
-}
-
-// By a warp: its h becomes dh, in the tile; q and q * h are added to the sums of its channels, if the row counts.
-template <typename T>
-__device__ __forceinline__ void differentiate(const Piece& piece, GradientTile& tile, int row, const Pair<T>* pairs,
-    float (&h)[2][4][4]) {
-    const int begin = threadIdx.x / 32 * 32 + threadIdx.x % 4 * 8;
-    for (int c = 0; c < 4; ++c) {
-        const Channel channel = tile.channels[8 * c + threadIdx.x % 32 / 4];
-        const float to_half = channel.push * channel.dh_scale;
-        float sum = 0, product = 0;
-        for (int k = 0; k < 8; ++k) {
-            float& value = h[c / 2][k % 4][c % 2 * 2 + k / 4];
-            const float q = begin + k < piece.columns ? channel.q(value, take_grad(pairs, c, k)) : 0.0f;
-            const float counted = k < 2 && begin < piece.skipped ? 0.0f : q;
-            sum += counted, product = fmaf(counted, value, product);
-            value = q * to_half;
+    for (int k = 0; k < 4; ++k) {
+        const Channel& c = tile.channels[first + k];
+        for (int mask = 16; mask > 0; mask /= 2) {
+            sums[k] += __shfl_xor_sync(~0u, sums[k], mask), products[k] += __shfl_xor_sync(~0u, products[k], mask);
         }
-        if (row >= piece.first_row) tile.sums[0][c][threadIdx.x] += sum, tile.sums[1][c][threadIdx.x] += product;
-        uint32_t hi[4], lo[4];
-        for (int j = 0; j < 4; ++j) split(h[c / 2][j][c % 2 * 2], h[c / 2][j][c % 2 * 2 + 1], hi[j], lo[j]);
-        const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8 + 1;
-        uint4* const to = tile.dh[row & 1][c] + threadIdx.x % 32 / 8 * kSub + cell;
-        store_transposed(to, hi), store_transposed(to + kPlane, lo);
+        const float of_bias = sums[k] * c.push, of_scale = products[k] * c.rstd;
+        const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
+        if (lane >= 4 || first + k >= p.out_channels) continue;
+        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
     }
 }
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_weights(
-    const GradientTile& tile, const Piece& piece, int row, float (&total)[2][kTaps][4]) {
+__device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
-#pragma unroll
+#pragma unroll 1  // spills, when unrolled
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
         uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
         for (int half = 0; half < 2; ++half) {
             const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
             load_matrices<true>(hi[half], from), load_matrices<true>(lo[half], from + kPlane);
-            if (step > 0 || threadIdx.x % 4 > 0 || threadIdx.x >= 32 || piece.skipped == 0) continue;
-            for (int i = 0; i < 4; ++i) hi[half][i] &= 0xffff0000, lo[half][i] &= 0xffff0000;  // the strip before's
         }
 #pragma unroll
         for (int ky = 0; ky < 3; ++ky) {
@@ -1201,7 +1064,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
             }
             for (int k = 0; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
-                const uint4 w = tile.transposed[half][3 * ky + kx][lane];
+                const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
             }
         }
@@ -1209,17 +1072,15 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     }
 }
 
-// By a warp: a row of x's gradient, of which this block has columns [begin, end). A lane has four of two channels. Then
-// the rows below move up.
+// By a warp: a row of x's gradient. A lane has four columns of two channels. Then the rows below move up.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
-    const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
     for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
         const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
-        if (in >= p.in_channels || column < piece.skipped || column >= end) continue;
+        if (in >= p.in_channels || column >= p.width) continue;
         const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
-        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece, in, row, column));
+        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
     for (int k = 0; k < 8; ++k) {
@@ -1228,210 +1089,116 @@ __device__ __forceinline__ void store_grad_x(
     }
 }
 
-// By a warp: its row of partial sums: of the weights' gradient (out, in, 9), bias's, scale's, gamma's and beta's.
+// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
+// of dh (full); wakes `make` (empty).
 template <typename T>
-__device__ __forceinline__ void leave_sums(
-    const BackwardArguments<T>& p, const GradientTile& tile, const float (&weights)[2][kTaps][4]) {
-    const int lane = threadIdx.x % 32, row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    const bool first = threadIdx.x < 32 && blockIdx.x % (p.strips * p.gradient_bands) == 0;  // of its sample
-    float* const to = p.partials + int64_t(row) * p.width_of_partials;
-    float* const vectors = to + p.out_channels * p.in_channels * kTaps;
+__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
+    more_registers<kMultiplierRegisters>();
+    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
+    const float grad_x_factor = 1 / tile.grad_x_scale;
+    for (int row = piece.begin; row < piece.last_row; ++row) {
+        mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
+        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
+        if (row < p.rows && row >= piece.first_row) add_to_weights(tile, row, weights);
+        mbarrier_arrive(&tile.empty[row & 1]);
+        if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
+    }
+    const int lane = threadIdx.x % 32;
+    float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const Channel& channel = tile.channels[o];
-        float sum = tile.sums[0][c][threadIdx.x] * channel.push;
-        float product = tile.sums[1][c][threadIdx.x] * channel.rstd;
-        for (int mask = 1; mask < 4; mask *= 2) {
-            sum += __shfl_xor_sync(~0u, sum, mask), product += __shfl_xor_sync(~0u, product, mask);
-        }
-        if (o >= p.out_channels) continue;
-        const float of_vectors[] = {sum, product, first ? channel.of_gamma : 0.0f, first ? channel.of_beta : 0.0f};
-        for (int k = 0; k < 4; ++k) {
-            if (lane % 4 == k) vectors[k * p.out_channels + o] = of_vectors[k];
-        }
-        const float of_dh = 1 / channel.dh_scale, of_x = 1 / channel.x_scale;
+        const float of_dh = 1 / tile.channels[o].dh_scale, of_x = 1 / tile.x_scale;
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
-            if (in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
+            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
+            if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
 }
 
-// All threads: the same for a sample that fp16 cannot hold, in plain float32, from q and h of rows in shared memory.
+// A block for each band of rows of a sample.
 template <typename T>
-__device__ __noinline__ void differentiate_plainly(
-    const BackwardArguments<T>& p, const Piece& piece, const Channel* channels, float* q) {
-    const int size = kMostOut * p.tile, weights = p.out_channels * p.in_channels * kTaps;
-    float* const h = q + 3 * size;  // q: of three rows; of channel, column
-    float* const sums = p.partials + int64_t(blockIdx.x) * (p.tile / 32) * p.width_of_partials;  // the first warp's
-    for (int i = threadIdx.x; i < p.tile / 32 * p.width_of_partials; i += blockDim.x) sums[i] = 0;
-    for (int row = max(piece.first_row - 2, 0); row < piece.last_row; ++row) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < p.out_channels * p.tile; i += blockDim.x) {
-            const int o = i / p.tile, column = i % p.tile;
-            const bool exists = row < p.rows && column < piece.columns;
-            const float grad = exists ? to_float(p.grad[p.grad_at(piece, o, row, column)]) : 0.0f;
-            h[i] = exists ? convolve_value(p, piece.sample, o, row, piece.first + column) : 0.0f;
-            q[row % 3 * size + i] = exists ? channels[o].q(h[i], grad) : 0.0f;
-        }
-        __syncthreads();
-        if (row < piece.first_row) continue;
-        const int end = piece.first + piece.columns < p.columns ? p.tile - 2 : p.width - piece.first;
-        for (int i = threadIdx.x; i < p.in_channels * p.tile && p.grad_x != nullptr; i += blockDim.x) {
-            const int in = i / p.tile, column = i % p.tile;
-            float sum = 0;
-            for (int o = 0; o < p.out_channels; ++o) {
-                float of_channel = 0;
-                for (int tap = 0; tap < kTaps; ++tap) {
-                    const int y = row - tap / 3, at = column - tap % 3;
-                    if (y < 0 || y >= p.rows || at < 0 || at >= piece.columns) continue;
-                    of_channel = fmaf(q[y % 3 * size + o * p.tile + at], weight_at(p, o, in, tap), of_channel);
-                }
-                sum = fmaf(of_channel, channels[o].push, sum);
-            }
-            if (column < piece.skipped || column >= end) continue;
-            p.grad_x[p.x_at(piece, in, row, column)] = from_float<T>(sum);
-        }
-        for (int i = threadIdx.x; i < weights + 2 * p.out_channels && row < p.rows; i += blockDim.x) {
-            const int o = i < weights ? i / kTaps / p.in_channels : (i - weights) % p.out_channels;
-            const int in = i / kTaps % p.in_channels, tap = i % kTaps;
-            const bool of_scale = i >= weights + p.out_channels;
-            const T* const x = p.x + p.x_at(piece, in, row + tap / 3, tap % 3);
-            float sum = 0;
-            for (int k = piece.skipped; k < piece.columns; ++k) {
-                const float with = i < weights ? to_float(x[k]) : of_scale ? h[o * p.tile + k] : 1.0f;
-                sum = fmaf(q[row % 3 * size + o * p.tile + k], with, sum);
-            }
-            sums[i] += sum * (of_scale ? channels[o].rstd : channels[o].push);
-        }
-    }
-    for (int o = threadIdx.x; o < p.out_channels && blockIdx.x % (p.strips * p.gradient_bands) == 0; o += blockDim.x) {
-        sums[weights + 2 * p.out_channels + o] = channels[o].of_gamma;
-        sums[weights + 3 * p.out_channels + o] = channels[o].of_beta;
-    }
-}
-
-// A block for each piece of a sample: see above.
-template <typename T, bool MEASURE>
-__global__ void __launch_bounds__(32 * kWarps, MEASURE ? 2 : 1)
-    differentiate_rows(const __grid_constant__ BackwardArguments<T> p) {
+__global__ void __launch_bounds__(kRowsThreads, 1)
+    differentiate_rows(const __grid_constant__ BackwardArguments<T> p, int bands) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ uint4 shared[];
-    using Tile = std::conditional_t<MEASURE, MeasureTile, GradientTile>;
-    Tile& tile = *reinterpret_cast<Tile*>(shared);
-    Pair<T>* const pairs = reinterpret_cast<Pair<T>*>(&tile + 1) + threadIdx.x / 32 * (kMostOut * kGradPairs);
-    const Piece piece = piece_of_block(p, MEASURE ? p.measure_bands : p.gradient_bands);
-    const int begin = MEASURE ? piece.first_row : max(piece.first_row - 2, 0);
-    const int end = MEASURE ? min(piece.last_row, p.rows) : piece.last_row, skipped = MEASURE ? piece.skipped : 0;
-    prepare_convolution<T, MEASURE>(p, tile, piece.sample);
-    __syncthreads();
-    const float x_scale = tile.channels[0].x_scale;
-    float h[2][4][4], largest = 0;
-    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {}, grad_x_factor = 0;
-    Measured measures[4] = {};
-    if constexpr (!MEASURE) {
-        if (x_scale == 0) {
-            __shared__ Channel channels[kMostOut];
-            for (int o = threadIdx.x; o < kMostOut; o += blockDim.x) channels[o] = tile.channels[o];
-            differentiate_plainly(p, piece, channels, reinterpret_cast<float*>(shared));
-            return;
-        }
-        grad_x_factor = 1 / prepare_gradients(p, tile);
-    }
-    for (int row = begin - 3; row < end; ++row) {
-        T x[kMostIn];
-        load_x(p, piece, row + 3, x);
-        if (row >= begin && row < p.rows) {
-            convolve(tile, row, h);
-            wait_for_copies(), __syncwarp();
-            if constexpr (MEASURE) measure(tile, pairs, h, measures);
-            else differentiate(piece, tile, row, pairs, h);
-            __syncwarp();
-        }
-        if (row + 1 >= begin && row + 1 < end) fetch_grad(p, piece, row + 1, skipped, pairs);
-        store_x(tile, row + 3, x, x_scale);
-        __syncthreads();
-        if constexpr (MEASURE) {
-            for (T value : x) largest = fmaxf(largest, fabsf(to_float(value)));
-        } else {
-            if (row >= begin && row < p.rows) {
-                if (p.grad_x != nullptr) add_to_x(tile, row, grad_x);
-                if (row >= piece.first_row) add_to_weights(tile, piece, row, weights);
-            }
-            if (p.grad_x != nullptr && row >= begin) store_grad_x(p, piece, row, grad_x_factor, grad_x);
-        }
-    }
-    if constexpr (MEASURE) {
-        const int lane = threadIdx.x % 32, to = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * 4 + lane % 4;
-        Measured* const own = p.measured + int64_t(to) * kMostOut;
-        for (int c = 0; c < 4; ++c) {
-            measures[c].x = largest, measures[c].input_scale = x_scale;
-            own[8 * c + lane / 4] = measures[c];
-        }
-        const bool beyond = __syncthreads_or(!(largest * x_scale < 65504.0f));
-        if (beyond) measure_plainly(p, piece, tile.channels, own);
-    } else {
-        leave_sums(p, tile, weights);
-    }
+    GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
+    const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
+    const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
+    prepare_tile(p, tile, piece);
+    Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
+    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
+    else multiply(p, tile, piece);
 #endif
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// As many bands as let `slots` blocks at a time end together: a band costs its rows, and six more to begin.
-static int bands_for(int64_t strips, int height, int64_t slots) {
-    int best = 1;
-    int64_t least = INT64_MAX;
-    for (int bands = 1; bands <= 64 && bands <= height; ++bands) {
-        const int64_t waves = (strips * bands + slots - 1) / slots, cost = waves * ((height + bands - 1) / bands + 6);
-        if (cost < least) least = cost, best = bands;
+// Samples whose h the convolution could not make in fp16, after the others: a thread has some values of x's gradient
+// and of the weights', and makes all dh for each of them in plain float32.
+template <typename T>
+__global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
+    const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
+    if (!p.plain[sample]) return;
+    const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
+    const auto dh = [&](int o, int row, int column) {
+        const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
+        return p.channels[channel].q(p.h[at], to_float(p.grad[at])) * p.channels[channel].push;
+    };
+    const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
+    for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
+        float sum = 0;
+        for (int k = 0; k < p.out_channels * kTaps; ++k) {
+            const int o = k / kTaps, tap = k % kTaps;
+            const int row = i % image / p.width - tap / 3, column = i % p.width - tap % 3;
+            if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
+            sum = fmaf(dh(o, row, column), weight_at(p, o, i / image, tap), sum);
+        }
+        p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
     }
-    return best;
-}
-static BackwardPlan plan_backward(const int64_t* sizes, int sms) {
-    const int height = int(sizes[2]), width = int(sizes[3]), whole = (width + 31) / 32 * 32;
-    const int tile = whole < 32 * kWarps ? whole : 32 * kWarps;
-    const int strips = width > tile ? (width - 5) / (tile - 4) + 1 : 1;
-    return {tile, strips, bands_for(sizes[0] * strips, height, 2 * sms), bands_for(sizes[0] * strips, height, sms)};
-}
-// Of the workspace; and the rows of partial sums of the parameters' gradients: the weight's (out, in, 3, 3), bias's,
-// scale's, gamma's, beta's.
-extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows) {
-    const BackwardPlan plan = plan_backward(sizes, sms);
-    const int64_t warps = sizes[0] * plan.strips * (plan.tile / 32), out = sizes[4];
-    *workspace_bytes = warps * plan.measure_bands * 4 * kMostOut * sizeof(Measured) + sizes[0] * out * sizeof(Channel);
-    *rows = warps * plan.gradient_bands;
+    for (int i = thread; i < p.weights; i += threads) {
+        const int in = i / kTaps % p.in_channels, tap = i % kTaps;
+        double sum = 0;
+        for (int k = 0; k < plane; ++k) {
+            const int row = k / p.columns, column = k % p.columns;
+            const float value = to_float(x[in * image + (row + tap / 3) * p.width + column + tap % 3]);
+            sum += double(dh(i / kTaps / p.in_channels, row, column)) * value;
+        }
+        p.sums[int64_t(sample) * bands * kWarps * p.sum_width + i] = float(sum);
+    }
 }
 
-template <typename T>
-static int launch_backward(const void* grad, const void* x, const void* const* parameters, const float* statistics,
-    void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace, cudaStream_t stream) {
-    BackwardArguments<T> p = {};
-    set_arguments<T>(p, x, parameters, statistics, sizes);
-    static_cast<BackwardPlan&>(p) = plan_backward(sizes, sms);
-    const int64_t strips = sizes[0] * p.strips;
-    p.grad = static_cast<const T*>(grad), p.grad_x = static_cast<T*>(grad_x), p.partials = partials;
-    p.channels = static_cast<Channel*>(workspace);
-    p.measured = reinterpret_cast<Measured*>(p.channels + sizes[0] * sizes[4]);
-    p.width_of_partials = p.out_channels * (p.in_channels * kTaps + 4);
-    const int pairs = p.tile * kGradPairs * int(sizeof(Pair<T>));
-    const int measure_bytes = int(sizeof(MeasureTile)) + pairs, bytes = int(sizeof(GradientTile)) + pairs;
+// As many bands as there are multiprocessors for, of eight rows at least.
+static int bands_of(const int64_t* sizes) {
+    const int64_t bands = sizes[6] / sizes[0], most = sizes[2] / 8;
+    return int(bands < most ? bands : most) > 1 ? int(bands < most ? bands : most) : 1;
+}
+// Bytes of the workspace, and rows of partial sums.
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
+    const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
+    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
+    *rows = sizes[0] * bands_of(sizes) * kWarps;
+}
+
+template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
+    BackwardArguments<T> p = {arguments_of(pointers, sizes, 0), static_cast<const T*>(pointers[10])};
+    p.grad_x = static_cast<T*>(pointers[11]), p.sums = static_cast<float*>(pointers[12]);
+    p.weights = p.out_channels * p.in_channels * kTaps, p.sum_width = p.weights + 4 * p.out_channels;
+    p.channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
+    p.out = p.channels + sizes[0] * sizes[4], p.h = static_cast<const float*>(p.out);
+    constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
+    const int bands = bands_of(sizes);
+    int error = launch_forward<T, false>(p, sizes, stream);
     constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    cudaError_t error = cudaFuncSetAttribute(differentiate_rows<T, true>, kBytes, measure_bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(differentiate_rows<T, false>, kBytes, bytes);
-    if (error != cudaSuccess) return error;
-    differentiate_rows<T, true><<<unsigned(strips * p.measure_bands), p.tile, measure_bytes, stream>>>(p);
-    join_measures<T><<<unsigned(p.samples), 32, 0, stream>>>(p);
-    differentiate_rows<T, false><<<unsigned(strips * p.gradient_bands), p.tile, bytes, stream>>>(p);
+    if (error == 0) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
+    if (error != 0) return error;
+    measure_groups<T><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
+    differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
+    differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// grad, x, grad_x (null: not wanted): contiguous, 16-byte aligned, as the workspace. sizes as of conv_forward.
-extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
-    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
-    cudaStream_t stream) {
-    const auto launch =
-        type == 0 ? launch_backward<float> : type == 1 ? launch_backward<__half> : launch_backward<__nv_bfloat16>;
-    return launch(grad, x, parameters, statistics, grad_x, partials, sizes, sms, workspace, stream);
+// pointers as of conv_forward, but out unused; then grad, grad_x (null: not wanted), and the partial sums: see
+// BackwardArguments.
+extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
+    return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
 """
 
@@ -1440,9 +1207,9 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_group_norm.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -1463,68 +1230,34 @@ using Vec = at::vec::Vectorized<float>;
 // Everywhere `parameters` are the convolution's weight and bias, bias, scale, and the norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-std::vector<Tensor> contiguous_floats(at::TensorList parameters) {
-    std::vector<Tensor> ready;
-    for (const Tensor& t : parameters) ready.push_back(t.to(at::kFloat).contiguous());
-    return ready;
-}
-
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// Float32 on the CPU: ATen's convolution, then each thread takes groups of samples: v into the output, its sums, and
-// the norm in place. The sums of a block in the first cache are taken around its first value, in float, and put
-// together in double.
-Tensor forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
-    Tensor out = at::empty_like(h);
-    if (h.numel() == 0) return out;
-    const int64_t channels = h.size(1) / groups, slices = h.size(0) * groups, pixels = h.size(2) * h.size(3);
-    constexpr int64_t block = 4096;
-    const std::vector<Tensor> ready = contiguous_floats(parameters);
-    const auto parameter = [&](int which, int64_t channel) { return ready[which].const_data_ptr<float>()[channel]; };
-    const auto plus = [](Vec a, Vec b) { return a + b; };
-    const float* const from = h.const_data_ptr<float>();
-    float* const to = out.data_ptr<float>();
-    at::parallel_for(0, slices, std::max<int64_t>(1, 32768 / (channels * pixels)), [&](int64_t begin, int64_t end) {
-        for (int64_t slice = begin; slice < end; ++slice) {
-            const int64_t first = slice % groups * channels;
-            double sum = 0, square = 0;
-            for (int64_t i = 0; i < channels * pixels;) {
-                const int64_t c = i / pixels, n = std::min(block, (c + 1) * pixels - i);
-                const int64_t at = slice * channels * pixels + i;
-                const Vec bias(parameter(kBias, first + c)), scale(parameter(kScale, first + c));
-                at::vec::map<float>([=](Vec value) { return activate((value + bias) * scale); }, to + at, from + at, n);
-                const Vec anchor(to[at]);
-                const auto sum_of = [&](auto term) { return at::vec::map_reduce_all<float>(term, plus, to + at, n); };
-                const double differences = sum_of([=](Vec v) { return v - anchor; });
-                const double all = n * double(to[at]) + differences;
-                square += sum_of([=](Vec v) { return (v - anchor) * (v - anchor); });
-                sum += all, square += to[at] * (all + differences);
-                i += n;
-            }
-            const double mean = sum / (channels * pixels), variance = square / (channels * pixels) - mean * mean;
-            const double rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);
-            for (int64_t c = 0; c < channels; ++c) {
-                const float hi = mean, factor = parameter(kGamma, first + c) * rstd;
-                const double beta = parameter(kBeta, first + c);
-                const Vec offset(std::isfinite(factor) ? beta - (mean - hi) * factor : NAN);  // NaN as in ATen
-                float* const plane = to + (slice * channels + c) * pixels;
-                at::vec::map<float>([=](Vec v) { return (v - Vec(hi)) * Vec(factor) + offset; }, plane, plane, pixels);
-            }
+// What follows ATen's convolution. Float32 on the CPU: v, then ATen's norm.
+Tensor tail_cpu(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
+    const Tensor from = h.contiguous(), v = at::empty_like(from);
+    const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
+    const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
+    const auto planes = [&](int64_t begin, int64_t end) {
+        for (int64_t plane = begin; plane < end; ++plane) {
+            const Vec b(bias.const_data_ptr<float>()[plane % channels]);
+            const Vec s(scale.const_data_ptr<float>()[plane % channels]);
+            const float* const in = from.const_data_ptr<float>() + plane * pixels;
+            float* const to = v.data_ptr<float>() + plane * pixels;
+            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, to, in, pixels);
         }
-    });
-    return out;
+    };
+    at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
+    return std::get<0>(at::native_group_norm(
+        v, parameters[kGamma], parameters[kBeta], v.size(0), channels, pixels, groups, eps));
 }
 
-Tensor forward_meta(const Tensor& x, at::TensorList parameters, int64_t, double) {
-    const Tensor& weight = parameters[kWeight];
-    return at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - weight.sym_size(2) + 1,
-                                x.sym_size(3) - weight.sym_size(3) + 1},
-        x.options());
+Tensor tail_meta(const Tensor& h, at::TensorList, int64_t, double) {
+    return at::empty_like(h, {}, at::MemoryFormat::Contiguous);
 }
 // The output, and of each group its mean, what a float leaves of the mean, and rstd.
-std::tuple<Tensor, Tensor> record_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    return {forward_meta(x, parameters, groups, eps),
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    const Tensor& weight = parameters[kWeight];
+    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - 2, x.sym_size(3) - 2}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
@@ -1536,120 +1269,95 @@ std::tuple<Tensor, Tensor> backward_meta(
 }
 
 #ifdef WITH_CUDA
-extern "C" int conv_forward(int type, const void* x, const void* const* parameters, void* out, const float* statistics,
-    const int64_t* sizes, double eps, int sms, int shared_bytes, void* totals, cudaStream_t stream);
-extern "C" int64_t conv_totals_bytes(int64_t samples, int64_t groups);
-extern "C" int tail_forward(int type, const void* h, const float* const* parameters, void* out, int64_t samples,
-    int64_t channels, int64_t groups, int64_t pixels, int parts, double eps, void* workspace, cudaStream_t stream);
-extern "C" void conv_backward_sizes(const int64_t* sizes, int sms, int64_t* workspace_bytes, int64_t* rows);
-extern "C" int conv_backward(int type, const void* grad, const void* x, const void* const* parameters,
-    const float* statistics, void* grad_x, float* partials, const int64_t* sizes, int sms, void* workspace,
-    cudaStream_t stream);
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
+extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
+extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
+extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
-int type_number(const Tensor& t) { return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2; }
-Tensor workspace_of(int64_t bytes, const Tensor& like) { return at::empty({bytes}, like.options().dtype(at::kByte)); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// The parameters and sizes as the launchers take them.
+// What the launchers take.
 struct Arguments {
-    std::vector<Tensor> ready;
-    const void* pointers[kParameters];
-    int64_t sizes[6];
-    Arguments(const Tensor& x, at::TensorList parameters, int64_t groups)
-        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups} {
-        for (int i = 0; i < kParameters; ++i) {
-            pointers[i] = ready.emplace_back(parameters[i].contiguous()).const_data_ptr();
-        }
+    std::vector<Tensor> held;
+    std::vector<void*> pointers;
+    int64_t sizes[9];
+    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups) {
+        const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+        const auto type = x.scalar_type();
+        const int64_t values[] = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
+            device.multiProcessorCount, int64_t(device.sharedMemPerBlockOptin),
+            type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2};
+        std::copy(std::begin(values), std::end(values), sizes);
+        add(aligned(x)), add(out);
+        for (const Tensor& t : parameters) add(t.to(at::kFloat).contiguous());
     }
+    void add(const Tensor& t) { pointers.push_back(held.emplace_back(t).data_ptr()); }
+    void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
 };
 
-// The one kernel. False where it does not take the sizes.
-bool run_kernel(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, const Tensor& out,
-    const float* statistics) {
-    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-    if (device.major != 9 || parameters[kWeight].size(2) != 3 || parameters[kWeight].size(3) != 3) return false;
-    const Arguments arguments(x, parameters, groups);
-    const Tensor input = aligned(x), totals = workspace_of(conv_totals_bytes(x.size(0), groups), x);
-    const int error = conv_forward(type_number(x), input.const_data_ptr(), arguments.pointers, out.data_ptr(),
-        statistics, arguments.sizes, eps, device.multiProcessorCount, int(device.sharedMemPerBlockOptin),
-        totals.data_ptr(), c10::cuda::getCurrentCUDAStream());
-    if (error >= 0) check_launch(error);
-    return error == 0;
-}
-
-Tensor forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    Tensor out = forward_meta(x, parameters, groups, eps);
-    if (out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, nullptr)) return out;
-    const Tensor h = aligned(at::conv2d(x, parameters[kWeight], parameters[kConvBias]));
-    const std::vector<Tensor> ready = contiguous_floats(parameters.slice(kBias));
-    const float* pointers[4];
-    for (int i = 0; i < 4; ++i) pointers[i] = ready[i].const_data_ptr<float>();
-    const int64_t samples = h.size(0), channels = h.size(1), pixels = h.size(2) * h.size(3);
-    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-    // Enough blocks for the GPU, and 4096 pixels a block at least.
-    const int64_t planes = samples * channels;
-    const int64_t parts = std::min((16 * sms + planes - 1) / planes, (pixels + 4095) / 4096);
-    const Tensor workspace = workspace_of(planes * parts * 16, h);
-    check_launch(tail_forward(type_number(h), h.const_data_ptr(), pointers, out.data_ptr(), samples, channels, groups,
-        pixels, int(parts), eps, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
-    return out;
-}
-
-std::tuple<Tensor, Tensor> record_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, statistics] = record_meta(x, parameters, groups, eps);
-    TORCH_CHECK(out.numel() == 0 || run_kernel(x, parameters, groups, eps, out, statistics.data_ptr<float>()),
-        "conv_sigmoid_group_norm: sizes that the kernel does not take");
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
+    if (out.numel() == 0) return {out, statistics};
+    Arguments arguments(x, out, parameters, groups);
+    arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes));
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
     return {out, statistics};
+}
+
+Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
+    const c10::cuda::CUDAGuard guard(h.device());
+    const Tensor out = tail_meta(h, parameters, groups, eps);
+    if (out.numel() == 0) return out;
+    Arguments arguments(h, out, parameters, groups);
+    arguments.add(out), arguments.add(out);  // no statistics, no workspace
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
+    return out;
 }
 
 std::tuple<Tensor, Tensor> backward_cuda(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, sums] = backward_meta(grad, x, parameters, statistics, of_x);
-    if (grad.numel() == 0) return {grad_x, sums.zero_()};
-    const Tensor given = aligned(grad), input = aligned(x);
-    const Arguments arguments(x, parameters, statistics.size(1));
-    const int sms = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
+    auto [grad_x, of_parameters] = backward_meta(grad, x, parameters, statistics, of_x);
+    if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
+    Arguments arguments(x, grad_x, parameters, statistics.size(1));
     int64_t bytes, rows;
-    conv_backward_sizes(arguments.sizes, sms, &bytes, &rows);
-    const Tensor workspace = workspace_of(bytes, x), partials = at::empty({rows, sums.numel()}, sums.options());
-    check_launch(conv_backward(type_number(x), given.const_data_ptr(), input.const_data_ptr(), arguments.pointers,
-        statistics.const_data_ptr<float>(), of_x ? grad_x.data_ptr() : nullptr, partials.data_ptr<float>(),
-        arguments.sizes, sms, workspace.data_ptr(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, partials.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
+    conv_backward_sizes(arguments.sizes, &bytes, &rows);
+    const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
+    arguments.add(statistics), arguments.add_bytes(bytes), arguments.add(aligned(grad));
+    arguments.add(grad_x), arguments.add(sums);
+    check_launch(conv_backward(arguments.pointers.data(), arguments.sizes, c10::cuda::getCurrentCUDAStream()));
+    return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
 #endif
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> Tensor");
-    m.def("record(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
-TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
-    m.impl("forward", forward_meta);
-    m.impl("record", record_meta);
-    m.impl("backward", backward_meta);
-}
+    m.def("tail(Tensor h, Tensor[] parameters, int groups, float eps) -> Tensor");
+    m.impl("tail", torch::dispatch(c10::DispatchKey::CPU, tail_cpu));
+    m.impl("tail", torch::dispatch(c10::DispatchKey::Meta, tail_meta));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
 #ifdef WITH_CUDA
-TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
-    m.impl("forward", forward_cuda);
-    m.impl("record", record_cuda);
-    m.impl("backward", backward_cuda);
-}
+    m.impl("tail", torch::dispatch(c10::DispatchKey::CUDA, tail_cuda));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
+    m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
 #endif
+}
 // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     const auto refuse = [] { return torch::autograd::autogradNotImplementedFallback(); };
-    for (const char* name : {"forward", "record", "backward"}) m.impl(name, refuse());
+    for (const char* name : {"forward", "backward", "tail"}) m.impl(name, refuse());
 }
 """
 
@@ -1703,7 +1411,7 @@ def _load(name: str) -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-_forward, _record, _backward = _operators.forward, _operators.record, _operators.backward
+_forward, _backward, _tail = _operators.forward, _operators.backward, _operators.tail
 # Multiprocessors of each GPU that has wgmma, the kernel's instruction; 0 of others.
 _SMS = tuple(
     torch.cuda.get_device_properties(gpu).multi_processor_count if torch.cuda.get_device_capability(gpu)[0] == 9 else 0
@@ -1731,12 +1439,8 @@ def _has_default_strides(t: torch.Tensor) -> bool:
     return True
 
 
-def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
-    """Whether an operator takes the network's tensors.
-
-    Where gradients are recorded, or autocast is on: those of our kernels' sizes. Else any convolution of float32 and,
-    on a GPU, of the 16-bit types: the operator has ATen's, and what follows it in one.
-    """
+def _valid(tensors: tuple, groups: int) -> bool:
+    """Whether an operator can take the network's tensors: of float32, on a GPU also of 16 bits, in usual layouts."""
     x, weight, *vectors = tensors
     device = x.device
     if device.type not in ("cpu", "cuda") or torch._C._are_functorch_transforms_active():
@@ -1752,17 +1456,18 @@ def _fits(tensors: tuple, groups: int, needs_grad: bool) -> bool:
     if x.shape[1] != weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    if rows < 1 or columns < 1 or rows * columns == 1:
+    return rows >= 1 and columns >= 1 and rows * columns > 1 and x.shape[0] * channels < 2**30
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether our kernels take valid tensors of these sizes.
+
+    Of images up to 256 wide a block holds two rows, and all blocks together must hold a sample.
+    """
+    rows, columns = x.shape[2] - 2, x.shape[3] - 2
+    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
         return False
-    if not needs_grad and not autocast:
-        return True
-    # A block holds two rows of output or any even number, in 32 bits a value, and the rows of x that they are made of.
-    if not x.is_cuda or x.shape[1] > 8 or channels > 32 or weight.shape[2:] != (3, 3):
-        return False
-    if columns % 2 != 0 or rows * columns % 4 != 0:
-        return False
-    band = (228000 - 64 * x.shape[3] - 32 * channels) // (32 * x.shape[3] + 4 * columns * channels) // 2 * 2
-    return band >= 2 and rows <= band * _SMS[device.index]
+    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1770,7 +1475,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps):
-        return _record(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps)
+        return _forward(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1790,9 +1495,9 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
-        x, conv_weight, *vectors = tensors
+        x = tensors[0]
         of_x, of_parameters = _backward(grad, x, tensors[1:], statistics, needs[0])
-        parts = of_parameters.to(grad.dtype).split([conv_weight.numel()] + [vectors[0].numel()] * 4)
+        parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
         return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
 
@@ -1825,18 +1530,26 @@ class ModelNew(nn.Module):
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not _fits(tensors, norm.num_groups, needs_grad):
-            return _plain(*tensors, norm.num_groups, norm.eps)
-        if torch.is_autocast_enabled(x.device.type):  # the Model returns float32 there, in which the kernels compute
+        groups, eps = norm.num_groups, norm.eps
+        if not _valid(tensors, groups):
+            return _plain(*tensors, groups, eps)
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if not _fits(x, conv.weight):
+            if needs_grad or autocast:
+                return _plain(*tensors, groups, eps)
+            return _tail(nn.functional.conv2d(x, conv.weight, conv.bias), tensors[1:], groups, eps)
+        if autocast:  # the Model returns float32 there, in which the kernels compute
             tensors = tuple(t.float() for t in tensors)
         if needs_grad:
-            return ConvSigmoidGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        return _forward(tensors[0], tensors[1:], norm.num_groups, norm.eps)
+            return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
+        return _forward(tensors[0], tensors[1:], groups, eps)[0]
 
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
         conv, norm = self.conv, self.group_norm
-        if type(conv) is not nn.Conv2d or type(norm) is not nn.GroupNorm or conv.bias is None or norm.weight is None:
+        if type(conv) is not nn.Conv2d or type(norm) is not nn.GroupNorm:
+            return False
+        if conv.bias is None or norm.weight is None or norm.bias is None:
             return False
         if (conv.stride, conv.padding, conv.dilation, conv.groups) != ((1, 1), (0, 0), (1, 1), 1):
             return False
