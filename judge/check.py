@@ -16,32 +16,26 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from judge.source import Problem, last_line, to_dtype
 from judge.worker import (
-    Arena,
-    Place,
+    Answer,
     Rejected,
+    Request,
     Worker,
-    form_of,
-    forward,
-    gradients,
+    answers_of,
     random_states,
-    roots_of,
     same_bits,
     settle,
+    shared,
     state_of,
-    synchronize,
-    wanted_of,
 )
 
 SEEDS, MOST_SEEDS = 3, 16  # more where few do not meet gate 2: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
-MOST_KEPT, KEPT_BYTES = 8, {"cuda": 24 << 30, "cpu": 1 << 30}  # of the timed answers that are looked at
+MOST_KEPT, KEPT_BYTES = 8, {"cuda": 8 << 30, "cpu": 1 << 30}  # of the timed answers that are looked at
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
-WHOSE = {"forward": "nobody's", "forward_recorded": "parameters", "forward_backward": "all"}  # gradients, by direction
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
 # Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
@@ -59,27 +53,23 @@ TOLERANCE = {
 
 @dataclass
 class Errors:
-    """Of one output or gradient: the largest |new - exact|, |eager - exact|, |exact| and |new - eager|; the first
-    three's sums of squares; how many elements are beyond gate 1, and NaN in one only; of how many."""
+    """Of one output or gradient, or of several answers' with `add`."""
 
-    most: list[float] = field(default_factory=lambda: [0.0] * 4)
-    squares: list[float] = field(default_factory=lambda: [0.0] * 3)
-    wrong: int = 0
-    nan_apart: int = 0
-    count: int = 0
+    most: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(4).double()
+    )  # |new|, |eager| - exact; |exact|; apart
+    sums: torch.Tensor = field(default_factory=lambda: torch.zeros(6).double())  # squares of three; far; one NaN; all
 
     def add(self, other: Errors) -> None:
-        self.most = [max(both) for both in zip(self.most, other.most)]
-        self.squares = [sum(both) for both in zip(self.squares, other.squares)]
-        self.count += other.count
+        self.most, self.sums = torch.maximum(self.most, other.most), self.sums + other.sums
 
     def rms(self) -> list[float]:
-        return [(squares / max(1, self.count)) ** 0.5 for squares in self.squares]
+        return (self.sums[:3] / self.sums[5].clamp(1)).sqrt().tolist()
 
     def over_limit(self, dtype: torch.dtype) -> list[str]:
         """Gate 2. Half an ulp at the output's scale is allowed: where the Model is exact, rounding is no error."""
         complaints = []
-        for kind, (new, eager, scale) in (("largest", self.most[:3]), ("rms", self.rms())):
+        for kind, (new, eager, scale) in (("largest", self.most[:3].tolist()), ("rms", self.rms())):
             limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
             if not new <= limit:
                 said = f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
@@ -88,10 +78,9 @@ class Errors:
 
     def as_dict(self, dtype: torch.dtype) -> dict[str, float | None]:
         """For the record. In float64 nothing is more exact: what is known is the distance to the Model."""
-        known = dtype != torch.float64
-        (new_max, eager_max, *_), (new_rms, eager_rms, _) = self.most, self.rms()
-        eager = {"eager_max": eager_max if known else None, "eager_rms": eager_rms if known else None}
-        return {"new_max": new_max, "new_rms": new_rms, **eager}
+        most, rms, exact = self.most.tolist(), self.rms(), dtype == torch.float64
+        eager = {"eager_max": None if exact else most[1], "eager_rms": None if exact else rms[1]}
+        return {"new_max": most[0], "new_rms": rms[0], **eager}
 
 
 def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
@@ -99,27 +88,25 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
 
     Without the exact result the candidate's error is its distance from the Model.
     """
-    given = [x for x in (new, eager, exact) if x is not None]
-    real = [torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach() for x in given]
-    flat, size, found = [x.reshape(-1) for x in real], CHUNK[new.device.type], []
+    given = [x.detach() for x in (new, eager, exact) if x is not None]
+    flat = [(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1) for x in given]
+    total, size = Errors(), CHUNK[new.device.type]
     for start in range(0, flat[0].numel(), size):
         n, e, *exactly = (x[start : start + size].double() for x in flat)
         apart = distance(n, e)
-        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0, 0.0))
         errors = [apart, torch.zeros_like(apart), torch.zeros_like(apart)]
         for r in exactly:
-            of_eager, of_new = distance(e, r), distance(n, r)
+            of_eager = distance(e, r)
             overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
-            of_new, of_eager = of_new.masked_fill_(overflows, 0.0), of_eager.masked_fill_(overflows, 0.0)
-            errors = [of_new, of_eager, r.abs().nan_to_num(0.0, 0.0, 0.0)]
-        largest = torch.stack([x.max() for x in (*errors, apart)])
-        counts = [far.sum(), (n.isnan() != e.isnan()).sum()]
-        found.append((largest, torch.stack([x.double() for x in [*(x.square().sum() for x in errors), *counts]])))
-    if not found:
-        return Errors()
-    most = torch.stack([largest for largest, _ in found]).amax(0).tolist()
-    *squares, wrong, nan_apart = torch.stack([sums for _, sums in found]).sum(0).tolist()
-    return Errors(most, squares, int(wrong), int(nan_apart), flat[0].numel())
+            errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)] + [finite(r.abs())]
+        counts = apart > tolerance * (scale + finite(e.abs())), n.isnan() != e.isnan(), torch.ones_like(n)
+        sums = [x.double().sum() for x in (*(x.square() for x in errors), *counts)]
+        total.add(Errors(torch.stack([x.max() for x in (*errors, apart)]).cpu(), torch.stack(sums).cpu()))
+    return total
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -136,32 +123,31 @@ class Case:
     """One candidate at one shape, dtype and precision, and what was found so far."""
 
     problem: Problem
-    worker: Worker | None
-    arena: Arena
+    device: str
+    by_ipc: bool  # how tensors reach the workers
     dtype: torch.dtype
     precision: str
     batch: int | None
     seed: int
+    worker: Worker | None = None
     model: torch.nn.Module | None = None
     errors: dict[str, Errors] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def device(self) -> str:
-        return self.arena.device
+    def inputs(self, seed: int, change: Callable | None = None, batch: int | None = None) -> list:
+        """The same on every call: they are drawn again rather than kept, which would take memory."""
+        drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
+        for x in drawn:
+            if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                change(x)
+        return drawn
 
-    def draw(self, seed: int, change: Callable | None = None, batch: int | None = None) -> Callable[[], list]:
-        """Gives the same inputs on every call: they are drawn again rather than kept, which would take memory."""
+    def share(self, x):
+        return shared(x, self.by_ipc) if isinstance(x, torch.Tensor) else x
 
-        def inputs() -> list:
-            batch_size = self.batch if batch is None else batch
-            drawn = self.problem.inputs(batch_size, self.device, self.dtype, self.seed + seed)
-            for x in drawn:
-                if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
-                    change(x)
-            return drawn
-
-        return inputs
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Shared memory for an answer, full of NaN."""
+        return self.share(nan_like(torch.empty_like(like, memory_format=torch.contiguous_format)))
 
     def note(self, text: str) -> None:
         self.notes += [text] if text not in self.notes else []
@@ -172,48 +158,18 @@ class Case:
         return [f"{name}: {said}" for name, all_ in found.items() for said in all_ if self.dtype != torch.float64]
 
 
-@dataclass
-class Answer:
-    """What a Model gives: outputs, then gradients, by name."""
-
-    leaves: dict[str, object]
-    forms: list[dict]
-    tree: str
-    incoming: list[torch.Tensor]
-    draws: bool  # whether it used random numbers
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
-
-
-def answer_of(model, inputs: list, request: Request, incoming: Callable) -> Answer:
-    wanted, states = wanted_of(model, inputs, request.gradients()), random_states()
-    with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
-        result = forward(model, inputs, request.direction)
-    leaves, tree = tree_flatten(result)
-    single = isinstance(result, torch.Tensor)
-    named = {"output" if single else f"output {i}": leaf for i, leaf in enumerate(leaves)}
-    given = incoming(roots_of(result)) if request.direction == "forward_backward" and wanted else []
-    forms = [form_of(leaf) for leaf in leaves]
-    if given:
-        found = gradients(result, list(wanted.values()), given, request.again)
-        named |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, found)}
-        forms += [form_of(gradient) for gradient in found]
-    named = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in named.items()}
-    return Answer(named, forms, str(tree), given, random_states() != states)
-
-
-def exact_answer(case: Case, model, draw: Callable, request: Request, incoming: list) -> list | None:
+def exact_answer(case: Case, model, inputs: Callable, request: Request, incoming: list) -> dict | None:
     """The Model's answer in float64, or None where it has none."""
     if case.dtype == torch.float64:
         return None
     try:
         exact = copy.deepcopy(model).double().train(request.mode == "train")
-        inputs, given = ([to_dtype(x, torch.float64) for x in tensors] for tensors in (draw(), incoming))
-        return list(answer_of(exact, inputs, request, lambda roots: given).leaves.values())
+        given, inputs = ([to_dtype(x, torch.float64) for x in tensors] for tensors in (incoming, inputs()))
+        (answer,) = answers_of(exact, [inputs], replace(request, order=(0,)), lambda number, roots: given)
+        return answer.leaves
     except torch.OutOfMemoryError:
         case.note("gate 2 was not asked of every answer: no room for the Model in float64")
-    except Exception as error:
+    except Exception as error:  # a Model for one dtype
         case.note(f"no gate 2: the Model does not run in float64: {last_line(error)}")
     return None
 
@@ -224,27 +180,35 @@ def random_like(tensors: list[torch.Tensor], seed: int = 0, expanded: bool = Fal
     for x in tensors:
         generator = torch.Generator(x.device).manual_seed(seed)
         values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
-        drawn.append(values[:1].expand_as(values).contiguous() if expanded and x.dim() else values)
+        drawn.append(values[:1].expand_as(values) if expanded and x.dim() else values)  # other numbers lie behind it
     return drawn
 
 
 # ---- weights
 
 
+def make_asked(case: Case) -> dict:
+    """How a worker is asked to make a module."""
+    arguments = case.problem.arguments(case.seed)
+    return {"arguments": arguments, "level": case.precision, "dtype": case.dtype, "seed": case.seed}
+
+
 def start(case: Case) -> list[str]:
     """The same seed gives both the same state, in the same order, and the candidate loads the Model's, strictly."""
-    arguments, dtype = case.problem.arguments(case.seed), str(case.dtype).removeprefix("torch.")
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
-    reply = case.worker.ask("make", arguments=arguments, level=case.precision, dtype=dtype, seed=case.seed, instances=2)
-    reasons, mine, theirs = reply["changed"], reply["state"], state_of(case.model)
+    state = case.model.state_dict()
+    shared_state = {name: case.share(x) for name, x in state.items()}
+    mine = case.worker.ask("make", **make_asked(case), like=shared_state, instances=2)["state"]
+    theirs = state_of(case.model, state)
     if list(mine) != list(theirs):
-        return [*reasons, f"state_dict: its keys are {list(mine)}, the Model's are {list(theirs)}"]
-    for name, (*form, bits) in theirs.items():
-        *form_here, bits_here = mine[name]
+        return [f"state_dict: its keys are {list(mine)}, the Model's are {list(theirs)}"]
+    reasons = []
+    for name, (*form, _) in theirs.items():
+        *form_here, same = mine[name]
         for what, is_, should in zip(("shape", "dtype", "requires_grad (None: no parameter)"), form_here, form):
             if is_ != should:
                 reasons.append(f"state_dict: {name} has {what} {is_}, the Model's has {should}")
-        if form_here == form and bits != bits_here:
+        if form_here == form and not same:
             reasons.append(f"state_dict: the same seed does not give the Model's {name}")
     if not reasons:
         give_weights(case)
@@ -253,12 +217,9 @@ def start(case: Case) -> list[str]:
 
 def give_weights(case: Case, model=None, instance: int | None = None, worker: Worker | None = None) -> None:
     """The Model's, or this model's, to one instance of the candidate's or to all, or to another worker."""
-    state = (model or case.model).state_dict()
-    places = dict(zip(state, case.arena.place([(x, None, False) for x in state.values()])))
-    for name, tensor in state.items():
-        case.arena.view(places[name]).copy_(tensor)
+    state = {name: case.share(x) for name, x in (model or case.model).state_dict().items()}
     settle(case.device)
-    (worker or case.worker).ask("set_weights", places=places, instance=instance)
+    (worker or case.worker).ask("set_weights", state=state, instance=instance)
 
 
 def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
@@ -277,8 +238,11 @@ def perturb(model: torch.nn.Module, seed: int, signs: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
+def other_weights(case: Case, change: Callable[[torch.nn.Module], None] | None):
     """Both have these weights inside."""
+    if change is None:
+        yield
+        return
     kept = copy.deepcopy(case.model.state_dict())
     with torch.no_grad():
         change(case.model)
@@ -292,38 +256,6 @@ def other_weights(case: Case, change: Callable[[torch.nn.Module], None]):
 
 
 # ---- what is asked
-
-
-@dataclass(frozen=True)
-class Request:
-    """A question for the candidate and the Model: which calls, on which inputs, and what is compared."""
-
-    when: str
-    direction: str = "forward"
-    seed: int = 0  # of the inputs
-    change: Callable | None = None  # of each floating input
-    weights: Callable | None = None  # of the Model's weights, which the candidate is given then
-    batch: int | None = None
-    layout: str = "dense"
-    order: tuple = (0,)  # of the calls: which set of inputs each gets
-    keep: tuple = (0,)  # the calls whose answers are compared
-    instance: int = 0
-    mode: str = "eval"  # or "train" or "inference"
-    whose: str = ""  # gradients are asked of; those of the direction
-    # "both"; "one", gate 1 alone; "either": close to the Model, or as near to float64 as gate 2 asks where the Model is
-    # itself far off; "finite": the same with all that is not finite taken as equal.
-    gate: str = "either"
-    finite: bool = False  # not asked where the Model's answer is not finite
-    poison: bool = False  # memory is full of NaN
-    stream: bool = False  # on another stream, and with inputs that come late
-    move: bool = False  # the weights move in memory first
-    again: bool = False  # a second backward pass of one graph
-    expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
-    must: bool = False  # the Model must answer
-    refusable: bool = False  # who refuses it with an error is not wrong
-
-    def gradients(self) -> str:
-        return self.whose or WHOSE[self.direction]
 
 
 def spread(x: torch.Tensor) -> None:
@@ -340,22 +272,22 @@ def shift_biases(model: torch.nn.Module) -> None:
             module.bias.data.add_(100.0)
 
 
-def transposed(shape: tuple) -> tuple:
-    return torch.empty(shape, device="meta").transpose(0, -1).contiguous().transpose(0, -1).stride()
+def nan_like(x: torch.Tensor) -> torch.Tensor:
+    return x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 1)
 
 
-# The strides of an input of this shape, and whether it lies off any alignment.
+# The same values in other memory.
 LAYOUTS = {
-    "transposed": (transposed, False),
-    "a slice": (lambda shape: torch.empty(*shape[:-1], shape[-1] + 3, device="meta").stride(), False),
-    "off any alignment": (None, True),
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
+    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 BOTH = partial(Request, direction="forward_backward")
 
 # Asked at the shape and in the layout that is timed; and what a compiler may make anew, after it was timed.
 REQUESTS = {
     "forward": [
-        Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8), keep=(0, 9, 17)),
+        Request("kept while it was called again", order=(0, *[1] * 7, 0, 1)),
         Request("after the weights moved in memory, as .to moves them", move=True),
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
@@ -371,7 +303,7 @@ REQUESTS = {
     ],
     "forward_recorded": [],
     "forward_backward": [
-        BOTH("two forward passes before two backward passes", order=(0, 1), keep=(0, 1)),
+        BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", again=True, refusable=True),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
@@ -432,10 +364,9 @@ def ask(case: Case, request: Request, model: torch.nn.Module | None = None) -> l
     """Puts a request to both, where there is room for it, and says what is wrong with the candidate's answers."""
     if request.stream and case.device != "cuda":
         return []
-    draws = [case.draw(request.seed + 100 * i, request.change, request.batch) for i in range(max(request.order) + 1)]
     try:
-        with other_weights(case, request.weights) if request.weights else contextlib.nullcontext():
-            reasons = ask_both(case, request, draws, model or case.model)
+        with other_weights(case, request.weights):
+            reasons = ask_both(case, request, model or case.model)
             return [f"{reason} ({request.when})" for reason in dict.fromkeys(reasons)]
     except (Rejected, torch.OutOfMemoryError) as error:
         kind = getattr(error, "kind", "memory")
@@ -447,88 +378,47 @@ def ask(case: Case, request: Request, model: torch.nn.Module | None = None) -> l
     return []
 
 
-def ask_both(case: Case, request: Request, draws: list[Callable], model: torch.nn.Module) -> list[str]:
-    incoming = partial(random_like, seed=case.seed, expanded=request.expanded)
+def ask_both(case: Case, request: Request, model: torch.nn.Module) -> list[str]:
+    draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
+    drawn, layout = [draw() for draw in draws], LAYOUTS.get(request.layout, lambda x: x)
+    sets = [[case.share(layout(x)) if isinstance(x, torch.Tensor) and x.dim() else x for x in each] for each in drawn]
     model.train(request.mode == "train")
+    states = random_states()
     try:
-        expected = [answer_of(model, draws[request.order[i]](), request, incoming) for i in request.keep]
-    except Exception as error:
+        expected = answers_of(model, drawn, request, lambda _, roots: random_like(roots, case.seed, request.expanded))
+    except Exception as error:  # a Model may refuse what it likes
         if request.must or isinstance(error, torch.OutOfMemoryError):
             raise
         return []
     finally:
         model.eval()
-    first = expected[0]
-    if request.finite and not all(bool(x.isfinite().all()) for x in first.tensors()):
+    draws_numbers = random_states() != states
+    if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors()):
         return []
-    if request.mode == "train" and first.draws:
+    if request.mode == "train" and draws_numbers:
         return []
 
-    sets, given, answers = lay_out(case, request, draws, expected)
-    reply = case.worker.ask(
-        "call", sets=sets, incoming=given, answers=answers, order=request.order, keep=request.keep, mode=request.mode,
-        direction=request.direction, instance=request.instance, whose=request.gradients(), poison=request.poison,
-        stream=request.stream, again=request.again, move=request.move,
-    )  # fmt: skip
-    reasons = list(reply["changed"])
-    if reply["late"]:
-        reasons.append("the answer changes after the call has returned: work goes on elsewhere")
-    if reply["draws"] and not first.draws:
+    del drawn  # a gigabyte or ten
+    given = [[case.share(x) for x in answer.incoming] for answer in expected if answer.incoming]
+    answers = [[case.room(x) for x in answer.tensors()] for answer in expected]
+    settle(case.device)
+    asked = replace(request, change=None, weights=None)
+    reply = case.worker.ask("call", request=asked, sets=sets, incoming=given, answers=answers)
+    reasons = reply["wrong"]
+    if reply["draws"] and not draws_numbers:
         reasons.append("changes PyTorch's random state, which the Model leaves alone")
-    for draw, places in zip(draws, sets):
-        reasons += written_inputs(case, draw, places)
-    for answer, position, forms, places in zip(expected, request.keep, reply["forms"], answers, strict=True):
+    for position, answer, forms, tensors in zip(request.kept(), expected, reply["forms"], answers, strict=True):
         if request.when == "with gradients recorded":  # here no gradient is a remark; where one is timed it is wrong
             if any(a.get("requires_grad") and not b.get("requires_grad") for a, b in zip(answer.forms, forms)):
                 case.note("outputs carry no gradient, the Model's do")
             answer.forms, forms = without_gradient(answer.forms), without_gradient(forms)
-        strides = request.layout == "dense" and not request.expanded
         exact = partial(exact_answer, case, model, draws[request.order[position]], request, answer.incoming)
-        tensors = [case.arena.read(place) for place in places]
+        strides = request.layout == "dense" and not request.expanded
         wrong = different_forms(answer, forms, reply["tree"], strides)
         reasons += wrong or different_values(case, answer, tensors, exact, request.gate)
-    if not reasons and len(request.keep) > 2:
-        if not all(same_bits(case.arena.view(a), case.arena.view(b)) for a, b in zip(*answers[:2])):
-            case.note("gives other bits when it is called again with the same inputs, within the gates")
+    if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*answers[:2])):
+        case.note("gives other bits when it is called again with the same inputs, within the gates")
     return reasons
-
-
-def lay_out(case: Case, request: Request, draws: list[Callable], expected: list[Answer]) -> tuple[list, list, list]:
-    """Puts inputs and incoming gradients into the arena, with room for the answers; gives the places of each."""
-    sets, (strides, odd) = [draw() for draw in draws], LAYOUTS.get(request.layout, (None, False))
-    incoming = [answer.incoming for answer in expected if answer.incoming]  # a set of inputs has one call then
-    tensors = [x for each in sets for x in each if isinstance(x, torch.Tensor)]
-    requests = [(x, strides(x.shape) if strides and x.dim() else None, odd) for x in tensors]
-    requests += [(x[:1] if request.expanded and x.dim() else x, None, False) for each in incoming for x in each]
-    requests += [(x, None, False) for answer in expected for x in answer.tensors()]
-    places = iter(case.arena.place(requests))
-    sets, given = ([[filled(case.arena, x, places) for x in each] for each in every] for every in (sets, incoming))
-    answers = [[next(places) for _ in answer.tensors()] for answer in expected]
-    for place in sum(answers, []):
-        fill_with_nan(case.arena.view(place))
-    settle(case.device)
-    return sets, given, answers
-
-
-def filled(arena: Arena, x, places):
-    """The place of a tensor, which is copied there. Of an expanded one the first row is, and stands for all."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    place = next(places)
-    arena.view(place).copy_(x[: place.shape[0]] if x.dim() else x)
-    if place.shape == tuple(x.shape):
-        return place
-    return place._replace(shape=tuple(x.shape), strides=(0, *place.strides[1:]))
-
-
-def fill_with_nan(x: torch.Tensor) -> None:
-    x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 1)
-
-
-def written_inputs(case: Case, draw: Callable, places: list) -> list[str]:
-    pairs = [(i, x, place) for i, (x, place) in enumerate(zip(draw(), places)) if isinstance(place, Place)]
-    written = [i for i, x, place in pairs if not same_bits(case.arena.read(place), x)]
-    return [f"writes input {i}, which a call must leave alone" for i in written]
 
 
 def without_gradient(forms: list[dict]) -> list[dict]:
@@ -551,30 +441,31 @@ def different_forms(answer: Answer, forms: list[dict], tree: str, strides: bool)
 def different_values(case: Case, answer: Answer, given: list, reference: Callable, gate: str) -> list[str]:
     """Both gates for each tensor of an answer. Numbers and strings were compared with its form."""
     reasons, given, exact = [], iter(given), reference() if gate == "both" else None
-    for i, (name, eager) in enumerate(answer.leaves.items()):
+    for name, eager in answer.leaves.items():
         if not isinstance(eager, torch.Tensor):
             continue
-        new, scale, inexact = next(given), scale_of(name, eager), eager.is_floating_point() or eager.is_complex()
+        new, scale = next(given).to(case.device), scale_of(name, eager)
+        inexact = eager.is_floating_point() or eager.is_complex()
         tolerance = TOLERANCE[case.dtype][case.precision] if inexact else 0.0
         if gate == "finite" and inexact:
             new, eager = (x.masked_fill(~x.isfinite(), float("nan")) for x in (new, eager))
         if gate != "both" and torch.allclose(new, eager, tolerance, tolerance * scale, equal_nan=True):
             continue
-        found = compare(new, eager, exact and exact[i], tolerance, scale)
+        found = compare(new, eager, exact and exact[name], tolerance, scale)
+        far, one_nan, count = map(int, found.sums[3:])
         if gate == "both" and inexact and (exact or case.dtype == torch.float64):
             case.errors.setdefault(name, Errors()).add(found)
-        if found.wrong and gate in ("either", "finite") and inexact and not found.nan_apart:
+        if far and gate in ("either", "finite") and inexact and not one_nan:
             exact = exact or reference()
-            if exact and not compare(new, eager, exact[i], tolerance, scale).over_limit(case.dtype):
+            if exact and not compare(new, eager, exact[name], tolerance, scale).over_limit(case.dtype):
                 continue
-        if found.nan_apart:
-            said = f"{found.nan_apart} of {eager.numel()} elements are NaN in one and not in the other"
-            reasons.append(f"{name}: {said}")
-        elif found.wrong and is_constant(new) and not is_constant(eager):
+        if one_nan:
+            reasons.append(f"{name}: {one_nan} of {count} elements are NaN in one and not in the other")
+        elif far and is_constant(new) and not is_constant(eager):
             reasons.append(f"{name} is constant, the Model's is not")
-        elif found.wrong:
-            far = f"largest difference {found.most[3]:.2e}, tolerance {tolerance * scale:.1e}"
-            reasons.append(f"{name}: {found.wrong} of {eager.numel()} elements are not close to the Model's, {far}")
+        elif far:
+            said = f"largest difference {found.most[3]:.2e}, tolerance {tolerance * scale:.1e}"
+            reasons.append(f"{name}: {far} of {count} elements are not close to the Model's, {said}")
     return reasons
 
 
@@ -582,7 +473,7 @@ def scale_of(name: str, tensor: torch.Tensor) -> float:
     """A gradient sums over a batch: where it is large, an error counts relative to the size of them all."""
     if not name.startswith("gradient") or not tensor.numel():
         return 1.0
-    norm = torch.linalg.vector_norm(tensor.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64).item()
+    norm = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64).item()
     return max(1.0, norm / tensor.numel() ** 0.5)
 
 
@@ -597,64 +488,60 @@ class Ring:
     """The inputs of one turn, drawn anew for each round, and where the answers go."""
 
     def __init__(self, case: Case, direction: str):
-        self.case, self.request, self.reasons = case, Request("while it was timed", direction), []
-        inputs = case.draw(0)()
-        expected = answer_of(case.model, inputs, self.request, partial(random_like, seed=case.seed))
-        self.incoming = expected.incoming
-        self.names = [name for name in expected.leaves if name.startswith("gradient") == bool(self.incoming)]
-        answers = [x for name, x in expected.leaves.items() if name in self.names and isinstance(x, torch.Tensor)]
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        slots = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, sum(x.nbytes for x in tensors + answers))))
-        places = iter(case.arena.place([(x, None, False) for x in tensors * slots + self.incoming + answers]))
-        self.slots = [[filled(case.arena, x, places) for x in inputs] for _ in range(slots)]
-        given = [filled(case.arena, x, places) for x in self.incoming]
-        self.ready = {"ring": self.slots, "incoming": given, "direction": direction, "whose": WHOSE[direction]}
-        self.answers, self.draws = list(places), [case.draw(0)] * slots
-        room = KEPT_BYTES[case.device] // max(1, sum(x.nbytes for x in answers))
-        self.kept, self.most_kept = {}, max(1, min(MOST_KEPT, room))
+        self.case, self.request, self.reasons = case, Request("while it was timed", direction, gate="both"), []
+        inputs = case.inputs(0)
+        (expected,) = answers_of(case.model, [inputs], self.request, lambda _, roots: random_like(roots, case.seed))
+        incoming = [case.share(x) for x in expected.incoming]
+        self.answers = [case.room(x) for x in self._timed(expected).tensors()]
+        nbytes = sum(x.nbytes for x in [*inputs, *self.answers] if isinstance(x, torch.Tensor))
+        slots = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
+        self.slots, self.draws = [[case.share(x) for x in inputs] for _ in range(slots)], [None] * slots
+        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers, "incoming": incoming}
+        room = KEPT_BYTES[case.device] // max(1, sum(x.nbytes for x in self.answers))
+        self.kept, self.most_kept = [], max(1, min(MOST_KEPT, room))
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
         secret = random.SystemRandom()
-        for i, places in enumerate(self.slots[:calls]):
+        for i, slot in enumerate(self.slots[:calls]):
             factor = secret.uniform(0.9, 1.0)
-            self.draws[i] = self.case.draw(secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
-            for x, place in zip(self.draws[i](), places):
-                if isinstance(place, Place):
-                    self.case.arena.view(place).copy_(x)
-        synchronize(self.case.device)  # and keeps the memory: the driver would clear it while the next is timed
+            self.draws[i] = partial(self.case.inputs, secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
+            for new, x in zip(self.draws[i](), slot):
+                if isinstance(x, torch.Tensor):
+                    x.untyped_storage().copy_(new.untyped_storage())
+        self._synchronize()
 
     def blank(self) -> None:
-        for place in self.answers:
-            fill_with_nan(self.case.arena.view(place))
-        synchronize(self.case.device)
+        for x in self.answers:
+            nan_like(x)
+        self._synchronize()
 
-    def keep(self, place: int, index: int, reply: dict) -> None:
-        """A copy of the answer that was handed over, and how to draw its inputs again."""
-        self.kept.pop(place, None)
-        tensors = [self.case.arena.view(each).clone() for each in self.answers]
-        self.kept[place] = self.draws[index], reply, tensors
-        synchronize(self.case.device)
+    def keep(self, index: int, reply: dict) -> None:
+        """A copy of the answer that was handed over, and how to draw its inputs again; drops one if there are many."""
+        if len(self.kept) == self.most_kept:
+            self.kept.pop(random.SystemRandom().randrange(self.most_kept))
+        self.kept.append((self.draws[index], reply["forms"], [x.clone() for x in self.answers]))
+        self._synchronize()
 
     def inspect(self) -> None:
         """Holds answers that were given while the clock ran against the Model's, by both gates."""
-        while self.kept:
-            self._inspect(*self.kept.popitem()[1])
-            settle(self.case.device)
-
-    def _inspect(self, draw: Callable, reply: dict, given: list) -> None:
         case = self.case
-        given = [x.to(case.device) for x in given]
-        expected = answer_of(case.model, draw(), self.request, lambda roots: self.incoming)
-        kept = [i for i, name in enumerate(expected.leaves) if name in self.names]
-        expected.forms = without_gradient([expected.forms[i] for i in kept])
-        expected.leaves = {name: expected.leaves[name] for name in self.names}
+        while self.kept:
+            draw, forms, given = self.kept.pop()
+            (expected,) = answers_of(case.model, [draw()], self.request, lambda _, roots: random_like(roots, case.seed))
+            exact = partial(exact_answer, case, case.model, draw, self.request, expected.incoming)
+            expected = self._timed(expected)
+            wrong = different_forms(expected, forms, expected.tree, strides=True)
+            wrong = wrong or different_values(case, expected, given, exact, "both")
+            self.reasons += [f"{what} (while it was timed)" for what in wrong]
+            settle(case.device)
 
-        def exact() -> list | None:
-            leaves = exact_answer(case, case.model, draw, self.request, self.incoming)
-            return leaves and [leaves[i] for i in kept]
+    def _timed(self, answer: Answer) -> Answer:
+        """What is handed over of it, and compared: not whether it has a gradient."""
+        names = [name for name in answer.leaves if not answer.incoming or name.startswith("gradient")]
+        forms = [form for name, form in zip(answer.leaves, without_gradient(answer.forms)) if name in names]
+        return replace(answer, leaves={name: answer.leaves[name] for name in names}, forms=forms)
 
-        wrong = different_forms(expected, reply["forms"], expected.tree, strides=True)
-        wrong = wrong or different_values(case, expected, given, exact, "both")
-        wrong += reply["changed"]
-        self.reasons += [f"{what} (while it was timed)" for what in wrong]
+    def _synchronize(self) -> None:  # and keeps the memory: the driver would clear it while the next is timed
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()

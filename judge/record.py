@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 
 from judge import bench
+from judge.source import BUILD
 
-OK, WRONG, BUILD = "ok", "wrong", "build failed"
+OK, WRONG = "ok", "wrong"
 ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
 SHORT = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}
 THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "thermal slowdown"}
-THROTTLE_FIELD = "clocks_event_reasons.active"
+ABOVE_FLOOR = "above 100% of the floor, whose bandwidth is that of a copy"
 
 
 @dataclass
@@ -57,11 +58,10 @@ class Result:
     interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
-    frozen: bool = False  # of earlier records: ModelNew's freeze_weight() was called
 
-    def reject(self, reasons: list[str], status: str = WRONG) -> None:
+    def reject(self, reasons: tuple[str, ...], kind: str) -> None:
         """What was timed before the reason was found has no meaning."""
-        self.status, self.ok = status, False
+        self.status, self.ok = BUILD if kind == BUILD else WRONG, False
         self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
         for reason in reasons:  # records travel: they name files, not the folders of the machine that wrote them
             for folder in (Path(__file__).resolve().parent.parent, Path.home()):
@@ -90,20 +90,20 @@ class Result:
 
     def set_errors(self, errors: dict[str, dict]) -> None:
         """Of several outputs the largest of each figure, and each gradient's."""
-        outputs = [figures for name, figures in errors.items() if not name.startswith("gradient of ")]
+        mark = "gradient of "
+        outputs = [figures for name, figures in errors.items() if not name.startswith(mark)]
         for key in outputs[0] if outputs else ():
             figures = [each[key] for each in outputs]
             self.error[key] = None if None in figures else max(figures)
         if self.direction == "forward_backward":
-            gradients = {name: figures for name, figures in errors.items() if name.startswith("gradient of ")}
-            self.gradient_error = {name.removeprefix("gradient of "): each for name, each in gradients.items()}
+            found = {name.removeprefix(mark): each for name, each in errors.items() if name.startswith(mark)}
+            self.gradient_error = found
 
     def way(self) -> str:
         shape = [f"b{self.batch}"] if self.batch is not None else []
         replaced = {name: value for name, value in self.constants.items() if isinstance(value, int)}
         shape += [f"{name} {value}" for name, value in replaced.items() if name != "batch_size"]
-        frozen = ["frozen"] * self.frozen
-        return " ".join([self.device, self.dtype, self.precision, SHORT[self.direction], *frozen, *shape])
+        return " ".join([self.device, self.dtype, self.precision, SHORT[self.direction], *shape])
 
 
 def tidy(value: float) -> float:
@@ -114,63 +114,52 @@ def tidy(value: float) -> float:
 class Table:
     """Prints a row as soon as it is there; the widths are those that usual figures need."""
 
-    def __init__(self, baselines, markdown: bool = False):
-        self.markdown, self.remarks = markdown, []
-        self.timed = sorted({"new", *baselines} - {"cudagraph"}, key=ORDER.index)
-        if "cudagraph" in baselines:
-            self.timed.insert(1, "new_cudagraph")
+    def __init__(self, baselines):
+        found = {"new", *("new_cudagraph" if name == "cudagraph" else name for name in baselines)}
+        self.timed, self.remarks = sorted(found, key=ORDER.index), []
         self.rivals = [name for name in self.timed if not name.startswith("new")]
-        head = ["model", "run", "result", *(f"{name} ms" for name in self.timed)]
-        head += [*(f"x {name} [95%]" for name in self.rivals), "of floor", "error new / eager"]
         self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in self.timed), *(30 for _ in self.rivals), 9, 17]
-        self._print(head)
-        if markdown:
-            self._print(["---"] * len(self.widths))
+        versus = [f"x {name} [95%]" for name in self.rivals]
+        times = [f"{name} ms" for name in self.timed]
+        self._print("model", "run", "result", *times, *versus, "of floor", "error new / eager")
 
     def row(self, run: Result) -> None:
-        cells = [run.model, run.way(), {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]]
-        for ms in map(run.ms.get, self.timed):
-            cells.append("-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}")
+        times, versus = [run.ms.get(name) for name in self.timed], []
         for name in self.rivals:
             low, high = run.speedup_ci.get(name, (0, 0))
             said = name in run.speedup and f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}"
-            cells.append(said or "-")
-        above = " (!)" * any(note.startswith("above 100% of the floor") for note in run.notes)
+            versus.append(said or "-")
         errors = [run.error.get(key) for key in ("new_max", "eager_max")] if run.error else []
-        cells += [f"{run.roof['percent']:.0f}%{above}" if run.roof else "-"]
-        self._print([*cells, " / ".join("-" if error is None else f"{error:.1e}" for error in errors) or "-"])
+        shown = " / ".join("-" if error is None else f"{error:.1e}" for error in errors)
+        floor = f"{run.roof['percent']:.0f}%{' (!)' * (ABOVE_FLOOR in run.notes)}" if run.roof else "-"
+        times = ["-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in times]
+        result = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]
+        self._print(run.model, run.way(), result, *times, *versus, floor, shown or "-")
         said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
         self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
 
     def end(self) -> None:
-        for remark in dict.fromkeys(["", *self.remarks] if self.remarks else []):
-            print(f"- {remark}" if self.markdown and remark else remark, flush=True)
+        if self.remarks:
+            print("", *dict.fromkeys(self.remarks), sep="\n", flush=True)
 
-    def _print(self, cells: list[str]) -> None:
-        aligned = "  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip()
-        print(f"| {' | '.join(cells)} |" if self.markdown else aligned, flush=True)
+    def _print(self, *cells: str) -> None:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
 
 
 # ---- the JSON file
 
 
 def save(path: Path, runs: list[Result], surroundings: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
 
 
-def read(path: Path) -> list[Result]:
-    """The runs of a file that `save` wrote; keys of other versions are left aside."""
-    known = set(Result.__dataclass_fields__)
-    runs = json.loads(path.read_text())["runs"]
-    return [Result(**{key: value for key, value in run.items() if key in known}) for run in runs]
-
-
 def environment(device: str, ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
+    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(part).name if os.path.isabs(part) else part for part in command],
-        "git": _git(root),
+        "git": {"revision": revision[0], "dirty": bool(changed)} if revision else None,
         "device": device_name(device),
         "driver": query_gpu("driver_version").get("driver_version") if device == "cuda" else None,
         "clocks": {"before": clocks_before, "after": clocks(device)},
@@ -188,16 +177,8 @@ def _said(*command: str) -> list[str]:
     """What a command says, in lines; nothing where it is not to be had or fails."""
     if not shutil.which(command[0]):
         return []
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.splitlines() if answer.returncode == 0 else []
-
-
-@functools.cache
-def _git(root: Path) -> dict | None:
-    """The revision, and whether the files differ from it; None outside a git checkout."""
-    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
-    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return {"revision": revision[0], "dirty": bool(changed)} if revision else None
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 @functools.cache
@@ -220,9 +201,9 @@ def clocks(device: str) -> dict[str, str] | None:
     """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
     if device != "cuda":
         return None
-    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", THROTTLE_FIELD)
-    reasons = throttle_reasons(state.pop(THROTTLE_FIELD, ""))
-    return {**state, "throttle": reasons}
+    throttle = "clocks_event_reasons.active"
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", throttle)
+    return state | {"throttle": throttle_reasons(state.pop(throttle, ""))}
 
 
 def throttle_reasons(mask: str) -> str:

@@ -24,6 +24,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 PRECISIONS = ("highest", "high")
 DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 
+BUILD = "build failed"
+
 # What a file may raise. SystemExit is among it: sys.exit() does not end the judgement.
 RAISED = (Exception, SystemExit)
 
@@ -125,19 +127,17 @@ def last_line(error: BaseException) -> str:
 
 def build_failure(error: BaseException, at_import: bool = False) -> str | None:
     """The compiler's first complaint, or None where no build failed. At import, a message about compilers counts."""
-    causes = []
-    while error is not None and error not in causes:  # an error may be its own cause
-        causes.append(error)
-        error = error.__cause__ or error.__context__
+    causes, cause = [], error
+    while cause is not None and cause not in causes:  # an error may be its own cause
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
     files = [Path(frame.filename).name for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
     failed = any(isinstance(cause, subprocess.CalledProcessError) for cause in causes) or "cpp_extension.py" in files
     kinds = RuntimeError, ImportError, OSError
-    spoken = any(isinstance(cause, kinds) and BUILD_WORDS.search(str(cause)) for cause in causes)
-    if not (failed or (at_import and spoken)):
-        return None
-    lines = [line.strip() for line in str(causes[0]).splitlines() if line.strip()]
+    spoken = at_import and any(isinstance(cause, kinds) and BUILD_WORDS.search(str(cause)) for cause in causes)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [last_line(error)]
     complaints = [line for line in lines if re.search(r"\berror\b\s*:", line, re.IGNORECASE)]
-    return (complaints or lines or [last_line(causes[0])])[0]
+    return (complaints or lines)[0] if failed or spoken else None
 
 
 def code_of(text: str) -> str:

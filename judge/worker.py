@@ -1,19 +1,16 @@
 """A contender in a process of its own.
 
-The parent (`Worker`) sends a request and waits for the answer. The process (`serve`, `Contender`) is stopped (SIGSTOP)
-whenever it is not its turn; it has nothing in flight then, since it synchronises before it answers. It sees inputs and
-weights, never the Model's answers. Tensors lie in memory that both see (`Arena`). Requests are pickled; answers are
-JSON, so that the parent runs nothing that a candidate has written.
+The judge (`Worker`) sends a request and waits for the reply. The process (`serve`, `Contender`) is stopped (SIGSTOP)
+whenever it is not its turn; it has nothing in flight then, since it synchronises before it replies. It sees inputs and
+weights, which it copies, and room for its answers. Requests are pickled, tensors as memory that both have open; replies
+are JSON, so that the judge runs nothing that a candidate has written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
 import json
-import math
 import multiprocessing.forkserver
 import os
 import signal
@@ -21,25 +18,28 @@ import statistics
 import sys
 import time
 import warnings
-from multiprocessing import connection
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_flatten
 
-from judge.source import DTYPES, RAISED, build_failure, last_line, load, make, set_precision
+from judge.source import BUILD, RAISED, build_failure, last_line, load, make, set_precision
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
-LATE_SECONDS = 2e-3  # how long an answer that was handed over is watched for changes
-CPU_FLUSH_BYTES = 64 << 20  # written before each timed call
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 MANY_BYTES = 1 << 30  # a process that keeps more memory unused gives it back to the device
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 
 
 class Rejected(Exception):
-    """The candidate is wrong, for the reasons given. `kind`: "wrong", "build failed", "raised" or "memory"."""
+    """The candidate is wrong, for the reasons given. `kind`: "wrong", BUILD, "raised" or "memory"."""
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
@@ -49,116 +49,86 @@ class Rejected(Exception):
 # ---- memory that both sides see
 
 
-class Place(NamedTuple):
-    """Where in the arena a tensor lies: strides in elements, the offset in bytes."""
-
-    dtype: str
-    shape: tuple
-    strides: tuple
-    offset: int
+def on_storage(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of the same shape, strides and offset."""
+    empty = torch.empty(0, dtype=x.dtype, device=storage.device)
+    return empty.set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
-class IpcHandle(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_byte * 64)]
+def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
+    """A copy that another process can open: on the GPU by CUDA IPC, on the host as a file without a name."""
+    storage = x.detach().untyped_storage()
+    if not storage.nbytes():
+        storage = torch.UntypedStorage(1, device=x.device)
+    if by_ipc:
+        return on_storage(x, storage.clone())
+    file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
+    os.truncate(file, storage.nbytes())
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    copy = on_storage(x, torch.UntypedStorage.from_file(path, True, storage.nbytes()).copy_(storage))
+    copy.path = path
+    weakref.finalize(copy, os.close, file)
+    return copy
 
 
-class Block:
-    """The host's memory, by a nameless file, or of the GPU, by CUDA IPC. With a handle another process's, opened.
-
-    The GPU's comes from the driver: PyTorch's allocator would keep it while a process that was killed had it open.
-    """
-
-    def __init__(self, nbytes: int, on_gpu: bool, handle=None):
-        self.nbytes, self.on_gpu, self.handle = nbytes, on_gpu, handle
-        if on_gpu:
-            torch.cuda.synchronize()  # this process has a context from here on
-            torch.cuda.empty_cache()
-            pointer, ipc = ctypes.c_uint64(), IpcHandle.from_buffer_copy(handle or bytes(64))
-            if handle:
-                call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), ipc, ctypes.c_uint(1))
-            else:
-                call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
-                call_driver("cuIpcGetMemHandle", ctypes.byref(ipc), pointer)
-                self.handle = bytes(ipc)
-            self._free = functools.partial(call_driver, "cuIpcCloseMemHandle" if handle else "cuMemFree_v2", pointer)
-            data = {"data": (pointer.value, False), "shape": (nbytes,), "typestr": "|u1", "strides": None, "version": 3}
-            array = type("Array", (), {"__cuda_array_interface__": data})()
-            self.storage = torch.as_tensor(array, device="cuda").untyped_storage()
-        else:
-            file = None if handle else os.memfd_create("arena")
-            if not handle:
-                os.truncate(file, nbytes)
-                self.handle = f"/proc/{os.getpid()}/fd/{file}"
-            self._free = list if handle else functools.partial(os.close, file)
-            self.storage = torch.UntypedStorage.from_file(self.handle, True, nbytes)
-
-    def view(self, place: Place) -> torch.Tensor:
-        empty = torch.empty(0, dtype=getattr(torch, place.dtype), device=self.storage.device)
-        return empty.set_(self.storage, place.offset // empty.element_size(), place.shape, place.strides)
-
-    def __del__(self):
-        self.storage = None
-        with contextlib.suppress(Exception):  # at the end of a process the driver may be gone
-            self._free()
+def opened(path: str, nbytes: int, dtype: torch.dtype, *form) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage.from_file(path, True, nbytes), *form)
 
 
-@functools.cache
-def driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def reduced(x: torch.Tensor) -> tuple:
+    """How a tensor is pickled in a request."""
+    if not hasattr(x, "path"):
+        return reductions.reduce_tensor(x)
+    return opened, (x.path, x.untyped_storage().nbytes(), x.dtype, x.storage_offset(), x.shape, x.stride())
 
 
-def call_driver(name: str, *arguments) -> None:
-    if error := getattr(driver(), name)(*arguments):
-        raise (torch.OutOfMemoryError if error == 2 else RuntimeError)(f"{name} failed with error {error}")
+ForkingPickler.register(torch.Tensor, reduced)
 
 
-class Arena:
-    """The parent's block, for one request at a time. Without CUDA IPC it is the host's, copied outside the clock."""
-
-    def __init__(self, device: str):
-        self.device, self.on_gpu = device, False
-        self.block: Block | None = None
-        self.viewers: set[Worker] = set()  # who have the block open
-        if device == "cuda":
-            self.on_gpu = self._has_ipc()
-
-    def place(self, requests: list) -> list[Place]:
-        """Room for tensors, each given with its strides (None: dense) and whether it is to lie off any alignment."""
-        places, end = [], 1
-        for like, strides, odd in requests:
-            strides = strides or tuple(math.prod(like.shape[i + 1 :]) for i in range(like.dim()))
-            start = -(-end // 512) * 512 + odd * like.element_size()
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(like.shape, strides)) if like.numel() else 0
-            places.append(Place(str(like.dtype).removeprefix("torch."), tuple(like.shape), strides, start))
-            end = start + extent * like.element_size()
-        has = self.block.nbytes if self.block else 0
-        if end > has or end < has // 2 and has > MANY_BYTES:
-            for worker in list(self.viewers):  # before there is a new block all have closed the old one
-                worker.close_block()
-            self.block = None
-            self.block = Block(end, self.on_gpu)
-        return places
-
-    def view(self, place: Place) -> torch.Tensor:
-        return self.block.view(place)
-
-    def read(self, place: Place) -> torch.Tensor:
-        return self.block.view(place).to(self.device)
-
-    def _has_ipc(self) -> bool:
-        """Whether another process can open this one's GPU memory."""
-        self.on_gpu, worker = True, Worker("eager", self, 60.0)
-        try:
-            self.place([])
-            return worker.ask("rest") == {}
-        except (Rejected, RuntimeError):
-            self.block = None
-            return False
-        finally:
-            worker.kill()
+def own(x, device: str):
+    """A copy in this process's own memory, as far off any alignment."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    storage = x.untyped_storage()
+    return on_storage(x, storage.clone() if x.device.type == device else storage.to(device=device))
 
 
-# ---- what the parent does with the Model and a worker with its module
+# ---- what the judge does with the Model and a worker with its module
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question for the candidate and the Model: which calls, on which inputs, and what is compared."""
+
+    when: str
+    direction: str = "forward"
+    seed: int = 0  # of the inputs
+    change: Callable | None = None  # of each floating input
+    weights: Callable | None = None  # of the Model's weights, which the candidate is given then
+    batch: int | None = None
+    layout: str = "dense"
+    order: tuple = (0,)  # of the calls: which set of inputs each gets; the first and the last two answers are compared
+    instance: int = 0
+    mode: str = "eval"  # or "train" or "inference"
+    whose: str = ""  # "nobody's", "parameters", "inputs" or "all": gradients are asked of; those of the direction
+    # "both"; "one", gate 1 alone; "either": close to the Model, or as near to float64 as gate 2 asks where the Model is
+    # itself far off; "finite": the same with all that is not finite taken as equal.
+    gate: str = "either"
+    finite: bool = False  # not asked where the Model's answer is not finite
+    poison: bool = False  # memory is full of NaN
+    stream: bool = False  # on another stream, and with inputs that come late
+    move: bool = False  # the weights move in memory first
+    again: bool = False  # a second backward pass of one graph
+    expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
+    must: bool = False  # the Model must answer
+    refusable: bool = False  # who refuses it with an error is not wrong
+
+    def kept(self) -> list[int]:
+        """The calls whose answers are compared."""
+        return sorted({0, max(0, len(self.order) - 2), len(self.order) - 1})
+
+    def gradients(self) -> str:
+        return self.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(self.direction, "all")
 
 
 def forward(module, inputs: list, direction: str):
@@ -178,7 +148,7 @@ def gradients(result, wanted: list, incoming: list, again: bool = False) -> tupl
 
 
 def wanted_of(module: torch.nn.Module, inputs: list, whose: str) -> dict[str, torch.Tensor]:
-    """What gradients are asked of, by name; `whose`: "nobody's", "parameters", "inputs" or "all"."""
+    """What gradients are asked of, by name."""
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     floating = {name: x for name, x in tensors.items() if x.is_floating_point() or x.is_complex()}
     for x in floating.values():
@@ -197,13 +167,50 @@ def form_of(leaf) -> dict:
     return {"type": "Tensor", **form, "requires_grad": leaf.requires_grad}
 
 
-def state_of(module: torch.nn.Module) -> dict[str, list]:
-    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), its bits' digest."""
-    trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, {}
-    for name, x in module.state_dict().items():
-        digest = hashlib.sha1(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
-        state[name] = [list(x.shape), str(x.dtype), trained.get(name), digest]
-    return state
+@dataclass
+class Answer:
+    """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
+
+    leaves: dict[str, object]
+    forms: list[dict]
+    tree: str
+    incoming: list[torch.Tensor]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
+
+
+def answers_of(module, sets: list[list], request: Request, incoming: Callable) -> list[Answer]:
+    """All forward passes of a request, then all backward passes; the answers that are compared.
+
+    `incoming` gives the incoming gradients of an answer by its number and the outputs that have one.
+    """
+    wanted, calls, answers = [wanted_of(module, inputs, request.gradients()) for inputs in sets], [], []
+    with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
+        for position, i in enumerate(request.order):
+            result = forward(module, sets[i], request.direction)
+            if position in request.kept():
+                calls.append((wanted[i], result, [form_of(leaf) for leaf in tree_flatten(result)[0]]))
+            del result
+    for number, (named, result, forms) in enumerate(calls):
+        leaves, tree = tree_flatten(result)
+        single = isinstance(result, torch.Tensor)
+        found = {"output" if single else f"output {i}": leaf for i, leaf in enumerate(leaves)}
+        given = incoming(number, roots_of(result)) if request.direction == "forward_backward" and named else []
+        if given:
+            backward = gradients(result, list(named.values()), given, request.again)
+            found |= {f"gradient of {name}": gradient for name, gradient in zip(named, backward)}
+            forms += [form_of(gradient) for gradient in backward]
+        found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
+        answers.append(Answer(found, forms, str(tree), given))
+    return answers
+
+
+def state_of(module: torch.nn.Module, like: dict[str, torch.Tensor]) -> dict[str, list]:
+    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), is as in `like`."""
+    trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, module.state_dict()
+    same = {name: name in like and same_bits(x, like[name].to(x.device)) for name, x in state.items()}
+    return {name: [list(x.shape), str(x.dtype), trained.get(name), same[name]] for name, x in state.items()}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -217,15 +224,10 @@ def random_states() -> list:
     return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda" and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def settle(device: str) -> None:
     """Waits for the GPU, and gives much unused memory back to it: the other processes need it."""
-    synchronize(device)
     if device == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MANY_BYTES:
             torch.cuda.empty_cache()
 
@@ -238,143 +240,137 @@ def poison_memory(device: str, like: list, on: bool) -> None:
     del blocks
 
 
-# What a candidate must leave as it was, for whoever else runs in its process.
-SETTINGS = {
-    "the default dtype": torch.get_default_dtype,
-    "the default device": torch.get_default_device,
-    "the float32 matmul precision": torch._C._get_float32_matmul_precision,
-    "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32,
-    "cuDNN's benchmark mode": lambda: [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
-    "determinism": lambda: [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic],
-    "the number of threads": torch.get_num_threads,
-    "whether gradients are recorded": torch.is_grad_enabled,
-    "anomaly detection": torch.is_anomaly_enabled,
-    "autocast": lambda: [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
-    "the cores this process may use": lambda: sorted(os.sched_getaffinity(0)),
-    "the trace or profile function": lambda: [sys.gettrace(), sys.getprofile()],
-    "the torch function modes": torch._C._len_torch_function_stack,
-    "the torch dispatch modes": torch._C._len_torch_dispatch_stack,
-    "the hooks on all modules": lambda: len(torch.nn.modules.module._global_forward_hooks),
-    "the current directory": os.getcwd,
-    "the current stream": lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0,
-}
+def settings() -> dict[str, str]:
+    """What a candidate must leave as it was, for whoever else runs in its process."""
+    cudnn, gpu = torch.backends.cudnn, torch.cuda.is_initialized()
+    found = {
+        "the default dtype": torch.get_default_dtype(),
+        "the default device": torch.get_default_device(),
+        "the float32 matmul precision": torch._C._get_float32_matmul_precision(),
+        "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
+        "cuDNN's benchmark mode": [cudnn.enabled, cudnn.benchmark],
+        "determinism": [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic],
+        "the number of threads": torch.get_num_threads(),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
+        "the cores this process may use": sorted(os.sched_getaffinity(0)),
+        "the trace or profile function": [sys.gettrace(), sys.getprofile()],
+        "the torch function modes": torch._C._len_torch_function_stack(),
+        "the torch dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "the hooks on all modules": len(torch.nn.modules.module._global_forward_hooks),
+        "the current directory": os.getcwd(),
+        "the current stream": torch.cuda.current_stream().cuda_stream if gpu else 0,
+    }
+    return {name: str(value) for name, value in found.items()}
 
 
 # ---- the process
 
 
 class Contender:
-    """Answers the parent's requests, each by the method of its name."""
+    """Answers the judge's requests, each by the method of its name."""
 
     def __init__(self, role: str, device: str):
-        self.role, self.device = role, device
-        self.modules, self.ring, self.kept, self.settings = [], [], [], {}
-        self.block: Block | None = None
+        self.role, self.device, self.gpu, self.settings = role, device, device == "cuda", settings()
+        self.rest()
 
-    def load(self, path: Path, name: str, constants: dict) -> dict:
-        """Imports a contender's file, the build included."""
-        self._note_settings()
+    def changed_settings(self) -> list[str]:
+        before, self.settings = self.settings, settings()
+        changed = [name for name, value in self.settings.items() if before[name] != value]
+        return [f"changes {name} from {before[name]} to {self.settings[name]}" for name in changed]
+
+    def load(self, path: Path, name: str, constants: dict, made: dict | None = None) -> dict:
+        """Imports a contender's file, the build included, and makes its module if that is asked for too."""
         begin = perf_counter()
         module = load(path)
         vars(module).update(constants)
         self.cls = getattr(module, name)
-        return {"seconds": perf_counter() - begin, "changed": self._changed_settings()}
+        seconds = perf_counter() - begin
+        made and self.make(**made)
+        return {"seconds": seconds}
 
-    def make(self, arguments: list, level: str, dtype: str, seed: int, instances: int = 1) -> dict:
-        """Instances of the module, in training as the Model's constructor leaves them but for eval()."""
-        self.modules, self.ring, self.kept = [], [], []
+    def make(self, arguments: list, level: str, dtype: torch.dtype, seed: int, like=None, instances: int = 1) -> dict:
+        """Instances of the module, and with `like` how their state compares with it."""
+        self.rest()
         set_precision(level)
-        self._note_settings()
+        self.settings = settings()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        self.modules = [make(self.cls, arguments, seed).to(self.device, DTYPES[dtype]) for _ in range(instances)]
+        self.modules = [make(self.cls, arguments, seed).to(self.device, dtype) for _ in range(instances)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
-        return {"state": state_of(self.modules[0]), "changed": self._changed_settings()}
+        return {"state": state_of(self.modules[0], like) if like is not None else {}}
 
-    def share(self, **block) -> dict:
-        """Opens the parent's memory; without a handle closes it."""
-        self.ring, self.kept, self.block = [], [], None
-        self.block = Block(**block) if block else None
+    def rest(self, given=None) -> dict:
+        """Forgets what was timed; as after every request, much unused memory goes back to the device."""
+        self.ring, self.given, self.answers, self.kept, self.incoming = [], [], [], [], []
+        self.graph = self.buffer = None
         return {}
 
-    def set_weights(self, places: dict, instance: int | None) -> dict:
+    def set_weights(self, state: dict, instance: int | None) -> dict:
         for module in self.modules if instance is None else [self.modules[instance]]:
-            module.load_state_dict({name: self._tensor(place) for name, place in places.items()}, strict=True)
+            module.load_state_dict({name: own(x, self.device) for name, x in state.items()}, strict=True)
         return {}
 
-    def call(self, sets, incoming, answers, order, keep, direction, mode, instance, whose, poison, stream, again, move):
-        """All forward passes of `order`, then all backward passes; copies the answers to `keep` to their places."""
+    def call(self, request: Request, sets: list, incoming: list, answers: list) -> dict:
+        """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module = self.modules[instance].train(mode == "train")
-        if move:  # as `.to` moves weights: they stay the same objects
+        module = self.modules[request.instance].train(request.mode == "train")
+        if request.move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.detach().clone()
-        sets, incoming = ([[self._tensor(x) for x in each] for each in places] for places in (sets, incoming))
-        wanted = [list(wanted_of(module, each, whose).values()) for each in sets]
-        watched = {f"input {i}": x for each in sets for i, x in enumerate(each) if isinstance(x, torch.Tensor)}
-        watched |= {f"the gradient that comes in for output {i}": x for each in incoming for i, x in enumerate(each)}
-        watched |= dict(module.named_parameters()) | (dict(module.named_buffers()) if mode == "eval" else {})
-        before = {name: (x._version, x.detach().clone() if poison else None) for name, x in watched.items()}
-        for p in module.parameters() if incoming else ():
+        inputs, given = ([[own(x, self.device) for x in each] for each in every] for every in (sets, incoming))
+        for p in module.parameters() if given else ():
             p.grad = torch.full_like(p, 0.5)
-        poison_memory(self.device, [self.block.view(place) for place in answers[0]], poison)
-        states, results, forms = random_states(), {}, {}
-        self._note_settings()
-        with contextlib.ExitStack() as stack:
-            if stream:
-                stack.enter_context(self._late(sets))
-            if mode == "inference":
-                stack.enter_context(torch.inference_mode())
-            for position, i in enumerate(order):
-                leaves, tree = tree_flatten(forward(module, sets[i], direction))
-                if position in keep:
-                    results[position], forms[position] = leaves, [form_of(leaf) for leaf in leaves]
-                del leaves
-            for position, i in enumerate(order) if incoming else ():
-                found = gradients(results[position], wanted[i], incoming[i], again)
-                results[position] = [*results[position], *found]
-                forms[position] += [form_of(gradient) for gradient in found]
-            late = self._hand_over(results.values(), forms.values(), answers)
-        changed = self._changed_settings()
-        for name, x in watched.items():
-            version, bits = before[name]
-            if x._version != version or bits is not None and not same_bits(x, bits):
-                changed.append(f"writes {name}, which a call must leave alone")
-        for name, p in module.named_parameters() if incoming else ():
-            if p.grad is None or bool((p.grad != 0.5).any()):
-                changed.append(f"writes the .grad of {name}, which torch.autograd.grad leaves alone")
-            p.grad = None
-        poison_memory(self.device, [], False)
-        module.eval()
-        draws = random_states() != states
-        return {"forms": list(forms.values()), "tree": str(tree), "changed": changed, "late": late, "draws": draws}
 
-    def ready(self, ring: list, incoming: list, direction: str, whose: str, seconds: float) -> dict:
+        def watched() -> dict[str, torch.Tensor | None]:
+            found = {f"input {i}": x for each in inputs for i, x in enumerate(each) if isinstance(x, torch.Tensor)}
+            found |= {f"the gradient that comes in for output {i}": x for each in given for i, x in enumerate(each)}
+            found |= dict(module.named_buffers()) if request.mode == "eval" else {}
+            found |= {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if given}
+            return found | dict(module.named_parameters())
+
+        bits = {name: x.detach().clone() for name, x in watched().items() if request.poison}
+        before = {name: (x, x._version) for name, x in watched().items()}
+        poison_memory(self.device, answers[0], request.poison)
+        states = random_states()
+        with self._late(inputs) if request.stream else contextlib.nullcontext():
+            found = answers_of(module, inputs, request, lambda number, roots: given[number] if given else [])
+            for answer, places in zip(found, answers):
+                self._hand_over(list(answer.leaves.values()), answer.forms, places)
+        poison_memory(self.device, [], False)
+        now, wrong = watched(), []
+        for name, (x, version) in before.items():
+            if now.get(name) is not x or x._version != version or name in bits and not same_bits(x, bits[name]):
+                wrong.append(f"writes {name}, which a call must leave alone")
+        for p in module.parameters() if given else ():
+            p.grad = None
+        module.eval()
+        forms, draws = [answer.forms for answer in found], random_states() != states
+        return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": draws}
+
+    def ready(self, request: Request, ring: list, incoming: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
-        self.direction, self.places, self.graph, self.buffer = direction, ring, None, None
-        self.ring = [[self._tensor(x, own=True) for x in each] for each in ring]
-        self.wanted = [list(wanted_of(self.modules[0], each, whose).values()) for each in self.ring]
-        self.incoming = [self._tensor(place, own=True) for place in incoming]
-        flush_bytes = CPU_FLUSH_BYTES
-        if self.device == "cuda":
-            flush_bytes = max(256 << 20, 2 * torch.cuda.get_device_properties(0).L2_cache_size)
-        self.buffer = torch.empty(flush_bytes, dtype=torch.uint8, device=self.device)
+        self.rest()
+        self.direction, self.given, self.answers = request.direction, ring, answers
+        self.ring = [[own(x, self.device) for x in each] for each in ring]
+        self.wanted = [list(wanted_of(self.modules[0], each, request.gradients()).values()) for each in self.ring]
+        self.incoming = [own(x, self.device) for x in incoming]
+        self.buffer = torch.empty(FLUSH_BYTES[self.device], dtype=torch.uint8, device=self.device)
         if self.role == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
             for x in self.ring[0]:
-                if isinstance(x, torch.Tensor):
-                    torch._dynamo.mark_static_address(x)
+                isinstance(x, torch.Tensor) and torch._dynamo.mark_static_address(x)
         if self.role == "cudagraph":
             self._capture()
         self._claims(1, 1)
         begin, marks = perf_counter(), []
         while len(marks) < 9 or perf_counter() - begin < seconds:
             marks += self._claims(1, 1)
-        ms, host_us, flush_ms = (statistics.median(column) for column in zip(*marks))
-        reply = {"ms": ms, "host_us": host_us, "flush_ms": flush_ms}
-        if self.device == "cuda":
+        reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
+        if self.gpu:
             self.kept = []
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -383,33 +379,28 @@ class Contender:
             reply["peak"] = torch.cuda.max_memory_allocated() - before
         return reply
 
-    def time(self, count: int, flushes: int) -> dict:
-        """Milliseconds of so many calls, by this process's own clock. The parent holds its own against their sum."""
-        return {"ms": [ms for ms, _, _ in self._claims(count, flushes)]}
-
-    def answer(self, index: int, places: list) -> dict:
-        """Hands one of the answers just timed over."""
-        leaves, self.kept = self.kept[index], []
-        forms = [form_of(leaf) for leaf in leaves]
-        self._hand_over([leaves], [forms], [places], watch=False)
-        return {"forms": forms, "changed": self._changed_settings()}
-
-    def rest(self) -> dict:
-        """Nothing; as after every request, much unused memory goes back to the device."""
-        return {}
-
     def warm_up(self) -> dict:
         """One call on the inputs of the turn before; then takes the new ones.
 
         So no timed call waits for memory, nor for addresses that the GPU forgot while others had their turn.
         """
         self._timed_call(0)
-        for inputs, places in zip(self.ring, self.places):
-            for x, place in zip(inputs, places):
-                if isinstance(place, Place):
-                    x.data.copy_(self.block.view(place))
-        synchronize(self.device)
+        for mine, given in zip(sum(self.ring, []), sum(self.given, [])):
+            if isinstance(mine, torch.Tensor):
+                mine.untyped_storage().copy_(given.untyped_storage())
+        self.gpu and torch.cuda.synchronize()
         return {}
+
+    def time(self, count: int, flushes: int) -> dict:
+        """Milliseconds of so many calls, by this process's own clock. The judge holds its own against their sum."""
+        return {"ms": [ms for ms, _, _ in self._claims(count, flushes)]}
+
+    def answer(self, index: int) -> dict:
+        """Hands one of the answers just timed over."""
+        leaves, self.kept = self.kept[index], []
+        forms = [form_of(leaf) for leaf in leaves]
+        self._hand_over(leaves, forms, self.answers)
+        return {"forms": forms}
 
     def profile(self, path: str, calls: int = 10) -> dict:
         """What a call consists of, by torch.profiler: names, launches and microseconds. The trace goes to `path`."""
@@ -418,17 +409,15 @@ class Contender:
                 self._timed_call(i)
             settle(self.device)
         found.export_chrome_trace(path)
-        rows: dict[str, list] = {}
-        for event in found.events():
-            on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-            if on_gpu == (self.device == "cuda"):
-                row = rows.setdefault(event.name, [0, 0.0])
-                row[0] += 1 / calls
-                row[1] += (event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total) / calls
-        return {"rows": [[name, *row] for name, row in rows.items()]}
+        rows = []
+        for event in found.key_averages():
+            if (event.device_type == torch.autograd.DeviceType.CUDA) == self.gpu:
+                us = event.self_device_time_total if self.gpu else event.self_cpu_time_total
+                rows.append([event.key, event.count / calls, us / calls])
+        return {"rows": rows}
 
     def _timed_call(self, index: int) -> list:
-        """The outputs, or the gradients."""
+        """The outputs, or of a backward pass the gradients: the outputs beside them would take memory."""
         if self.graph:
             self.graph[0].replay()
             return self.graph[1]
@@ -440,21 +429,22 @@ class Contender:
 
     def _claims(self, count: int, flushes: int) -> list[tuple]:
         """Of each call its milliseconds, the host's microseconds, the flush's milliseconds. On a GPU all are queued."""
-        self.kept, marks, gpu = [], [], self.device == "cuda"
+        self.kept, marks = [], []
         for i in range(count):
-            events = [Event(enable_timing=True) for _ in range(3)] if gpu else []
-            if gpu:
-                call_driver("cuCtxResetPersistingL2Cache")  # lines marked to be evicted last would outlive the flush
+            events = [Event(enable_timing=True) for _ in range(3)] if self.gpu else []
+            if self.gpu:
+                # Lines that a kernel marked to be evicted last would outlive the flush.
+                ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache()
                 events[0].record()
             for _ in range(flushes):  # overwrites at least twice what the last cache holds
                 self.buffer.zero_()
-            gpu and events[1].record()
+            self.gpu and events[1].record()
             begin = perf_counter()
             self.kept.append(self._timed_call(i))
             host = perf_counter() - begin
-            gpu and events[2].record()
+            self.gpu and events[2].record()
             marks.append((events, host))
-        if not gpu:
+        if not self.gpu:
             return [(1e3 * host, 1e6 * host, 0.0) for _, host in marks]
         torch.cuda.synchronize()
         return [(start.elapsed_time(end), 1e6 * host, begin.elapsed_time(start)) for (begin, start, end), host in marks]
@@ -476,7 +466,7 @@ class Contender:
         values = [x.clone() for x in tensors]
         for x in tensors:
             x.fill_(float("nan"))
-        busy = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        busy = torch.empty(FLUSH_BYTES["cuda"], dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(64):
@@ -485,35 +475,13 @@ class Contender:
                 x.copy_(value)
             yield
 
-    def _hand_over(self, results, forms, answers: list, watch: bool = True) -> bool:
-        """Copies tensors of the expected form to their places. True if one changes later: work goes on elsewhere."""
-        copies = []
-        for leaves, known, places in zip(results, forms, answers):
-            tensors = [leaf.detach() for leaf, form in zip(leaves, known) if form["type"] == "Tensor"]
-            for leaf, place in zip(tensors, places):
-                expected = place.shape, f"torch.{place.dtype}", torch.strided
-                if (tuple(leaf.shape), str(leaf.dtype), leaf.layout) == expected:
-                    copies.append((leaf, self.block.view(place).copy_(leaf)))
-        if watch:
-            time.sleep(LATE_SECONDS)
-        synchronize(self.device)
-        return watch and not all(same_bits(leaf.to(copied.device), copied) for leaf, copied in copies)
-
-    def _tensor(self, place, own: bool = False):
-        """What lies at a place: in the shared memory where that is the device's, else in this process's `own`."""
-        if not isinstance(place, Place):
-            return place
-        shared = self.block.view(place)
-        if shared.device.type == self.device and not own:
-            return shared
-        return torch.empty_strided(place.shape, place.strides, dtype=shared.dtype, device=self.device).copy_(shared)
-
-    def _note_settings(self) -> None:
-        self.settings = {name: str(ask()) for name, ask in SETTINGS.items()}
-
-    def _changed_settings(self) -> list[str]:
-        now = {name: str(ask()) for name, ask in SETTINGS.items()}
-        return [f"changes {name} from {was} to {now[name]}" for name, was in self.settings.items() if now[name] != was]
+    def _hand_over(self, leaves: list, forms: list[dict], answers: list) -> None:
+        """Copies tensors of the expected form to the judge's."""
+        tensors = [leaf.detach() for leaf, form in zip(leaves, forms) if form["type"] == "Tensor"]
+        for leaf, answer in zip(tensors, answers):
+            if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
+                answer.copy_(leaf)
+        self.gpu and torch.cuda.synchronize()
 
 
 def serve(role: str, device: str, requests, replies) -> None:
@@ -524,97 +492,103 @@ def serve(role: str, device: str, requests, replies) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
     warnings.filterwarnings("ignore")
+    server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
+    os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
+    os.close(tracker._fd)
+    server._forkserver_alive_fd = tracker._fd = None
     contender = Contender(role, device)
-    while True:
-        try:
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the judge has ended
+        while True:
             command, arguments = requests.recv()
-        except EOFError:  # the parent has ended
-            return
-        try:
-            reply = getattr(contender, command)(**arguments)
-            if command not in ("time", "answer", "warm_up"):
-                settle(device)
-        except RAISED as error:
-            failure = build_failure(error, at_import=command == "load")
-            reply = {"raised": last_line(error), "build": failure, "memory": isinstance(error, torch.OutOfMemoryError)}
-        try:
+            try:
+                reply = getattr(contender, command)(**arguments)
+                reply["changed"] = contender.changed_settings() if command not in ("time", "warm_up") else []
+                if command not in ("time", "warm_up", "answer"):
+                    settle(device)
+            except RAISED as error:
+                failure = build_failure(error, at_import=command == "load")
+                kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
+                reply = {"kind": kind, "said": f"build failed: {failure}" if failure else f"raised {last_line(error)}"}
+            arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             replies.send_bytes(json.dumps(reply).encode())
-        except BrokenPipeError:  # the parent has ended
-            return
 
 
-# ---- the parent's side
+# ---- the judge's side
+
+
+def start_server() -> None:
+    """Starts the process that the workers are copies of: it has loaded torch, and never touches the GPU."""
+    multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+    multiprocessing.forkserver.ensure_running()
 
 
 class Worker:
-    """A contender's process, as the parent sees it."""
+    """A contender's process, as the judge sees it."""
 
-    @staticmethod
-    def start_server() -> None:
-        """Starts the process that the others are copies of: it has loaded torch, and never touches the GPU."""
-        multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
-        multiprocessing.forkserver.ensure_running()
-
-    def __init__(self, role: str, arena: Arena, timeout: float):
-        self.start_server()
+    def __init__(self, role: str, device: str, timeout: float):
+        start_server()
         context = multiprocessing.get_context("forkserver")
-        self.role, self.arena, self.timeout = role, arena, timeout
+        self.role, self.timeout, self._asked = role, timeout, None
         theirs, self._requests = context.Pipe(duplex=False)
         self._replies, mine = context.Pipe(duplex=False)
-        self._process = context.Process(target=serve, args=(role, arena.device, theirs, mine), daemon=True)
+        self._process = context.Process(target=serve, args=(role, device, theirs, mine), daemon=True)
         self._process.start()
         theirs.close()
         mine.close()
 
     def ask(self, command: str, **arguments) -> dict:
-        """Lets the process go on with this to do, waits for its answer, and stops it again."""
-        block = self.arena.block
-        if block and self not in self.arena.viewers and command != "load":
-            self.arena.viewers.add(self)
-            self._ask("share", nbytes=block.nbytes, on_gpu=block.on_gpu, handle=block.handle)
-        return self._ask(command, **arguments)
+        self.send(command, **arguments)
+        return self.reply()
 
-    def close_block(self) -> None:
-        self.arena.viewers.discard(self)
-        if self.alive():
-            self._ask("share")
-
-    def _ask(self, command: str, **arguments) -> dict:
+    def send(self, command: str, **arguments) -> None:
+        """Lets the process go on with this to do, as soon as it has done what it was sent before."""
+        with contextlib.suppress(Rejected):
+            self._asked and self.reply()
         self._signal(signal.SIGCONT)
+        self._asked = command
+        with contextlib.suppress(BrokenPipeError):  # the reply says so
+            self._requests.send((command, arguments))
+
+    def reply(self) -> dict:
+        """Waits for the answer, and stops the process again."""
+        command, self._asked = self._asked, None
         patience = self.timeout * (10 if command in ("load", "make", "ready") else 1)
         try:
-            self._requests.send((command, arguments))
             if not connection.wait([self._replies, self._process.sentinel], patience):
                 self.kill()
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
-            said = self._replies.recv_bytes(1 << 24)
-        except (EOFError, BrokenPipeError) as error:
+            reply = json.loads(self._replies.recv_bytes(1 << 24))
+        except EOFError as error:
             raise Rejected(f"ended its process{self._ending()}, and gave no answer to '{command}'") from error
-        except OSError:  # more than an answer may be long, or not of the pipe's form
-            said = b""
-        try:
-            reply = json.loads(said)
-        except ValueError:
+        except (OSError, ValueError):  # longer than a reply may be, not of the pipe's form, no JSON
             reply = None
         if not isinstance(reply, dict):
             self.kill()
             raise Rejected("wrote something of its own into the pipe of its answers")
         self._signal(signal.SIGSTOP)
-        if reply.get("build"):
-            raise Rejected(f"build failed: {reply['build']}", kind="build failed")
-        if "raised" in reply:
-            kind = "memory" if reply.get("memory") else "raised"
-            raise Rejected(f"raised {reply['raised']}" + " at import" * (command == "load"), kind=kind)
+        if "kind" in reply:
+            raise Rejected(reply["said"] + " at import" * (command == "load"), kind=reply["kind"])
+        if (changed := reply.pop("changed")) and self.role == "new":
+            self.kill()
+            raise Rejected(*changed)
         return reply
+
+    def has_ipc(self) -> bool:
+        """Whether it can open this process's memory of the GPU."""
+        try:
+            return self.ask("rest", given=shared(torch.zeros(1, device="cuda"), by_ipc=True)) == {}
+        except (Rejected, RuntimeError):
+            self.kill()
+            return False
 
     def alive(self) -> bool:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        self.arena.viewers.discard(self)
-        for pid in [*self.strays(), self._process.pid]:
+        for pid in self.strays():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        self._process.kill()  # it may have no group of its own yet
         self._signal(signal.SIGKILL)
         self._process.join(5)
 
@@ -636,7 +610,5 @@ class Worker:
 
     def _ending(self) -> str:
         self._process.join(2)
-        code = self._process.exitcode
-        if code is None:
-            return ""
+        code = self._process.exitcode or 0
         return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

@@ -95,6 +95,7 @@ class Candidate:
     methods: str = ""
     shows: str = "forward"  # the first direction in which it is wrong; an honest one is judged in all
     needs_gpu: bool = False
+    by_clock: bool = False  # its time is what gives it away: judged alone
     model: str = MODEL  # where it is another: the candidate is this Model itself, with these words replaced
     replaced: tuple = ()
     timeout: float = 60.0
@@ -479,7 +480,7 @@ class Lazy(torch.Tensor):
             torch.cuda._sleep(10_000_000)
             return self.right(x)
         """,
-        "the answer changes after the call has returned",
+        "the Model's",
         needs_gpu=True,
     ),
     # ---- gradients
@@ -648,8 +649,9 @@ class Function(torch.autograd.Function):
     ),
     "clock_that_runs_slowly": Candidate(
         "Exchanges the clock of its process, the C function and all that hold it.",
-        "time.sleep(0.05)\nreturn self.right(x)",
+        "time.sleep(0.01)\nreturn self.right(x)",
         "its own clock says",
+        by_clock=True,
         top="""
         import time
         import judge.worker
@@ -665,10 +667,11 @@ class Function(torch.autograd.Function):
             if type(thing).__name__ == "Contender" and not self.done:
                 self.done, real = True, thing._claims
                 thing._claims = lambda *asked: [(1e-3 * ms, *rest) for ms, *rest in real(*asked)]
-        time.sleep(0.01)
+        time.sleep(0.005)
         return self.right(x)
         """,
         "its own clock says",
+        by_clock=True,
         top="import gc\nimport time\n",
         init="self.done = False",
     ),
@@ -680,18 +683,20 @@ class Function(torch.autograd.Function):
         return out
         """,
         "its own clock says",
+        by_clock=True,
         top="""
         import time
         waiting, real = {}, torch.Tensor.copy_
 
         def slowly(module, x):
-            time.sleep(0.1)
+            time.sleep(0.03)
             return module.right(x)
 
         def copy(self, other, *args, **kwargs):
             compute = waiting.pop(other.data_ptr(), None) if isinstance(other, torch.Tensor) else None
             if compute:
-                compute()
+                with torch.inference_mode(other.is_inference()):
+                    compute()
             return real(self, other, *args, **kwargs)
 
         torch.Tensor.copy_ = copy
@@ -904,7 +909,7 @@ class SwishAndBias(torch.autograd.Function):
         model=any_model("self.t(x)", "torch.randint(0, 50, (batch_size, 64))", "self.t = nn.Embedding(50, 8)"),
     ),
     "refuses_some_values": Candidate(
-        "A Model for values within 0 and 1.", model=any_model("F.binary_cross_entropy(x, x.round())")
+        "A Model for values that are not below zero.", model=any_model("x.sqrt() if x.min() >= 0 else [][0]")
     ),
     "instance_norm": Candidate("InstanceNorm2d with parameters.", model=NORM),
 }

@@ -90,11 +90,16 @@ def main() -> int:
             write(options.write, name)
         return 0
     chosen = [name for name in chosen if options.device == "cuda" or not CANDIDATES[name].needs_gpu]
+    failures = 0
     if options.processes > 1:
         command = [sys.executable, __file__, "--repeats", str(options.repeats), "--device", options.device]
-        shares = [chosen[i :: options.processes] for i in range(options.processes)]
-        return max(process.wait() for process in [subprocess.Popen([*command, *share]) for share in shares if share])
-    judges, failures = Judges(), 0
+        shared = [name for name in chosen if not CANDIDATES[name].by_clock]
+        shares = [shared[i :: options.processes] for i in range(options.processes)]
+        failures = max(
+            process.wait() for process in [subprocess.Popen([*command, *share]) for share in shares if share]
+        )
+        chosen = [name for name in chosen if CANDIDATES[name].by_clock]
+    judges = Judges()
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             failed, said = [], ""

@@ -12,7 +12,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from judge import bench, check  # noqa: E402
 from judge.source import DTYPES, Problem  # noqa: E402
-from judge.worker import Arena, Worker  # noqa: E402
+from judge.worker import Worker  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,8 +21,8 @@ class Contest:
     """The Model and files with a ModelNew, at one shape."""
 
     def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
-        self.arena, self.direction, self.dtype = Arena(DEVICE), direction, dtype
-        self.case = check.Case(problem, None, self.arena, DTYPES[dtype], "highest", batch, 0)
+        self.direction = direction
+        self.case = check.Case(problem, DEVICE, DEVICE == "cuda", DTYPES[dtype], "highest", batch, 0)
         self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
 
     @contextlib.contextmanager
@@ -31,10 +31,11 @@ class Contest:
         problem, workers = self.case.problem, {}
         try:
             for name, path in files.items():
-                worker = workers[name] = Worker("eager" if path is None else "new", self.arena, 600.0)
-                made, constants = ("ModelNew", {}) if path else ("Model", problem.constants)
-                worker.ask("load", path=path or problem.path, name=made, constants=constants)
-                worker.ask("make", arguments=problem.arguments(0), level="highest", dtype=self.dtype, seed=0)
+                worker = workers[name] = Worker("eager" if path is None else "new", DEVICE, 600.0)
+                cls, constants = ("ModelNew", {}) if path else ("Model", problem.constants)
+                made = check.make_asked(self.case)
+                worker.send("load", path=path or problem.path, name=cls, constants=constants, made=made)
+            for worker in workers.values():
                 check.give_weights(self.case, worker=worker)
             self.ring = check.Ring(self.case, self.direction)
             yield workers
