@@ -287,7 +287,7 @@ BOTH = partial(Request, direction="forward_backward")
 # Asked at the shape and in the layout that is timed; and what a compiler may make anew, after it was timed.
 REQUESTS = {
     "forward": [
-        Request("kept while it was called again", order=(0, *[1] * 7, 0, 1)),
+        Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         Request("after the weights moved in memory, as .to moves them", move=True),
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),

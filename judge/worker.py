@@ -107,7 +107,7 @@ class Request:
     weights: Callable | None = None  # of the Model's weights, which the candidate is given then
     batch: int | None = None
     layout: str = "dense"
-    order: tuple = (0,)  # of the calls: which set of inputs each gets; the first and the last two answers are compared
+    order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
     instance: int = 0
     mode: str = "eval"  # or "train" or "inference"
     whose: str = ""  # "nobody's", "parameters", "inputs" or "all": gradients are asked of; those of the direction
@@ -125,7 +125,7 @@ class Request:
 
     def kept(self) -> list[int]:
         """The calls whose answers are compared."""
-        return sorted({0, max(0, len(self.order) - 2), len(self.order) - 1})
+        return [i for i, which in enumerate(self.order) if which == 0 or i == len(self.order) - 1]
 
     def gradients(self) -> str:
         return self.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(self.direction, "all")
