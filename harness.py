@@ -65,6 +65,7 @@ class Options:
     timeout: float = 120.0  # seconds that one call may take; an import or a compilation ten times as long
     profile: Path | None = None
     json: Path | None = None
+    list: bool = False
 
 
 class UsageError(Exception):
@@ -94,19 +95,17 @@ class Judge:
 
     def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, batch, failed = self.options, None, None
-        self.pair = pair
+        options, problem, failed, self.pair = self.options, None, None, pair
         if "new" in self.workers:
             self.workers.pop("new").kill()
         try:
             problem = Problem(pair.model_path, constants)
-            batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
-            if options.batch and problem.benchmark_batch is None:
-                raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
-        except UsageError:
-            raise
         except RAISED as error:  # whatever a file does at import
-            problem, failed = None, Rejected(f"{pair.model_path.name} cannot be used: {last_line(error)}")
+            failed = Rejected(f"{pair.model_path.name} cannot be used: {last_line(error)}")
+        if problem and options.batch and problem.benchmark_batch is None:
+            raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
+        default = problem and (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
+        batch = options.batch or default
         for dtype, level in itertools.product(options.dtype, options.precision):
             what = {"model": pair.name, "source_sha256": code_sha256(pair.new_path), "device": options.device}
             what |= {"dtype": dtype, "precision": level, "seed": options.seed, "batch": batch}
@@ -346,8 +345,7 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable[[st
     return parse
 
 
-def parse(argv: list[str]) -> tuple[Options, bool]:
-    """The options, and whether only the pairs' names are asked for."""
+def parse(argv: list[str]) -> Options:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="harness.py", description=__doc__, formatter_class=layout)
     add = parser.add_argument
@@ -384,15 +382,15 @@ def parse(argv: list[str]) -> tuple[Options, bool]:
             parser.error(f"{path} cannot be written: {error.strerror}")
     asked["directions"] = DIRECTIONS if asked.pop("backward") else DIRECTIONS[:1]
     asked["seconds"] = SECONDS_EACH[device] / (8 if asked["sweep"] else 1)
-    asked["names"], only_list = tuple(asked["names"]), asked.pop("list")
-    return Options(device=device, **asked), only_list
+    asked["names"] = tuple(asked["names"])
+    return Options(device=device, **asked)
 
 
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     try:
-        options, only_list = parse(argv)
-        if only_list:
+        options = parse(argv)
+        if options.list:
             print("\n".join(discover(ROOT)))
             return ALL_RIGHT
         runs = run_all(pairs_of(options.names), options, argv)
