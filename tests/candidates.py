@@ -123,7 +123,9 @@ def source(name: str) -> str:
     said = f'"""{candidate.what}' + (f"\n\nRejected: {candidate.rejected}\n" if candidate.rejected else "") + '"""\n'
     if get("file"):
         return said + get("file")
-    top = HEAD + get("top", "") + FUNCTION.format(textwrap.indent(get("backward", "pass"), " " * 8))
+    top = HEAD + get("top", "")
+    if get("backward"):
+        top += FUNCTION.format(textwrap.indent(get("backward"), " " * 8))
     if get("model"):
         layers = get("own layers", get("layers", ""))
         return said + top + module("ModelNew", layers, get("forward", f"return {get('model').strip()}"))
