@@ -55,8 +55,8 @@ TOLERANCE = {
 class Errors:
     """Of one output or gradient, or of several answers' with `add`.
 
-    `most`: the largest |new - exact|, |eager - exact|, |exact| and |new - eager|. `sums`: the first three's squares; how
-    many elements are beyond gate 1; how many are NaN in one only; how many there are.
+    `most`: the largest |new - exact|, |eager - exact|, |exact| and |new - eager|. `sums`: the first three's squares;
+    how many elements are beyond gate 1; how many are NaN in one only; how many there are.
     """
 
     most: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
