@@ -42,6 +42,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def deterministic():
+    """For tests that compare bits: cuDNN adds up in a fixed order then, where a pair takes the plain way; our kernels
+    do always. PyTorch also fills fresh memory with NaN, that of our operators too."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def strict_float32(monkeypatch):
     """Eager convolutions may use TF32 by default; the suite promises strict float32 unless the user allows less."""

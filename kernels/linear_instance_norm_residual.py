@@ -11,8 +11,8 @@ without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 mul
 gradients run on fp16 tensor cores with the accuracy of float32; elsewhere ATen's product is followed by one kernel,
 without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, three fp16 products, 0.59 ms at the 700 TFLOP/s of cuBLAS's;
-before it W is split in memory, 0.27 GB read and written. One H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, as fp16 three times, 0.52 ms at cuBLAS's rate there; before it
+W is split in memory, 0.27 GB read and 0.27 written. One H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
 """
 
 import contextlib
@@ -80,14 +80,15 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, with the accuracy of float32. The same text in both linear files. ----
+// ---- The product x W^T on fp16 tensor cores, as accurate as float32. The same text in both linear_*.py. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
-// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, unscaled. The
-// tensor cores truncate when they accumulate, so the sum over each four lines of K starts at zero, with small products
-// first, and is then added to float32 registers ("promoted").
+// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
+// taken out of the sum. The tensor cores truncate when they accumulate, so the sum over each two lines of K starts at
+// zero, with the small products first, and is then added to float32 registers.
 //
 // split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
+// A line is 32 of K, hi and lo, of a row; a stage holds a line of 128 rows of x and of W; a slot, 64 x 64 sums.
 //
 //     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
 //     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
@@ -104,15 +105,11 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 constexpr int kTile = 128;
 constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
-constexpr int kStages = 4;  // of 32 KiB. Constant, so that the loop over them is unrolled: worth 1-4%
-constexpr int kSlots = 3;   // of 16 KiB. More than a consumer's two, or where K is short it may be two rounds ahead
+constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%), so lines come in multiples of 4
+constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds ahead, and misread the parity of taken
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-// A promoted sum is too small by so much on average, since the tensor cores truncate (measured: uniform x, K of 132 to
-// 8192). A norm does not see it, but its gradient does, through rstd. Where sums have few terms, nothing is truncated.
-constexpr float kRestored = 1 + 3 * 0x1p-23f;
-constexpr float kFewTerms = 48;             // (sum |v|)^2 / sum v^2 of a row: how many values it is as if it had
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
@@ -121,12 +118,12 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// The smallest of many exponents, found by atomicMax in a word that begins as 0.
+// A word that begins as 0 keeps the smallest of many exponents, which are below 1024, as the largest 1024 - exponent.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads, a power of two: part of a warp, or whole warps, for each of which is a warp_values.
+// v reduced over `group` threads: a power of two up to 32, or whole warps; then warp_values has one place for each.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -155,25 +152,27 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
 struct RowScale {
     float unscale, doubt;
 };
-// What is known of x and W after their split, in device memory, for the product and for the gradients.
-struct Known {
-    int few;       // not 0: a row has few values
-    int smallest;  // of the exponents of W's rows
-    int rows[1];   // the exponents of x's rows, as many as there are
+// Exponents of scales, in device memory. The forward leaves for the backward the smallest of W's rows, and those of x's
+// rows. The backward has its own: see SplitGradient.
+struct Exponents {
+    int smallest;
+    int rows[1];  // as many as there are
 };
-// What split_rows reads and writes: scales, known and exponents in a forward, the other two in a backward.
+// What split_rows reads and writes.
 struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
     int k;
+    // Forward: a row is scaled by its own maximum. It leaves scales, and its exponent in exponents (x) or smallest (W).
     RowScale* scales;
-    Known* known;
-    int* exponents;         // of the rows; null: they are W's
-    const int *all, *less;  // a row is scaled by 2^(all - less[row]); null: to its own maximum
+    int *exponents, *smallest;
+    // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
+    const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (all == nullptr) return scale_exponent(largest);
-        return less == nullptr ? smallest_of(all) : max(smallest_of(all) - less[row], -252);  // 2^-252: to nothing
+        if (scales != nullptr) return scale_exponent(largest);
+        if (less == nullptr) return smallest_of(common);
+        return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
@@ -197,7 +196,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
             held[i] = exists && at < own.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
-    float largest = 0, sum = 0, squares = 0, lost = 0;  // largest: of the finite ones
+    float largest = 0, lost = 0;  // largest: of the finite ones
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     }
     largest = reduce_group(largest, group, warp_values, Max());
     const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale = power_of_two(exponent / 2), again = power_of_two(exponent - exponent / 2);
+    const float scale_1 = power_of_two(exponent / 2), scale_2 = power_of_two(exponent - exponent / 2);
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
@@ -218,28 +217,25 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                v[j] = v[j] * scale * again;
-                sum += fabsf(v[j]), squares = fmaf(v[j], v[j], squares);
-                lost += fabsf(v[j]) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;
+                const float scaled = v[j] * scale_1 * scale_2;
+                lost += fabsf(scaled) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;  // below 2^-16 of the row's maximum
+                v[j] = scaled;
             }
             if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
         }
     }
     if (own.scales == nullptr) return;
-    sum = reduce_group(sum, group, warp_values, Sum()), squares = reduce_group(squares, group, warp_values, Sum());
     lost = reduce_group(lost, group, warp_values, Sum());
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), lost * 0x1p14f};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     own.scales[row] = result;
-    if (sum * sum < kFewTerms * squares) own.known->few = 1;
     if (own.exponents != nullptr) own.exponents[row] = exponent;
-    else take_smallest(&own.known->smallest, exponent);
+    else take_smallest(own.smallest, exponent);
 }
 
 // ---- multiply ----
-
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -313,16 +309,19 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
-// The products of a line, 16 of K at a time; steps and low pieces in the descriptors' units of 16 bytes.
+// The products of a line, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi. Steps of K and
+// the way from hi to lo are in the descriptors' units of 16 bytes.
 template <bool A, bool B>
-__device__ __forceinline__ void multiply_line(float (&d)[64], uint64_t a, uint64_t b, int keep) {
+__device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
     wgmma<A, B>(d, a + kLowA, b, keep);
     wgmma<A, B>(d, a, b + kLowB, 1);
     wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
     wgmma<A, B>(d, a + kStepA, b + kLowB + kStepB, 1);
+}
+template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<A, B>(d, a, b, 1);
-    wgmma<A, B>(d, a + kStepA, b + kStepB, 1);
+    wgmma<A, B>(d, a + (A ? 64 : 2), b + (B ? 64 : 2), 1);
 }
 // A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
 // lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
@@ -346,8 +345,7 @@ __device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) 
 }
 
 template <bool TURNED_A, bool TURNED_B>
-__device__ __forceinline__ void consumer(
-    MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup, float restored) {
+__device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
     const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
     const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
@@ -355,37 +353,39 @@ __device__ __forceinline__ void consumer(
     const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
         if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
     };
-    const int promoted = warpgroup == 0 ? 3 : 1;  // after this stage: in turns, so the tensor cores always have work
     float sum[64], part[64] = {};
     int phase = 0;
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (warpgroup > 0) barrier_sync(1, 256);  // the upper half begins each tile, and finds its lines first
-        else barrier_arrive(1, 256);
+        // Warpgroup 1 waits until 0 begins the tile. If a tile has 4 lines, 0 may be one ahead: two barriers, in turns
+        if (warpgroup > 0) barrier_sync(1 + phase, 256);
+        else barrier_arrive(1 + phase, 256);
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = 0;
-        int keep = 0;
 #pragma unroll 1
         for (int line = 0; line < lines; line += kStages, phase ^= 1) {
 #pragma unroll
-            for (int s = 0; s < kStages; ++s) {
+            for (int s = 0; s < kStages; s += 2) {
+                const int next = s + 1;
                 mbarrier_wait(&shared.full[s], phase);
                 wgmma_fence();
-                multiply_line<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, keep);
+                multiply_small<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, 0);
+                mbarrier_wait(&shared.full[next], phase);
+                wgmma_fence();
+                multiply_small<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep, 1);
+                multiply_large<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep);
+                wgmma_commit();
+                multiply_large<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep);
                 wgmma_commit();
                 wgmma_wait<1>();
-                if (keep) free_stage((s + kStages - 1) % kStages);
-                keep = 1;
-                if (s % 2 == 1 && (s == promoted || (s == 3 && line + kStages >= lines))) {
-                    wgmma_wait<0>();
-                    free_stage(s);
-                    keep = 0;
+                free_stage(s);
+                wgmma_wait<0>();
+                free_stage(next);
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
+                for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], restored, sum[i]);
-                }
+                for (int i = 0; i < 64; ++i) sum[i] += part[i];
             }
         }
 #pragma unroll
@@ -404,15 +404,15 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < 4; ++s, slot.advance()) {
+        for (int s = 0; s < 4; ++s, slot.advance()) {  // as they are filled: rows 0-63 left, right, 64-127
             const int row = corner.row + s / 2 * 64 + warp * 16, column = corner.column + s % 2 * 64;
-            const Corner part = {row + lane / 8, column + lane % 8 * 4};
-            const auto scales = epilogue.load(part);  // before the wait, which hides it
+            const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
+            const auto scales = epilogue.load(first);  // before the wait, which hides it
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             take_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, part, scales);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, first, scales);
         }
     }
 }
@@ -439,11 +439,11 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch
         finisher(shared, tiles, epilogue);
     } else {
         more_registers<kConsumerRegisters>();
-        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup, epilogue.restored());
+        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup);
     }
 #endif
 }
-// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: first to leave L2, where the operands shall stay.
+// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: it leaves L2 first; operands stay.
 template <bool STREAMING>
 __device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
 #pragma unroll
@@ -461,13 +461,12 @@ struct LinearProduct {
     const float *x, *weight, *bias;
     float* out;
     int m, n, k;
-    Known* known;
     RowScale* scales;  // of W's rows, then of x's
+    Exponents* exponents;
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
-    __device__ __forceinline__ float restored() const { return known->few != 0 ? 1.0f : kRestored; }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = this->scales, *rows = columns + n;
@@ -516,8 +515,7 @@ struct LinearProduct {
         return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
 };
-// ---- Launching the product. Functions that return an int or a cudaError_t return a cudaError_t. ----
-
+// ---- Launching the product. The int of a function that the C++ calls to launch kernels is a cudaError_t. ----
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -530,7 +528,7 @@ extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
-// Rows of x, and of W (may have none), of the same length.
+// Splits rows of x and of W, of the same length. W may have no rows.
 static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
     while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
@@ -540,7 +538,7 @@ static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t
     return cudaGetLastError();
 }
 // Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
-// strips of 32 columns; else of 128 rows of a line. What is beyond an end reads as zeros.
+// strips of 32 columns, 64 bytes apart; else of 128 rows of a line. What is beyond an end reads as zeros.
 struct Pieces {
     __half* values;
     int64_t rows, columns;
@@ -583,10 +581,10 @@ template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    Known* const known = epilogue.known;
-    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, known, known->rows};
-    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, known};
-    cudaError_t error = cudaMemsetAsync(known, 0, 2 * sizeof(int), stream);
+    int *const smallest = &epilogue.exponents->smallest, *const rows = epilogue.exponents->rows;
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, rows, nullptr};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, nullptr, smallest};
+    cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
     return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
@@ -603,12 +601,12 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
 // So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
-
+//
 // G as it waits for its products.
 struct SplitGradient {
     __half* pieces;
-    const Known* known;  // the forward's
-    int* own;  // how many rows of G are not zero; the smallest a_i + exponent of x's row i (both begin as 0); the a_i
+    const Exponents* forward;
+    Exponents* own;  // the smallest a_i + exponent of x's row i, which begins as 0, and the a_i
 };
 // A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
 // thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
@@ -634,9 +632,8 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
         if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
-    to.own[2 + row] = exponent;
-    take_smallest(&to.own[1], exponent + to.known->rows[row]);
-    if (largest > 0) atomicAdd(&to.own[0], 1);
+    to.own->rows[row] = exponent;
+    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
 }
 // A thread's columns of a row of n; zeros beyond n.
 __device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
@@ -654,15 +651,6 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColum
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
-constexpr int kTurns = 64;
-__device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
-    float before[kColumns] = {};
-    if (turn >= kTurns) load_columns(total, before, n);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
-    store_columns(total, before, n);
-}
 // The epilogue of dX, or of dW.
 struct StoreGradient {
     SplitGradient grad;
@@ -670,25 +658,21 @@ struct StoreGradient {
     int m, n;
     bool of_weight;
     struct Scales {
-        float rows[4], all[2];
+        float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
     };
-    __device__ __forceinline__ float restored() const {
-        return grad.known->few != 0 || grad.own[0] < kFewTerms ? 1.0f : kRestored;
-    }
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int exponent = -smallest_of(of_weight ? &grad.own[1] : &grad.known->smallest);
-        Scales scales = {{}, {power_of_two(exponent / 2), power_of_two(exponent - exponent / 2)}};
+        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
+        Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            scales.rows[r] = of_weight ? 1 : power_of_two(-grad.own[2 + min(corner.row + 4 * r, m - 1)]);
+            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.all[0], v[i / 8][i % 8] *= scales.all[1];
-#pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] *= scales.rows[i / 8];
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
         store_part<true>(out, v, corner, m, n);
     }
 };
@@ -698,8 +682,8 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.all = of_weight ? &grad->own[1] : &grad->known->smallest;
-    split.less = of_weight ? &grad->own[2] : nullptr;
+    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
+    split.less = of_weight ? grad->own->rows : nullptr;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
     const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
@@ -712,14 +696,14 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
     return m < most ? m : most;
 }
 // ---- The rows of linear_instance_norm_residual ----
-
 struct StoreLinear : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
         store_part<false>(out, v, corner, m, n);
     }
 };
-// out = ((h - mean) * rstd + y) * y. `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
+// out = ((h - mean) * rstd + y) * y: here, in split_row_gradients, and in the C++'s and Python's finish functions.
+// `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
 // V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
 constexpr int kRowThreads = 256;
 template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
@@ -772,16 +756,17 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
 // G is split, and its columns are summed for the gradient of the bias, a block's into partials[block]. A block owns
-// every gridDim.x-th row, a thread the same columns of each.
+// every gridDim.x-th row, a thread the same columns of each. Truncation makes h, and with it 1 / rstd, too small by
+// a share of kTruncated on average (K of 128 to 20000). z does not see it; in the sum over all rows it would add up.
+constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
     float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[3][THREADS / 32];
+    __shared__ float warp_values[2][THREADS / 32];
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[2], Sum()); };
-    float column_sums[kColumns] = {};
-    int turn = 0;
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
+    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[1], Sum()); };
+    double column_sums[kColumns] = {};
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, z. own_y: y, grad_y. g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
         const auto each = [&](const auto& use) {
@@ -805,19 +790,22 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         });
         if (grad_y != nullptr) store_columns(grad_y + row * n, own_y, n);
         of_d = sum_of(of_d) * share, of_dz = sum_of(of_dz) * share;
+        const float restored = fmaf(rstd, -kTruncated, rstd);
         each([&](int i) {
-            g[i] = rstd * (g[i] - of_d - z[i] * of_dz);
+            g[i] = restored * (g[i] - of_d - z[i] * of_dz);
             column_sums[i] += g[i];
         });
-        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);
-        if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
-        add_columns(partials + int64_t(blockIdx.x) * n, column_sums, n, turn);
+        split_gradient_row<THREADS>(g, row, n, to, warp_values[0]);
     }
+    float sums[kColumns];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) sums[i] = float(column_sums[i]);
+    store_columns(partials + int64_t(blockIdx.x) * n, sums, n);
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, Known* known,
-    RowScale* scales, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), known, scales}};
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
+    Exponents* exponents, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), scales, exponents}};
     return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16. n is a multiple of 8.
@@ -864,7 +852,7 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + bias, and what the product knows of x and weight.
+// h = x weight^T + bias, and the exponents of x's and weight's scales.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -876,10 +864,10 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
     if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({2 + m}, x.options().dtype(at::kInt))};
+    return {out, at::empty_like(out), at::empty_symint({1 + m}, x.options().dtype(at::kInt))};
 }
 // h, y and out (m, n) in float32. Statistics are added up in double.
-void finish_rows(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
+void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
     const int64_t n = h.size(1);
     at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
@@ -902,7 +890,7 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
     const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
-    if (h.numel() > 0) finish_rows(h, single(y), result, eps);
+    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
     return {result.to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
@@ -921,7 +909,7 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
-    const int* known;
+    const int* forward;
     int* own;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
@@ -939,24 +927,25 @@ float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& known, bool of_x,
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({2 + m}, known.options());
-    const GradientPointers grad = {g.data_ptr(), known.data_ptr<int>(), own.data_ptr<int>()};
+    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == 1 + m, "h is not of this product");
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, exponents.options());
+    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), own.data_ptr<int>()};
     check_launch(split_gradient(&grad));
-    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
-        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);  // theirs for both, in turns
-        const at::Tensor& out = results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
+    const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
+        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);
+        const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
         check_launch(linear_gradient(
-            of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
-    if (of_x) multiply(false, weight);
-    if (of_weight) multiply(true, x);
+    if (of_x) find(false, weight);
+    if (of_weight) find(true, x);
 }
 
-extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, int* known,
-    void* scales, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, void* scales,
+    int* exponents, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
@@ -964,33 +953,36 @@ extern "C" int split_row_gradient(const float* grad, const float* h, const float
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
-    if (y.numel() == 0) return forward_meta(x, weight, bias, y, eps, tf32, recorded);
-    const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    at::Tensor h, known = at::empty({0}, x.options()), none = known.clone();
-    if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
+    const bool fits = x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k);
+    Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded && fits);
+    if (y.numel() == 0) return outputs;
+    const c10::cuda::CUDAGuard guard(x.device());
+    const at::Tensor out = std::get<0>(outputs), other = aligned(y);
+    at::Tensor h;
+    if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        h = at::empty({m, n}, x.options()), known = at::empty({2 + m}, x.options().dtype(at::kInt));
+        h = recorded ? std::get<1>(outputs) : at::empty_like(out);
+        const at::Tensor exponents = recorded ? std::get<2>(outputs) : at::empty({1 + m}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
-        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), known.data_ptr<int>(),
-            scales.data_ptr(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
+        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), scales.data_ptr(),
+            exponents.data_ptr<int>(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
     } else {
         h = at::linear(x, weight, bias).contiguous();
     }
-    const at::Tensor other = aligned(y), out = at::empty({m, n}, x.options());
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     check_launch(row_norm_residual(
         dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
-    return recorded ? Outputs(out, h, known) : Outputs(out, none, none.clone());
+    return outputs;
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor& known, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
+    const at::Tensor& h, const at::Tensor& exponents, const at::Tensor& y, double eps, std::array<bool, 4> needs) {
     std::vector<at::Tensor> results =
-        backward_meta(grad, x, weight, h, known, y, eps, {false, false, false, needs[3]});
+        backward_meta(grad, x, weight, h, exponents, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
-    product_gradients(x, weight, known, needs[0], needs[1], results, [&](const GradientPointers* to) {
+    product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {
         const int64_t m = h.size(0), n = h.size(1);
         const at::Tensor given = aligned(grad), of_y = aligned(y);
         const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
@@ -1008,8 +1000,8 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
 TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor bias, Tensor y, float eps, bool tf32, bool recorded)"
           " -> (Tensor, Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor known, Tensor y, float eps, bool[4] needs)"
-          " -> Tensor[]");
+    m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor y, float eps, "
+          "bool[4] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
@@ -1089,29 +1081,37 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
+    if not x.is_cpu and not (x.is_cuda and torch.version.cuda):
+        return False
     kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
     return all(
         type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
     )
 
 
+def _is_exporting() -> bool:  # PyTorch below 2.13 traces torch.compiler.is_exporting as True, also where it compiles
+    return torch.compiler.is_exporting()
+
+
 def _is_recorded(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and not torch.compiler.is_exporting() and any(t.requires_grad for t in tensors)
+    return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
 
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: float32 on sm_90, 2^30 multiplications, n at most 8192."""
+    """Whether the gradients of x W^T are for our kernels: where `product_fits`, in float32, n at most 8192."""
     if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
     return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
 
 
-@torch.compiler.assume_constant_result  # a compiled model is compiled anew when the user's setting changes
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
+
+# torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
+_allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
 _HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
 
@@ -1150,7 +1150,7 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and what the product knows. Second derivatives are ATen's."""
+    """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
 
     @staticmethod
     def forward(x, weight, bias, y, eps):
@@ -1167,9 +1167,9 @@ class LinearRowNormResidual(torch.autograd.Function):
     def backward(ctx, grad, *_):
         if grad is None:
             return (None,) * 5
-        (x, weight, bias, y, h, known), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
+        (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, known, y, ctx.eps, needs)
+            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)
         else:  # they are to be differentiated in turn
             wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
             norm = nn.InstanceNorm2d(1, eps=ctx.eps)

@@ -1,5 +1,6 @@
 """The build: clear about what is missing, safe from whatever happens around it; every CUDA string compiles."""
 
+import math
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FIRST, ROOT, STEMS, solution
+from cases import FIRST, KNOWN, ROOT, STEMS, solution
 from processes import PRELUDE, finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
@@ -35,8 +36,8 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((path for home in homes if (path := shutil.which(f"{home}/bin/nvcc"))), None)
 
 
-# Bytes that a thread of the worst kernel spills on sm_90a, where the records were measured; none of the others may.
-SPILLS = {"instance_norm": 8}
+# Bytes that a thread of the worst kernel spills on sm_90a, where the records were measured. A new pair may spill.
+SPILLS = {stem: 0 for stem in KNOWN} | {"instance_norm": 8}
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def test_cuda_compiles_and_spills_no_more_than_is_known(stem, tmp_path):
     assert done.returncode == 0 and "warning" not in report, report
     spills = re.findall(r"function '(\w+)' for 'sm_90a'(?:\n.*){2}?(\d+) bytes spill stores", report)
     assert spills
-    assert max(int(bytes_) for _, bytes_ in spills) <= SPILLS.get(stem, 0), report
+    assert max(int(bytes_) for _, bytes_ in spills) <= SPILLS.get(stem, math.inf), report
 
 
 # ---- what may be missing

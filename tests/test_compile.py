@@ -6,7 +6,8 @@ import logging
 import pytest
 import torch
 from accuracy import assert_same_form
-from cases import CASES, FIRST, LAYOUTS, STEMS, build, converted, each, first_cases, solution
+from cases import CASES, FIRST, LAYOUTS, ROOT, STEMS, build, converted, each, first_cases, solution
+from processes import run_python
 from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,17 +110,44 @@ def test_another_batch_size_needs_no_other_compilation(case, recorded, marked, d
 
 @first_cases
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-@torch.no_grad()
-def test_an_exported_program_goes_through_a_file(case, strict, device, tmp_path):
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_an_exported_program_goes_through_a_file(case, strict, recorded, device, tmp_path):
+    """Whoever exports a program mostly has gradients on."""
     _, new, inputs = build(case, device)
     batch = torch.export.Dim("batch", min=2, max=1024)
     shapes = tuple(dict.fromkeys(dimensions, batch) for dimensions in batch_dimensions(case))
-    program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
+    with torch.set_grad_enabled(recorded):
+        program = torch.export.export(new, tuple(inputs), dynamic_shapes=shapes, strict=strict)
     torch.export.save(program, tmp_path / "program.pt2")
     exported = torch.export.load(tmp_path / "program.pt2").module()
     for size in (2, 5):
         inputs = converted(case.inputs(size), device)
-        close(exported(*inputs), new(*inputs))
+        close(infer(exported, inputs), infer(new, inputs))
+
+
+AOT_SCRIPT = """
+load(sys.argv[1], "copied")  # registers the operators that the package calls
+run = torch._inductor.aoti_load_package(sys.argv[2])
+for inputs, expected in torch.load(sys.argv[3], weights_only=False):
+    torch.testing.assert_close(run(*inputs), expected, rtol=1e-5, atol=1e-5)
+"""
+
+
+# To build sooner what runs once.
+AOT_OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
+@pytest.mark.parametrize("case", FIRST[1:2], ids=str)  # one is enough
+@torch.no_grad()
+def test_a_package_of_aot_inductor_runs_in_another_process(case, device, tmp_path):
+    _, new, inputs = build(case, device)
+    program = torch.export.export(new, tuple(inputs))
+    options = {"package_path": str(tmp_path / "package.pt2"), "inductor_configs": AOT_OPTIONS}
+    package = torch._inductor.aoti_compile_and_package(program, **options)
+    torch.save([(inputs, new(*inputs))], tmp_path / "check.pt")
+    run_python(AOT_SCRIPT, ROOT / "kernels" / f"{case.stem}.py", package, tmp_path / "check.pt", cwd=tmp_path)
 
 
 # ---- the operators by themselves

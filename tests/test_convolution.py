@@ -73,7 +73,7 @@ def test_gradients_are_as_accurate_as_eagers(case):
 
 
 @shapes
-def test_gives_the_same_bits_each_time_and_whether_gradients_are_recorded_or_not(case):
+def test_gives_the_same_bits_each_time_and_whether_gradients_are_recorded_or_not(case, deterministic):
     """The last where one kernel takes the sizes: elsewhere the forward that records is the Model's own lines."""
     _, new, inputs = build(case, "cuda")
     first = both_ways(new, inputs)

@@ -27,7 +27,7 @@ def test_copied_alone_into_an_empty_folder(device, tmp_path):
 
 
 @first_cases
-def test_loaded_again_and_as_text_in_one_process(case, device):
+def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
     """As text: no file, no source for `inspect` to find, in a bare namespace or a notebook's."""
     _, new, inputs = build(case, device)
     expected = new(*inputs)

@@ -6,10 +6,12 @@ import sys
 
 import pytest
 import torch
-from cases import FIRST, ROOT, build, first_cases
+from cases import FIRST, ROOT, build, first_cases, learning_cases
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch is built without torch.distributed")
 
@@ -27,7 +29,7 @@ def test_losses_in_parallel_are_the_models_alone():
 @pytest.fixture
 def mesh(device):
     """Of this process alone: enough to have tensors of the kind."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh(device.type, (1,))
     dist.destroy_process_group()
 
@@ -40,10 +42,46 @@ def test_dtensors_are_right_or_refused_in_words(case, placement, recorded, mesh,
     model, new, inputs = build(case, device)
     spread = [distribute_tensor(t, mesh, [placement]) for t in inputs]
     expected = model(*inputs)
-    try:
+
+    def over_the_mesh(module):
         with torch.set_grad_enabled(recorded):
-            out = distribute_module(new, mesh)(*spread)
-    except NotImplementedError as refusal:
-        assert "sharding strategy" in str(refusal)
+            return distribute_module(module, mesh)(*spread).full_tensor()
+
+    try:
+        out = over_the_mesh(new)
+    except (NotImplementedError, RuntimeError) as refusal:
+        if "sharding strategy" not in str(refusal):  # no refusal of our operators: then it is one of the Model, too
+            with pytest.raises(type(refusal)):
+                over_the_mesh(model)
         return
-    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@learning_cases
+@pytest.mark.parametrize("which", ["the norm", "every layer"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_layers_sharded_by_themselves(case, recorded, which, mesh, device):
+    """fully_shard gathers a layer's weights when the layer is called: it must be, not only its weights be taken."""
+    model, new, inputs = build(case, device)
+    layers = [child for child in new.children() if any(True for _ in child.parameters())]
+    for layer in layers[-1:] if which == "the norm" else layers:
+        fully_shard(layer, mesh=mesh)
+    with torch.set_grad_enabled(recorded):
+        out = fully_shard(new, mesh=mesh)(*inputs)
+    torch.testing.assert_close(out, model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+BY = {
+    "columns": ColwiseParallel(output_layouts=Replicate()),
+    "rows": RowwiseParallel(input_layouts=Replicate()),
+}
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if "linear" in case.stem], ids=str)
+@pytest.mark.parametrize("style", BY.values(), ids=BY)
+def test_a_linear_layer_split_over_the_mesh(case, style, mesh, device):
+    """Tensor parallelism of the layer inside: it takes and gives plain tensors."""
+    model, new, inputs = build(case, device)
+    name = next(name for name, child in new.named_children() if isinstance(child, torch.nn.Linear))
+    out = parallelize_module(new, mesh, {name: style})(*inputs)
+    torch.testing.assert_close(out, model(*inputs), rtol=1e-4, atol=1e-4)

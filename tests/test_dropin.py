@@ -67,7 +67,7 @@ COPIES = {
 
 @first_cases
 @pytest.mark.parametrize("way", COPIES)
-def test_copies_work_and_are_independent(case, way, device):
+def test_copies_work_and_are_independent(case, way, device, deterministic):
     _, new, inputs = build(case, device)
     expected = new.train()(*inputs).detach()
     other = COPIES[way](new)
@@ -76,6 +76,20 @@ def test_copies_work_and_are_independent(case, way, device):
         for parameter in other.parameters():
             parameter.fill_(0.5)
     assert torch.equal(new(*inputs), expected)
+
+
+@first_cases
+def test_default_dtype_and_device_are_respected(case):
+    with torch.device("meta"):
+        assert all(p.is_meta for p in solution(case.stem).ModelNew(*case.arguments()).parameters())
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, new = both(case)
+        inputs = converted(case.inputs(), dtype=torch.float64)
+        assert [p.dtype for p in new.parameters()] == [p.dtype for p in model.parameters()]
+        torch.testing.assert_close(new(*inputs), model(*inputs))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ---- the life of a module
@@ -114,7 +128,7 @@ def test_conversions(case, way, device):
 
 
 @first_cases
-def test_hooks_fire(case, device):
+def test_hooks_fire(case, device, deterministic):
     _, new, inputs = build(case, device)
     plain, seen = new(*inputs).detach(), []
 
@@ -137,30 +151,34 @@ def test_hooks_fire(case, device):
     assert seen == ["before", "after", len(inputs)]
 
 
-def squeezed_layer(module, inputs, output):
-    """Not only another scale, which a norm takes out again."""
-    return output.tanh() if isinstance(module, (nn.Linear, nn.Conv2d)) else None
+def squeeze(module, inputs, output=None):
+    """A hook before or after a module. Not only another scale, which a norm takes out again."""
+    if isinstance(module, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.InstanceNorm2d)):
+        return (inputs[0].tanh(),) if output is None else output.tanh()
 
 
-@learning_cases
-@pytest.mark.parametrize("on", ["the layer", "the norm", "every module"])
-@torch.no_grad()
-def test_hooks_of_the_modules_inside_count(case, on, device):
+@first_cases
+@pytest.mark.parametrize("on", ["the first module", "the norm", "every module"])
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+def test_hooks_of_the_modules_inside_count(case, kind, on, device, request):
+    if case.stem == "instance_norm" and on == "every module":
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module"))
     model, new, inputs = build(case, device)
-    handles = []
-    if on == "every module":
-        handles.append(nn.modules.module.register_module_forward_hook(squeezed_layer))
+    results, notes = [], []
     for module in (model, new):
-        layer, *_, norm = module.children()
-        if on == "the layer":
-            layer.register_forward_hook(squeezed_layer)
-        elif on == "the norm":
-            norm.register_forward_hook(lambda module, inputs, output: output + 1)
-    try:
-        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
-    finally:
-        for handle in handles:
-            handle.remove()
+        first, *_, norm = [*module.children(), *module.children()]
+        owner = {"the first module": first, "the norm": norm}.get(on)
+        register = getattr(owner or nn.modules.module, f"register_{'' if owner else 'module_'}{kind}")
+        called = []
+        with register(squeeze if "forward" in kind else lambda module, *grads: called.append(type(module))):
+            x = inputs[0].clone().requires_grad_()
+            out = module(x, *inputs[1:])
+            results.append([out, *torch.autograd.grad(out.square().sum(), x)])
+            with torch.no_grad():
+                results[-1].append(module(*inputs))
+        notes.append([kind for kind in called if kind is not type(module)])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert notes[0] == notes[1]
 
 
 # ---- another layer where the Model has its own
@@ -193,7 +211,25 @@ def of_a_class_of_its_own(layer):
     return layer
 
 
+class WithAdapter(nn.Module):
+    """As LoRA does it: the layer, frozen, and a small one beside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.adapter = layer.requires_grad_(False), copy.deepcopy(layer)
+        self.adapter.weight.data.mul_(-0.1)
+
+    def forward(self, x):
+        return self.layer(x) + self.adapter(x)
+
+
+def quantized(layer):
+    return torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0]
+
+
 LAYERS = {
+    "with an adapter": WithAdapter,
+    "quantized": quantized,
     "of a class of its own": of_a_class_of_its_own,
     "in a Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
     "with a forward of its own": with_a_forward_of_its_own,
@@ -205,9 +241,13 @@ LAYERS = {
 
 
 @learning_cases
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
+    if way == "quantized" and device.type != "cpu":
+        pytest.skip("PyTorch's quantized layers are for the CPU")
     model, new, inputs = build(case, device)
     for module in (model, new):
         name = next(name for name, child in module.named_children() if isinstance(child, (nn.Linear, nn.Conv2d)))
@@ -216,31 +256,34 @@ def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
         torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
-def group_norm_without_weights(norm):
-    norm.weight = norm.bias = None
+def of_other_settings(norm):
+    if isinstance(norm, nn.GroupNorm):
+        norm.weight = norm.bias = None
+    elif norm.num_features == 4:  # instance_norm's own: only there the statistics are of as many channels as x has
+        return nn.InstanceNorm2d(norm.num_features, track_running_stats=True).eval()
+    else:
+        norm.eps = 0.5
     return norm
 
 
-def instance_norm_with_statistics(norm):
-    return nn.InstanceNorm2d(norm.num_features, track_running_stats=True).eval()
-
-
 @first_cases
+@pytest.mark.parametrize("way", [of_other_settings, of_a_class_of_its_own, with_a_forward_of_its_own])
 @torch.no_grad()
-def test_another_norm_in_the_place_of_the_models(case, device):
+def test_another_norm_in_the_place_of_the_models(case, way, device, request):
+    if case.stem == "instance_norm" and way is with_a_forward_of_its_own:
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for a forward on the instance"))
     model, new, inputs = build(case, device)
     for module in (model, new):
         name, norm = list(module.named_children())[-1]
-        if isinstance(norm, nn.GroupNorm):
-            setattr(module, name, group_norm_without_weights(norm))
-        elif case.stem == "instance_norm":  # there the statistics are of as many channels as x has
-            setattr(module, name, instance_norm_with_statistics(norm))
-        else:
-            norm.eps = 0.5
+        setattr(module, name, way(norm))
     torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
 
 
 # ---- tensors of other kinds
+
+
+class Named(torch.Tensor):
+    """A subclass that changes nothing."""
 
 
 class Boxed(torch.Tensor):
@@ -260,19 +303,22 @@ class Boxed(torch.Tensor):
 
 
 @first_cases
-def test_a_tensor_around_another_one(case, device):
+@pytest.mark.parametrize("kind", [Named, Boxed])
+def test_subclasses_of_tensor(case, kind, device):
     """In the inputs: the output is of the Model's class, with the right values and gradients."""
     model, new, inputs = build(case, device)
     results = []
     for module in (model, new):
-        leaves = [Boxed(t).requires_grad_() for t in inputs]
+        leaves = [(Boxed(t) if kind is Boxed else t.clone().as_subclass(Named)).requires_grad_() for t in inputs]
         with torch.no_grad():
             unrecorded = module(*leaves)
         out = module(*leaves)
         results.append([unrecorded, out, *torch.autograd.grad(out.square().sum(), leaves)])
     for theirs, ours in zip(*results, strict=True):
         assert type(ours) is type(theirs)
-        torch.testing.assert_close(ours.inner, theirs.inner, rtol=1e-4, atol=1e-4)
+        if kind is Boxed:
+            ours, theirs = ours.inner, theirs.inner
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @first_cases

@@ -18,17 +18,9 @@ def test_is_as_accurate_as_eager(case, dtype, device):
     assert_as_accurate_as_eager(forward, draws(case, device, dtype))
 
 
-@pytest.fixture
-def fresh_memory_is_nan():
-    """In deterministic mode PyTorch fills fresh memory with NaN, that of our operators too."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @each(CASES)
 @torch.no_grad()
-def test_writes_every_element_of_its_output_and_nothing_else(case, dtype, device, fresh_memory_is_nan):
+def test_writes_every_element_of_its_output_and_nothing_else(case, dtype, device, deterministic):
     """Of the Model's form, the same bits each time; inputs and parameters stay as they are."""
     model, new, inputs = build(case, device, dtype)
     before = [t.clone() for t in [*inputs, *new.parameters()]]
@@ -141,7 +133,7 @@ def test_not_a_number_stays_in_its_slice(case, dtype, position, value, device, r
 
 
 @each(CASES, [torch.float32])
-def test_neighbours_in_memory_do_not_matter(case, dtype, device):
+def test_neighbours_in_memory_do_not_matter(case, dtype, device, deterministic):
     """The inputs and parameters lie in larger buffers: what stands before and after them must not reach the result."""
 
     def surrounded(t, value):

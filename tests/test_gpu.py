@@ -5,11 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import CASES, LAYOUT_CASES, STEMS, Case, build, converted, each, first_cases, gpu, in_float64, learning_cases
+from cases import (
+    CASES,
+    LAYOUT_CASES,
+    STEMS,
+    Case,
+    build,
+    converted,
+    each,
+    first_cases,
+    gpu,
+    in_float64,
+    learning_cases,
+    solution,
+)
+from test_convolution import BENCHMARK, FEW
 from test_convolution import SHAPES as CONVOLUTIONS
 from test_instance_norm import EVERY_SIZE as SLICES
+from test_linear_products import BENCHMARKS as BENCHMARK_PRODUCTS
 from test_linear_products import CASES as PRODUCTS
 from test_linear_products import ODD as ODD_PRODUCTS
+from test_linear_products import TRAINED, on_hopper
+from test_training import output_and_gradients
 
 pytestmark = gpu
 
@@ -34,6 +51,8 @@ TAILS = [
 # Every kernel of every pair is launched by one of these; tests/tools/sanitize.py runs them too.
 LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
 large_cases = pytest.mark.parametrize("case", LARGE, ids=str)
+# These take the fast way with and without gradients.
+FAST = [case for case in [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2]] if case.stem in STEMS]
 layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 
@@ -42,7 +61,7 @@ layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 @layout_cases
 @torch.no_grad()
-def test_runs_on_the_current_stream(case):
+def test_runs_on_the_current_stream(case, deterministic):
     """The inputs become right after a long wait on a side stream: a launch on any other stream reads them too early."""
     _, new, inputs = build(case, "cuda")
     expected = new(*inputs)
@@ -77,7 +96,7 @@ def test_backward_runs_on_the_forwards_stream(case):
 
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 @torch.no_grad()
-def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case):
+def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, deterministic):
     """Races show as bits that differ now and then."""
     _, new, inputs = build(case, "cuda")
     first = new(*inputs)
@@ -87,6 +106,18 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(other, first) for other in others)
+
+
+@on_hopper
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case):
+    """Also in a checkpoint, which runs it without them first, and then once more with them."""
+    _, new, inputs = build(case, "cuda")
+    expected = output_and_gradients(new, inputs, None)
+    again = output_and_gradients(new, inputs, reentrant=True)
+    assert all(map(torch.equal, again, expected))
+    with torch.no_grad():
+        assert torch.equal(new(*inputs), expected[0])
 
 
 @each(LAYOUT_CASES + PRODUCTS, most_on_cpu=0)
@@ -141,7 +172,7 @@ def test_inputs_on_another_device_are_refused_in_words(case, weights, data):
 
 @each([case for case in CASES if case.values < 1e5] + PRODUCTS, most_on_cpu=0)
 @torch.no_grad()
-def test_nothing_is_written_beside_the_output(case, dtype, device):
+def test_nothing_is_written_beside_the_output(case, dtype, device, deterministic):
     """The output lands in one of several gaps of just its size; what stands between the gaps must keep its value."""
     _, new, inputs = build(case, device, dtype)
     expected = new(*inputs)
@@ -157,6 +188,39 @@ def test_nothing_is_written_beside_the_output(case, dtype, device):
     del neighbours, out  # before their pool
 
 
+def peak_memory(module, inputs, recorded: bool) -> int:
+    """Bytes beyond those there were, of the second of two passes: forward, or forward and backward."""
+
+    def run():
+        leaves = [t.detach().requires_grad_(recorded) for t in inputs]
+        with torch.set_grad_enabled(recorded):
+            out = module(*leaves)
+        if recorded:
+            torch.autograd.grad(out, [*leaves, *module.parameters()], torch.ones_like(out))
+
+    run()
+    one = torch.ones((), device="cuda", requires_grad=True)
+    torch.autograd.grad(one.clone(), one)  # autograd's thread keeps a call's gradients until it has another to do
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+IMAGES = Case("instance_norm", "16 x 64 x 512 x 512", (64,), ((16, 64, 512, 512),))
+
+
+@pytest.mark.parametrize("case", [c for c in (IMAGES, BENCHMARK, *BENCHMARK_PRODUCTS) if c.stem in STEMS], ids=str)
+@pytest.mark.parametrize("recorded", [False, True], ids=["forward", "forward and backward"])
+def test_takes_no_more_memory_than_eager(case, recorded):
+    """But for the fp16 pieces of a product's operands in a forward, four bytes a value, and what slices' sums take."""
+    model, new, inputs = build(case, "cuda")
+    ours, eagers = (peak_memory(module, inputs, recorded) for module in (new, model))
+    split = [inputs[0], *(m.weight for m in new.children() if isinstance(m, torch.nn.Linear))]
+    pieces = 4 * sum(t.numel() for t in split) if len(split) > 1 and not recorded else 0
+    assert ours <= 1.001 * eagers + pieces, f"{ours} bytes, {eagers} by eager"
+
+
 @pytest.mark.parametrize("case", TAILS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_norms_of_any_width_are_as_accurate_as_eager(case, dtype):
@@ -166,6 +230,7 @@ def test_norms_of_any_width_are_as_accurate_as_eager(case, dtype):
 HUGE = [
     Case("instance_norm", "two slices with 2^31 elements", (1,), ((2, 1, 32768, 32769),)),
     Case("instance_norm", "one slice with 2^31 elements", (1,), ((1, 1, 46341, 46343),)),
+    Case("instance_norm", "slices of 1 MiB with 2^31 elements", (1,), ((4097, 1, 512, 1024),)),
     Case("instance_norm", "small slices with 2^31 elements", (16,), ((2097153, 16, 8, 8),)),
     Case("linear_instance_norm_residual", "2^31 elements", (8, 4096), ((524289, 8), (524289, 4096))),
     Case("linear_swish_group_norm", "2^31 elements", (8, 4096, 64, (4096,)), ((524289, 8),)),
@@ -173,14 +238,17 @@ HUGE = [
 ]
 
 
+def skip_without_memory(gib: int) -> None:
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory")
+
+
 @pytest.mark.parametrize("case", [case for case in HUGE if case.stem in STEMS], ids=str)
 @torch.no_grad()
 def test_more_than_2_to_the_31_elements(case):
     """In float16, the first and last samples as if alone: an index of 32 bits wraps before it reaches the last."""
-    torch.cuda.empty_cache()
-    needed = 40 * 2**30
-    if torch.cuda.mem_get_info()[0] < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    skip_without_memory(40)
     model, new, _ = build(replace(case, shapes=((1,),)), "cuda", torch.float16)
     inputs = [torch.rand(shape, device="cuda", dtype=torch.float16) for shape in case.shapes]
     out = new(*inputs)
@@ -189,3 +257,21 @@ def test_more_than_2_to_the_31_elements(case):
         with torch.backends.cudnn.flags(enabled=False):  # PyTorch's own kernels count in 64 bits
             alone = in_float64(model).float()(*[t[sample].float() for t in inputs])
         torch.testing.assert_close(out[sample].float(), alone, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("case", [case for case in HUGE if case.stem == "instance_norm"], ids=str)
+def test_gradients_of_more_than_2_to_the_31_elements(case):
+    """By the formula: PyTorch's own gradient of one such slice reads beyond its end."""
+    skip_without_memory(64)
+    x, grad = (torch.rand(case.shapes[0], device="cuda", dtype=torch.float16) for _ in range(2))
+    (out,) = torch.autograd.grad(solution(case.stem).ModelNew(*case.init)(x.requires_grad_()), x, grad)
+
+    def mean(values):
+        return values.mean((2, 3), keepdim=True, dtype=torch.float64).float()
+
+    for sample in (slice(0, 1), slice(-1, None)):
+        deviation, g = x[sample].detach().float(), grad[sample].float()
+        deviation -= mean(deviation)
+        rstd = (mean(deviation.square()) + 1e-5).rsqrt()
+        right = (g - mean(g) - deviation * (rstd.square() * mean(deviation * g))) * rstd
+        assert (out[sample] - right).abs().max() <= 1e-2

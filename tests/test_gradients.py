@@ -6,7 +6,7 @@ On a CPU training is the plain way; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws
-from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_float64, solution
+from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -44,6 +44,21 @@ def test_gradients_are_as_accurate_as_eagers(case, dtype, device):
     for name, grad in gradients(new, inputs).items():
         assert (grad.shape, grad.dtype, grad.device) == (tensors[name].shape, dtype, tensors[name].device)
     assert_as_accurate_as_eager(gradients, draws(case, device, dtype), ROUNDINGS)
+
+
+@first_cases
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=in_dtype)
+def test_gradients_under_autocast_are_as_accurate_as_eagers(case, low, device):
+    """Under autocast is the forward alone, as in PyTorch's manual."""
+
+    def run(module, inputs):
+        tensors = differentiable(module, inputs)
+        with torch.autocast(device.type, dtype=low, enabled=inputs[0].dtype is not torch.float64):
+            out = module(*[tensors[f"input {i}"] for i in range(len(inputs))])
+        grads = torch.autograd.grad(out, list(tensors.values()), weights_of_the_sum(out))
+        return dict(zip(tensors, grads, strict=True))
+
+    assert_as_accurate_as_eager(run, draws(case, device, torch.float32), ROUNDINGS)
 
 
 @each(LAYOUT_CASES, [torch.float32], LAYOUTS)

@@ -4,9 +4,10 @@ import itertools
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 from accuracy import assert_same_form
-from cases import FIRST, ROOT, build
+from cases import FIRST, ROOT, STEMS, Case, build
 from processes import finish, start_python
 
 # What is done to one input, or to one parameter, of a right call.
@@ -108,3 +109,20 @@ def test_nonsense_is_refused_as_by_the_model(device):
     assert code == 0, f"exit code {code} in: {lines[-1:]}\n{err}"
     wrong = [f"{before}: {line}" for before, line in itertools.pairwise(lines) if line.startswith("WRONG")]
     assert len(lines) > 100 and not wrong, "\n".join(wrong)
+
+
+SINGLE = [
+    Case("instance_norm", "one pixel", (3,), ((2, 3, 1, 1),)),
+    Case("linear_instance_norm_residual", "one feature", (3, 1), ((2, 3), (2, 1))),
+    Case("linear_swish_group_norm", "a row of groups of one", (3, 8, 8, (8,)), ((1, 3),)),
+    Case("conv_sigmoid_group_norm", "a pixel of groups of one", (3, 8, 3, 8, (8, 1, 1), (8, 1, 1)), ((1, 3, 3, 3),)),
+]
+
+
+@pytest.mark.parametrize("case", [case for case in SINGLE if case.stem in STEMS], ids=str)
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_the_norm_of_a_single_value_is_refused_as_by_the_model(case, recorded, device):
+    model, new, inputs = build(case, device)
+    for module in (model, new):
+        with torch.set_grad_enabled(recorded), pytest.raises(ValueError, match="more than 1"):
+            module(*inputs)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 
 def batches(case, device, count: int) -> list[list[torch.Tensor]]:
@@ -50,6 +52,18 @@ def test_losses_are_the_models_step_by_step(case, optimizer, how, device):
     assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@learning_cases
+def test_compiled_once_for_all_steps(case, device):
+    """A compiled module sees the weights that the optimiser changed, and is not compiled again for them."""
+    torch._dynamo.reset()
+    model, new, _ = build(case, device)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(new, fullgraph=True, backend=counter)
+    theirs, ours = (losses_of(m, case, device, torch.optim.AdamW(m.parameters(), lr=0.01)) for m in (model, compiled))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert counter.frame_count == 1
+
+
 # ---- mixed precision
 
 
@@ -68,6 +82,52 @@ def test_autocast_gives_the_models_dtypes(case, low, device):
             with torch.no_grad(), torch.autocast(device.type, dtype=low):
                 seen.append([out.dtype, module(*leaves).dtype, *(g.dtype for g in grads)])
         assert seen[1] == seen[0], dtypes
+
+
+@learning_cases
+def test_gradient_scaling(case, device):
+    """Losses and scales of float16 training; a step whose gradients overflow is left out."""
+    model, new, _ = build(case, device)
+    histories = []
+    for module in (model, new):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
+        histories.append([])
+        for step, inputs in enumerate(batches(case, device, 6)):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=torch.float16):
+                loss = loss_of(module(*inputs))
+            before = [p.detach().clone() for p in module.parameters()]
+            scaler.scale(loss * (torch.inf if step == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, module.parameters(), before)) == (step == 2)
+            histories[-1].append((loss.item(), scaler.get_scale()))
+    (theirs, their_scales), (ours, our_scales) = (zip(*history) for history in histories)
+    assert our_scales == their_scales
+    assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+# ---- activation checkpointing
+
+
+def output_and_gradients(new, inputs, reentrant: bool | None) -> list[torch.Tensor]:
+    """The output and the gradients of inputs and parameters; None: without a checkpoint."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    new.zero_grad()
+    out = new(*leaves) if reentrant is None else checkpoint(new, *leaves, use_reentrant=reentrant)
+    loss_of(out).backward()
+    return [out.detach(), *(t.grad.clone() for t in (*leaves, *new.parameters()))]
+
+
+@first_cases
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_activation_checkpointing(case, reentrant, device):
+    """Reentrant, the forward first runs without gradients. That it has the same bits is asked in test_gpu.py, of the
+    fast way alone: on the plain way it is one kernel after ATen's product, where with gradients ATen does all."""
+    _, new, inputs = build(case, device)
+    results = [output_and_gradients(new, inputs, way) for way in (None, reentrant)]
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 # ---- parametrised weights

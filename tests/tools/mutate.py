@@ -1,10 +1,11 @@
 """Changes one line of the kernels or the judge at a time and says which changes the tests notice.
 
-    python tests/tools/mutate.py [--only WORD] [--tree FOLDER] [--cuda]
+    python tests/tools/mutate.py [--only WORD] [--tree FOLDER] [--cuda] [--check]
 
 Each row of the table is a file, what stands there exactly once, what is put in its place, and the tests that must fail
-then. A copy of the repository is changed, never the repository itself. --tree takes another checkout, in which a row
-whose text is not there is said to be missing. Rows with CUDA text are run by --cuda alone, on a GPU.
+then. A copy of the repository is changed, never the repository itself. --tree takes another checkout. --check runs
+nothing: it names the rows whose text no longer stands in their file exactly once, after a change of the file. Rows with
+CUDA text are run by --cuda alone, on a GPU.
 """
 
 import argparse
@@ -54,6 +55,9 @@ KERNELS = [
     (NORM, "norm.affine or norm.track_running_stats", "norm.affine", "dropin"),
     (NORM, "not torch._C._are_functorch_transforms_active()", "True", "training"),
     (NORM, "x.is_cpu and x.dtype is torch.float32", "x.is_cpu and x.dtype is not torch.float64", "forward"),
+    (NORM, "type(norm) is nn.InstanceNorm2d", "isinstance(norm, nn.InstanceNorm2d)", "dropin"),
+    (NORM, "not (torch.is_grad_enabled() and x.requires_grad)", "True", "gradients"),
+    (NORM, "and not (hooks or", "and not (", "dropin"),
     (NORM, "    fcntl.flock(lock, fcntl.LOCK_EX)", "    fcntl.flock", "build"),
     (NORM, 'pathlib.Path(folder, "lock").unlink(missing_ok=True)', "pathlib.Path", "build"),
     (NORM, "cuda_flags, torch.__version__))", "cuda_flags))", "build"),
@@ -61,11 +65,17 @@ KERNELS = [
     (ROWS, 'and "forward" not in own and not hooks', "and not hooks", "dropin"),
     (ROWS, 'and "forward" not in own and not hooks', 'and "forward" not in own', "dropin"),
     (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
+    (ROWS, "return torch.is_grad_enabled() and not", "return False and not", "compile"),
+    (SWISH, "any(t.requires_grad for t in tensors)", "tensors[0].requires_grad", "gradients"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
     (CONV, "conv.bias is None or norm.weight is None", "norm.weight is None", "dropin"),
     (CONV, "!= ((1, 1), (0, 0), (1, 1), 1)", "!= (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
+    (CONV, " or not _has_default_strides(weight)", "", "forward"),
+    (CONV, "rows < 1 or columns < 1 or rows * columns == 1", "rows < 1 or columns < 1", "invalid"),
+    (CONV, "\"forward_pre\", ", "", "dropin"),
+    (CONV, "if not needs_grad and not autocast:", "if not needs_grad:", "forward"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
@@ -105,15 +115,20 @@ def rows() -> list[tuple[str, str, str, list[str], bool]]:
     return found + [(f"judge/{name}.py", old, new, ["tests/test_harness.py"], False) for name, old, new in JUDGE]
 
 
+def lost(tree: Path, path: str, old: str) -> str | None:
+    """What is wrong with a row's text, if anything."""
+    times = (tree / path).read_text().count(old) if (tree / path).exists() else 0
+    return None if times == 1 else f"LOST: in {path} this stands {times} times: give the row another text"
+
+
 def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
+    if said := lost(tree, path, old):
+        return said
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".pytest_cache"))
         file = copy / path
-        text = file.read_text() if file.exists() else ""
-        if text.count(old) != 1:
-            return f"TEXT IS THERE {text.count(old)} TIMES"
-        file.write_text(text.replace(old, new))
+        file.write_text(file.read_text().replace(old, new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
@@ -132,11 +147,19 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose file or text has this word")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
     parser.add_argument("--cuda", action="store_true", help="the rows of CUDA text, on a GPU")
+    parser.add_argument("--check", action="store_true", help="run nothing; name the rows whose text is not there")
     options = parser.parse_args()
     bad = 0
     for path, old, new, tests, gpu in rows():
-        if gpu == options.cuda and options.only in f"{path} {old}":
+        if options.only not in f"{path} {old}":
+            continue
+        if options.check:
+            said = lost(options.tree, path, old)
+        elif gpu == options.cuda:
             said = verdict(options.tree, path, old, new, tests)
+        else:
+            continue
+        if said:
             bad += not said.startswith("caught")
             print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
     return int(bad > 0)

@@ -53,7 +53,8 @@ def bars(axes, run: dict, colours: dict) -> None:
 
 
 def draw_direction(direction: str, colours: dict):
-    figure, grid = pyplot.subplots(2, 2, figsize=(8.8, 3.7), layout="constrained")
+    rows = (len(summary.STEMS) + 1) // 2
+    figure, grid = pyplot.subplots(rows, 2, figsize=(8.8, 0.5 + 1.6 * rows), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06, hspace=0.08)
     for axes, stem in zip(grid.flat, summary.STEMS):
         run = summary.strict_float32(stem, direction)
@@ -73,7 +74,8 @@ def draw_direction(direction: str, colours: dict):
 def draw_sweep(colours: dict):
     """A column of dots a shape: ModelNew, and with a ring the better of the two baselines."""
     dtypes = ("float32", "bfloat16")
-    figure, grid = pyplot.subplots(2, 4, figsize=(12, 5), sharey=True, layout="constrained")
+    columns = len(summary.STEMS)
+    figure, grid = pyplot.subplots(2, columns, figsize=(3 * columns, 5), sharey=True, layout="constrained")
     for row, dtype in zip(grid, dtypes):
         for axes, stem in zip(row, summary.STEMS):
             styled(axes, colours, f"{stem}, {dtype}")

@@ -2,9 +2,9 @@
 
     python tests/tools/summary.py [--write]
 
-README.md gets a row a pair, in float32 with TF32 off; results/README.md every row. --write puts them between their
-marks; without it the README's is printed. A pair that results/h200 has no record of is shown with a star, as
-results/earlier has it.
+README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
+between their marks; without it the README's is printed. A pair that results/h200 has no record of is shown with a star,
+as results/earlier has it; the star is explained where there is one.
 """
 
 import argparse
@@ -18,7 +18,6 @@ DIRECTIONS = {
     "forward_recorded": "forward, gradients recorded",
     "forward_backward": "forward + backward",
 }
-STEMS = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
 
 
 def runs_of(path: Path) -> list[dict]:
@@ -32,6 +31,9 @@ def benchmark(stem: str) -> list[dict]:
     folder = ROOT / "results" / "h200"
     folder = folder if (folder / f"{stem}.json").exists() else ROOT / "results" / "earlier"
     return [run for path in sorted(folder.glob(f"{stem}*.json")) for run in runs_of(path)]
+
+
+STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchmark(path.stem)]
 
 
 def sweep(stem: str) -> list[dict]:
@@ -66,7 +68,8 @@ def front_table() -> str:
         [f"`{stem}`{'*' if is_earlier(stem) else ''}", *(cell(strict_float32(stem, way)) for way in DIRECTIONS)]
         for stem in STEMS
     ]
-    return markdown(["pair", *DIRECTIONS.values()], rows)
+    star = "\n\n\\* measured with an earlier revision of the file ([details](results/README.md))"
+    return markdown(["pair", *DIRECTIONS.values()], rows) + (star if any(map(is_earlier, STEMS)) else "")
 
 
 def full_row(run: dict) -> list[str]:
@@ -100,15 +103,18 @@ def full_tables() -> str:
 
 
 def slower_table() -> str:
-    """The shapes of the sweeps at which eager or torch.compile is faster."""
-    rows = []
+    """The shapes of the sweeps at which eager or torch.compile is faster; last, the sweeps that lack compile."""
+    rows, silent = [], []
     for stem in STEMS:
+        if not any("compile" in run["speedup"] for run in sweep(stem)):
+            silent.append(f"`{stem}`")
         for run in sweep(stem):
             best = min(run["speedup"], key=run["speedup"].get)
-            if run["speedup"][best] < 1:
+            if run["speedup"][best] < 0.995:
                 shapes = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
                 rows.append([f"`{stem}`", shapes, run["dtype"], f"{run['speedup'][best]:.2f}x {best}"])
-    return markdown(["pair", "input", "dtype", "ModelNew is"], rows)
+    note = f"\n\nTaken without torch.compile: the sweep of {', '.join(silent)}." if silent else ""
+    return markdown(["pair", "input", "dtype", "ModelNew is"], rows) + note
 
 
 TABLES = {
