@@ -509,7 +509,7 @@ class Ring:
             factor = secret.uniform(0.9, 1.0)
             self.draws[i] = partial(self.case.inputs, secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
             for new, x in zip(self.draws[i](), slot):
-                if isinstance(x, torch.Tensor):
+                if isinstance(x, torch.Tensor) and x.numel():
                     x.untyped_storage().copy_(new.untyped_storage())
         self._synchronize()
 

@@ -1,4 +1,4 @@
-"""Judges the candidates of tests/candidates.py: every wrong one must be rejected for the reason it names.
+"""Judges the candidates of tests/candidates.txt: every wrong one must be rejected for the reason it names.
 
 python tests/tools/attack.py                          all of them, once, with the reason each is rejected for
 python tests/tools/attack.py --repeats 100 honest     the honest ones, each with 100 seeds
