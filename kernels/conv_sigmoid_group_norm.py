@@ -1168,8 +1168,8 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
 
 // As many bands as there are multiprocessors for, of eight rows at least.
 static int bands_of(const int64_t* sizes) {
-    const int64_t bands = sizes[6] / sizes[0], most = sizes[2] / 8;
-    return int(bands < most ? bands : most) > 1 ? int(bands < most ? bands : most) : 1;
+    const int64_t bands = sizes[6] / sizes[0] < sizes[2] / 8 ? sizes[6] / sizes[0] : sizes[2] / 8;
+    return bands > 1 ? int(bands) : 1;
 }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1219,7 +1219,6 @@ CPP_SOURCE = r"""
 #endif
 
 #include <algorithm>
-#include <cmath>
 #include <tuple>
 #include <vector>
 
@@ -1306,8 +1305,7 @@ std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, at::TensorList paramete
     if (out.numel() == 0) return {out, statistics};
     Arguments arguments(x, out, parameters, groups);
     arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes));
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
+    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes, eps, c10::cuda::getCurrentCUDAStream()));
     return {out, statistics};
 }
 
@@ -1317,8 +1315,7 @@ Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, dou
     if (out.numel() == 0) return out;
     Arguments arguments(h, out, parameters, groups);
     arguments.add(out), arguments.add(out);  // no statistics, no workspace
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, stream));
+    check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, c10::cuda::getCurrentCUDAStream()));
     return out;
 }
 
@@ -1353,11 +1350,10 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
 #endif
-}
-// Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
-TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
-    const auto refuse = [] { return torch::autograd::autogradNotImplementedFallback(); };
-    for (const char* name : {"forward", "backward", "tail"}) m.impl(name, refuse());
+    // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
+    for (const char* name : {"forward", "backward", "tail"}) {
+        m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
+    }
 }
 """
 
@@ -1460,10 +1456,7 @@ def _valid(tensors: tuple, groups: int) -> bool:
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether our kernels take valid tensors of these sizes.
-
-    Of images up to 256 wide a block holds two rows, and all blocks together must hold a sample.
-    """
+    """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
     if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
         return False
@@ -1495,8 +1488,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
-        x = tensors[0]
-        of_x, of_parameters = _backward(grad, x, tensors[1:], statistics, needs[0])
+        of_x, of_parameters = _backward(grad, tensors[0], tensors[1:], statistics, needs[0])
         parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
         return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
@@ -1505,19 +1497,10 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
-    forward: x (N, in_channels, H, W) of any floating dtype, on the CPU or a CUDA device, in any memory layout; returns
-    (N, out_channels, H - k + 1, W - k + 1), laid out as the Model's. The errors are the Model's.
+    forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        num_groups: int,
-        bias_shape: tuple,
-        scale_shape: tuple,
-    ):
+    def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
         self.bias = nn.Parameter(torch.randn(bias_shape))
@@ -1531,18 +1514,17 @@ class ModelNew(nn.Module):
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         groups, eps = norm.num_groups, norm.eps
-        if not _valid(tensors, groups):
-            return _plain(*tensors, groups, eps)
-        autocast = torch.is_autocast_enabled(x.device.type)
-        if not _fits(x, conv.weight):
-            if needs_grad or autocast:
-                return _plain(*tensors, groups, eps)
-            return _tail(nn.functional.conv2d(x, conv.weight, conv.bias), tensors[1:], groups, eps)
-        if autocast:  # the Model returns float32 there, in which the kernels compute
-            tensors = tuple(t.float() for t in tensors)
-        if needs_grad:
-            return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
-        return _forward(tensors[0], tensors[1:], groups, eps)[0]
+        valid = _valid(tensors, groups)
+        autocast = valid and torch.is_autocast_enabled(x.device.type)
+        if valid and _fits(*tensors[:2]):
+            if autocast:  # the Model returns float32 there, in which the kernels compute
+                tensors = tuple(t.float() for t in tensors)
+            if needs_grad:
+                return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
+            return _forward(tensors[0], tensors[1:], groups, eps)[0]
+        if valid and not needs_grad and not autocast:
+            return _tail(nn.functional.conv2d(*tensors[:3]), tensors[1:], groups, eps)
+        return _plain(*tensors, groups, eps)
 
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
