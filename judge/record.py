@@ -1,4 +1,4 @@
-"""The JSON file: the runs, and once the environment they ran in. No host names, no absolute paths."""
+"""What is told: one Result a row, the table, the JSON file with the machine and its state."""
 
 from __future__ import annotations
 
@@ -7,27 +7,164 @@ import functools
 import json
 import os
 import platform
+import shutil
+import statistics
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
-from judge import machine
-from judge.roof import Ceilings
-from judge.trial import Run
+from judge import bench
+from judge.source import BUILD
+
+OK, WRONG = "ok", "wrong"
+ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
+SHORT = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}
+THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "thermal slowdown"}
+ABOVE_FLOOR = "above 100% of the floor, whose bandwidth is that of a copy"
 
 
-def environment(device: str, ceilings: Ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
+@dataclass
+class Result:
+    """One record, as it goes into the JSON file."""
+
+    model: str
+    source_sha256: str
+    device: str
+    dtype: str
+    precision: str
+    direction: str
+    seed: int
+    batch: int | None
+    constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
+    status: str = OK
+    ok: bool = True
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shapes: list = field(default_factory=list)
+    import_seconds: float | None = None
+    error: dict = field(default_factory=dict)
+    gradient_error: dict = field(default_factory=dict)
+    ms: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, list[float]] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)  # to launch a call's work on a GPU; no part of `ms`
+    rounds: int = 0
+    calls: int = 0  # of each contender in a round
+    speedup: dict[str, float] = field(default_factory=dict)
+    speedup_ci: dict[str, list[float]] = field(default_factory=dict)
+    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
+    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
+    interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
+    roof: dict = field(default_factory=dict)
+    peak_memory: dict[str, int] = field(default_factory=dict)
+
+    def reject(self, reasons: tuple[str, ...], kind: str) -> None:
+        """What was timed before the reason was found has no meaning."""
+        self.status, self.ok = BUILD if kind == BUILD else WRONG, False
+        self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
+        for reason in reasons:  # records travel: they name files, not the folders of the machine that wrote them
+            for folder in (Path(__file__).resolve().parent.parent, Path.home()):
+                reason = reason.replace(f"{folder}/", "")
+            self.reasons += [reason] if reason not in self.reasons else []
+
+    def set_times(self, samples: bench.Samples, baselines: tuple[str, ...]) -> None:
+        self.rounds, self.calls = len(samples.ms["new"]), samples.calls
+        for role, values in samples.ms.items():
+            if role == "eager" and role not in baselines:
+                continue
+            name = "new_cudagraph" if role == "cudagraph" else role
+            self.ms[name] = tidy(statistics.median(values))
+            self.spread[name] = [tidy(q) for q in bench.quartiles(values)]
+            if self.device == "cuda":
+                self.host_us[name] = tidy(samples.ready[role]["host_us"])
+                if name in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
+                    self.peak_memory[name] = samples.ready[role]["peak"]
+            if not name.startswith("new"):
+                ratio, (low, high) = bench.speedup(samples, name, self.device)
+                self.speedup[name], self.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
+                self.verdict[name] = bench.verdict(low, high, bool(self.interference))
+        if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
+            times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
+            self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
+
+    def set_errors(self, errors: dict[str, dict]) -> None:
+        """Of several outputs the largest of each figure, and each gradient's."""
+        mark = "gradient of "
+        outputs = [figures for name, figures in errors.items() if not name.startswith(mark)]
+        for key in outputs[0] if outputs else ():
+            figures = [each[key] for each in outputs]
+            self.error[key] = None if None in figures else max(figures)
+        if self.direction == "forward_backward":
+            found = {name.removeprefix(mark): each for name, each in errors.items() if name.startswith(mark)}
+            self.gradient_error = found
+
+    def way(self) -> str:
+        shape = [f"b{self.batch}"] if self.batch is not None else []
+        replaced = {name: value for name, value in self.constants.items() if isinstance(value, int)}
+        shape += [f"{name} {value}" for name, value in replaced.items() if name != "batch_size"]
+        return " ".join([self.device, self.dtype, self.precision, SHORT[self.direction], *shape])
+
+
+def tidy(value: float) -> float:
+    """Six digits: more than any clock here has."""
+    return float(f"{value:.6g}")
+
+
+class Table:
+    """Prints a row as soon as it is there; the widths are those that usual figures need."""
+
+    def __init__(self, baselines):
+        found = {"new", *("new_cudagraph" if name == "cudagraph" else name for name in baselines)}
+        self.timed, self.remarks = sorted(found, key=ORDER.index), []
+        self.rivals = [name for name in self.timed if not name.startswith("new")]
+        self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in self.timed), *(30 for _ in self.rivals), 9, 17]
+        versus = [f"x {name} [95%]" for name in self.rivals]
+        times = [f"{name} ms" for name in self.timed]
+        self._print("model", "run", "result", *times, *versus, "of floor", "error new / eager")
+
+    def row(self, run: Result) -> None:
+        times, versus = [run.ms.get(name) for name in self.timed], []
+        for name in self.rivals:
+            low, high = run.speedup_ci.get(name, (0, 0))
+            said = name in run.speedup and f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}"
+            versus.append(said or "-")
+        errors = [run.error.get(key) for key in ("new_max", "eager_max")] if run.error else []
+        shown = " / ".join("-" if error is None else f"{error:.1e}" for error in errors)
+        floor = f"{run.roof['percent']:.0f}%{' (!)' * (ABOVE_FLOOR in run.notes)}" if run.roof else "-"
+        times = ["-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in times]
+        result = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]
+        self._print(run.model, run.way(), result, *times, *versus, floor, shown or "-")
+        said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
+        self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
+
+    def end(self) -> None:
+        if self.remarks:
+            print("", *dict.fromkeys(self.remarks), sep="\n", flush=True)
+
+    def _print(self, *cells: str) -> None:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
+
+
+# ---- the JSON file
+
+
+def save(path: Path, runs: list[Result], surroundings: dict) -> None:
+    path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
+
+
+def environment(device: str, ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
+    revision = _said("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _said("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": _relative(command),
-        "git": _git(root),
-        "device": machine.device_name(device),
-        "driver": _driver() if device == "cuda" else None,
-        "clocks": {"before": clocks_before, "after": machine.clocks(device)},
-        "copy_bandwidth": float(f"{ceilings.copy_bandwidth:.6g}"),
-        "matrix_rate": {name: float(f"{rate:.6g}") for name, rate in ceilings.matrix_rate.items()},
+        "command": [Path(part).name if os.path.isabs(part) else part for part in command],
+        "git": {"revision": revision[0], "dirty": bool(changed)} if revision else None,
+        "device": device_name(device),
+        "driver": query_gpu("driver_version").get("driver_version") if device == "cuda" else None,
+        "clocks": {"before": clocks_before, "after": clocks(device)},
+        "copy_bandwidth": tidy(ceilings.copy_bandwidth),
+        "matrix_rate": {name: tidy(rate) for name, rate in ceilings.matrix_rate.items()},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -36,40 +173,40 @@ def environment(device: str, ceilings: Ceilings, command: list[str], root: Path,
     }
 
 
-def _relative(command: list[str]) -> list[str]:
-    return [Path(part).name if os.path.isabs(part) else part for part in command]
+def _said(*command: str) -> list[str]:
+    """What a command says, in lines; nothing where it is not to be had or fails."""
+    if not shutil.which(command[0]):
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 @functools.cache
-def _driver() -> str | None:
-    said = machine.query_gpu("driver_version")
-    return said and said["driver_version"]
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(":")[2].strip() for line in cpuinfo.splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-@functools.cache
-def _git(root: Path) -> dict | None:
-    """The revision, and whether the files differ from it; None outside a git checkout."""
-
-    def ask(*question: str) -> str | None:
-        try:
-            answer = subprocess.run(["git", "-C", str(root), *question], capture_output=True, text=True, check=False)
-        except OSError:
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    revision = ask("rev-parse", "HEAD")
-    return revision and {"revision": revision, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+def query_gpu(*fields: str) -> dict[str, str]:
+    """What nvidia-smi says of the GPU in use; nothing where it cannot say."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    said = _said("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", gpu)
+    return dict(zip(fields, (value.strip() for value in said[0].split(",")))) if said else {}
 
 
-def save(path: Path, runs: list[Run], surroundings: dict) -> None:
-    document = {"runs": [asdict(run) for run in runs], "environment": surroundings}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def clocks(device: str) -> dict[str, str] | None:
+    """Clocks in MHz, degrees Celsius, watts, and why the clocks are lower than they might be; None on a CPU."""
+    if device != "cuda":
+        return None
+    throttle = "clocks_event_reasons.active"
+    state = query_gpu("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", throttle)
+    return state | {"throttle": throttle_reasons(state.pop(throttle, ""))}
 
 
-def load(path: Path) -> tuple[list[Run], dict]:
-    """The runs and the environment of a file that `save` wrote; keys of a later version are left aside."""
-    document = json.loads(path.read_text())
-    known = set(Run.__dataclass_fields__)
-    runs = [Run(**{key: value for key, value in run.items() if key in known}) for run in document["runs"]]
-    return runs, document["environment"]
+def throttle_reasons(mask: str) -> str:
+    """The names of the bits of nvidia-smi's mask that slow a busy GPU down; empty for none."""
+    bits = int(mask, 16) if mask.startswith("0x") else 0
+    return ", ".join(dict.fromkeys(name for bit, name in THROTTLE.items() if bits & bit))

@@ -1,11 +1,143 @@
-"""A kernel file's code, apart from what only its readers need: a changed comment leaves a record valid."""
+"""The two files of a pair, joined by their stem: `Model`, `get_inputs`, `get_init_inputs`; and `ModelNew`."""
+
+from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import importlib.util
+import inspect
 import io
+import itertools
 import re
+import subprocess
+import sys
 import tokenize
+import traceback
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+
+import torch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PRECISIONS = ("highest", "high")
+DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
+
+BUILD = "build failed"
+
+# What a file may raise. SystemExit is among it: sys.exit() does not end the judgement.
+RAISED = (Exception, SystemExit)
+
+# Words of a failed build, in an exception at import. Whatever else is raised at import is a wrong candidate.
+BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|building)(?!\w)", re.IGNORECASE)
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    model_path: Path
+    new_path: Path
+
+
+def discover(root: Path) -> dict[str, Pair]:
+    """Every models/X.py that has a kernels/X.py, by stem."""
+    models = {path.stem: path for path in sorted((root / "models").glob("*.py"))}
+    kernels = {path.stem: path for path in sorted((root / "kernels").glob("*.py"))}
+    return {stem: Pair(stem, models[stem], kernels[stem]) for stem in models if stem in kernels}
+
+
+def load(path: Path) -> ModuleType:
+    """The file as a module under a name of its own, so that no two files see each other's."""
+    name = f"judged_{next(_serial)}_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle, dataclasses and inspect look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+class Problem:
+    """A loaded model file. `constants` replace some of its module constants: the same network at another shape."""
+
+    def __init__(self, path: Path, constants: dict | None = None):
+        self.path, self.constants, self.module = path, constants or {}, load(path)
+        for needed in ("Model", "get_inputs", "get_init_inputs", *self.constants):
+            if not hasattr(self.module, needed):
+                raise AttributeError(f"{path.name} has no {needed}")
+        vars(self.module).update(self.constants)
+        self.sweep: list[dict] = getattr(self.module, "sweep", [])  # other shapes worth a measurement
+        # The batch size is an optional argument of get_inputs or, where it takes none, the module constant it reads.
+        parameter = next(iter(inspect.signature(self.module.get_inputs).parameters.values()), None)
+        self._batch_is_argument = parameter is not None
+        default = parameter.default if parameter is not None else getattr(self.module, "batch_size", None)
+        default = self.constants.get("batch_size", default)
+        self.benchmark_batch: int | None = default if isinstance(default, int) else None
+        small = getattr(self.module, "cpu_batch_size", None)  # what a CPU computes in well under a second
+        self.cpu_batch: int | None = self.benchmark_batch if self.constants or small is None else small
+
+    def arguments(self, seed: int) -> list:
+        torch.manual_seed(seed)
+        return self.module.get_init_inputs()
+
+    def model(self, seed: int) -> torch.nn.Module:
+        return make(self.module.Model, self.arguments(seed), seed)
+
+    def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
+        """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
+        torch.manual_seed(seed)
+        if batch is not None and not self._batch_is_argument:
+            self.module.batch_size = batch
+        with torch.device(device):
+            inputs = self.module.get_inputs(*[batch] * (self._batch_is_argument and batch is not None))
+        return [to_dtype(x, dtype, device) for x in inputs]
+
+
+def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
+    """An instance in eval mode, from a known state of the random numbers."""
+    torch.manual_seed(seed)
+    return cls(*arguments).eval()
+
+
+def to_dtype(x, dtype: torch.dtype, device: str | None = None):
+    if not isinstance(x, torch.Tensor):
+        return x
+    if x.is_complex() and dtype == torch.float64:
+        dtype = torch.complex128
+    elif not x.is_floating_point():
+        dtype = x.dtype
+    return x.to(device=device or x.device, dtype=dtype)
+
+
+def set_precision(level: str) -> None:
+    """PyTorch's float32 switches, alike for all contenders: `highest` is strict float32, `high` allows TF32."""
+    torch.set_float32_matmul_precision(level)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = level == "high"
+
+
+def last_line(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
+
+
+def build_failure(error: BaseException, at_import: bool = False) -> str | None:
+    """The compiler's first complaint, or None where no build failed. At import, a message about compilers counts."""
+    causes, cause = [], error
+    while cause is not None and cause not in causes:  # an error may be its own cause
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    files = [Path(frame.filename).name for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
+    failed = any(isinstance(cause, subprocess.CalledProcessError) for cause in causes) or "cpp_extension.py" in files
+    kinds = RuntimeError, ImportError, OSError
+    spoken = at_import and any(isinstance(cause, kinds) and BUILD_WORDS.search(str(cause)) for cause in causes)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [last_line(error)]
+    complaints = [line for line in lines if re.search(r"\berror\b\s*:", line, re.IGNORECASE)]
+    return (complaints or lines)[0] if failed or spoken else None
 
 
 def code_of(text: str) -> str:
@@ -31,4 +163,7 @@ def code_of(text: str) -> str:
 
 def code_sha256(path: Path) -> str:
     """What a record calls the file it measured: a changed comment leaves it as it is."""
-    return hashlib.sha256(code_of(path.read_text()).encode()).hexdigest()
+    text = path.read_text()
+    with contextlib.suppress(SyntaxError):  # then it is the whole text
+        text = code_of(text)
+    return hashlib.sha256(text.encode()).hexdigest()

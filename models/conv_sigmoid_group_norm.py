@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 batch_size = 128
+cpu_batch_size = 2  # the harness's on a CPU
 in_channels = 8
 out_channels = 32
 height = 256

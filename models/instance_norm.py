@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 batch_size = 112
+cpu_batch_size = 1  # the harness's on a CPU
 features = 64
 dim1 = 512
 dim2 = 512

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 batch_size = 1024
+cpu_batch_size = 64  # the harness's on a CPU
 in_features = 8192
 out_features = 8192
 

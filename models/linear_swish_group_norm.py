@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 batch_size = 32768
+cpu_batch_size = 512  # the harness's on a CPU
 in_features = 1024
 out_features = 4096
 num_groups = 64

@@ -1,0 +1,153 @@
+"""How fast? All contenders take turns in rounds, in a random order, each in its own process, the others stopped.
+
+A turn is a call to warm up, on old inputs, and then a few calls, each on new inputs of its own and behind a flush of
+the cache, timed by the worker's own clock (events on a GPU); then one of the answers, drawn when they are all there, is
+handed over. The parent's clock runs over all but the first call. What a turn takes beyond the sum that the worker
+claims is the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from judge.worker import Rejected, Worker
+
+MIN_ROUNDS, MAX_ROUNDS = 15, 400
+LONGEST_TURN_MS = 50.0
+LONGEST_FLUSH_US = 4000.0
+KEPT_SHARE = 1 / 4  # of the rounds, as long as there is room, are those whose answer is looked at
+WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+# Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
+PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
+# By so much a turn may exceed its claims more than eager's. On a CPU that others use, by a time slice of its scheduler.
+HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 4.0}
+FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
+
+
+@dataclass
+class Samples:
+    """By contender, a figure a round: milliseconds of a call, and of a turn beyond what its calls claim."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    beyond: dict[str, list[float]] = field(default_factory=dict)
+    ready: dict[str, dict] = field(default_factory=dict)  # what each said before the rounds
+    calls: int = 1  # of a turn
+
+
+def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Samples:
+    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers, and keeps some.
+
+    Which ones it keeps is drawn when they are there. They are looked at in the end: that takes memory and time, and
+    what was allocated anew in between was seen to run 10% slower for the rest of the rounds.
+
+    A baseline that cannot be timed leaves the contenders, with a note in the `case`.
+    """
+    samples = Samples()
+    ring.renew(len(ring.slots))
+    for name, worker in list(contenders.items()):
+        try:
+            samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
+        except Rejected as failed:
+            if name in ("new", "eager"):
+                raise
+            case.note(f"no {name} baseline: {failed}")
+            contenders.pop(name).kill()
+    samples.ms, samples.beyond = ({name: [] for name in contenders} for _ in range(2))
+    ms, host_us, flush_ms = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us", "flush_ms"))
+    samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
+    # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
+    launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
+    flushes = math.ceil(launch_us / (1e3 * min(flush_ms))) if case.device == "cuda" else 1
+    secret, deadline = random.SystemRandom(), time.perf_counter() + seconds * len(contenders)
+    for turn in range(MAX_ROUNDS):
+        if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        ring.renew(samples.calls)
+        for name in secret.sample(list(contenders), len(contenders)):
+            index, reply = take_turn(name, contenders[name], ring, samples, flushes)
+            if name == "new" and (turn == 0 or secret.random() < KEPT_SHARE):
+                ring.keep(index, reply)
+    for worker in contenders.values():
+        worker.ask("rest")  # the Model in float64 takes much memory
+    ring.inspect()
+    return samples
+
+
+def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int) -> tuple[int, dict]:
+    """Which of the turn's answers was handed over, and what the worker said of it."""
+    ring.blank()
+    worker.ask("warm_up")
+    start = time.perf_counter()
+    claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
+    # Of a baseline the last: in CUDA graphs of torch.compile's a call overwrites the answers before it.
+    index = random.SystemRandom().randrange(samples.calls) if name == "new" else samples.calls - 1
+    reply = worker.ask("answer", index=index)
+    taken = 1e3 * (time.perf_counter() - start)
+    if len(claimed) != samples.calls or not all(isinstance(ms, (int, float)) and ms >= 0 for ms in claimed):
+        raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
+    samples.ms[name].append(statistics.median(claimed))
+    samples.beyond[name].append(taken - sum(claimed))
+    return index, reply
+
+
+def hidden_time(measured: list[Samples], device: str) -> tuple[str | None, bool]:
+    """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
+    answer is not what it seems. And whether that is certain: three quarters of the candidate's turns have more of it
+    than three quarters of eager's, each time it was measured. A busy machine delays now one, now the other."""
+    claimed = measured[0].calls * statistics.median(measured[0].ms["new"])
+    allowed = HIDDEN_SHARE * claimed + HIDDEN_MS[device]
+    new, eager = ([statistics.quantiles(each.beyond[name], n=4) for each in measured] for name in ("new", "eager"))
+    median = statistics.median(mine[1] - theirs[1] for mine, theirs in zip(new, eager))
+    if median <= allowed:
+        return None, True
+    certain = all(mine[0] - theirs[2] > allowed for mine, theirs in zip(new, eager))
+    seen = f"in which the judge's clock sees {median:.3f} ms more than in eager's turns"
+    return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}", certain
+
+
+def interval(values: list[float]) -> list[float]:
+    """95% interval of the median, by the sign test: values lie below it as heads fall."""
+    ordered, n = sorted(values), len(values)
+    tail, k = 0.5**n, 0
+    while tail + math.comb(n, k + 1) * 0.5**n < 0.025:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return [ordered[k], ordered[n - 1 - k]]
+
+
+def speedup(samples: Samples, over: str, device: str) -> tuple[float, list[float]]:
+    """The median of the rounds' ratios and its interval, widened by what two processes with the same module differ."""
+    ratios = [theirs / mine for mine, theirs in zip(samples.ms["new"], samples.ms[over])]
+    low, high = interval(ratios)
+    return statistics.median(ratios), [low * (1 - PROCESSES_DIFFER[device]), high * (1 + PROCESSES_DIFFER[device])]
+
+
+def verdict(low: float, high: float, disturbed: bool) -> str:
+    """What the interval allows to say; where the rounds were disturbed, only if it says so by far."""
+    margin = max(0.1, high - low) if disturbed else 0.0
+    return FASTER if low > 1 + margin else SLOWER if high < 1 - margin else AMBIGUOUS
+
+
+def quartiles(values: list[float]) -> list[float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
+
+
+def interference(samples: Samples) -> list[str]:
+    """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+    found = []
+    for name, values in samples.ms.items():
+        low, high = quartiles(values)
+        if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
+            found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
+    relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
+    rounds = [statistics.fmean(times) for times in zip(*relative)]
+    third = len(rounds) // 3
+    drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
+    if abs(drift) > WIDE_DRIFT:
+        found.append(f"the last third of the rounds took {1 + drift:.2f} of the time of the first")
+    return found

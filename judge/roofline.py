@@ -1,0 +1,106 @@
+"""How fast could it be? The work of a pair, what the machine can do, and the floor the two set.
+
+Bytes: every input, parameter and buffer read once, every output written once. With the backward pass: inputs,
+parameters and the incoming gradients are read once more, and a gradient is written for each floating input and each
+parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta device: no memory, no time.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from judge.source import DTYPES, Problem
+
+GIB = 1 << 30
+# Strict float32 on tensor cores takes at least three half-precision products (hi*hi + hi*lo + lo*hi of operands split
+# in two): the fewest known to keep float32's accuracy. Where TF32 is allowed, one is enough.
+PRODUCTS_PER_FLOAT32 = {"highest": 3, "high": 1}
+MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
+# No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
+IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
+
+
+class Work(NamedTuple):
+    bytes: int
+    flops: int
+
+
+def nbytes(tensors) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
+
+
+def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> Work:
+    with torch.device("meta"):
+        model = problem.model(seed=0).to(dtype)
+    inputs = problem.inputs(batch, "meta", dtype, seed=0)
+    floating = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for x in floating:
+        x.requires_grad_(backward)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+        outputs = tree_flatten(model(*inputs))[0]
+        roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+        if roots:  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
+            torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
+    moved = nbytes(inputs) + nbytes([*model.parameters(), *model.buffers()]) + nbytes(outputs)
+    written = nbytes([*floating, *model.parameters()])
+    return Work(2 * moved + written if backward else moved, counter.get_total_flops())
+
+
+class Ceilings:
+    """What this machine reached in this run: bytes/s copied, read + written, and matrix FLOP/s by dtype."""
+
+    def __init__(self, device: str, dtypes: tuple[str, ...]):
+        self.device, self.dtypes, self.copy_bandwidth = device, dtypes, 0.0
+        self.matrix_rate: dict[str, float] = {}
+
+    def measure(self) -> None:
+        """Measures, and keeps the better of this time and any time before."""
+        source = torch.ones(4 * GIB if self.device == "cuda" else GIB // 4, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        best = self._best_seconds(lambda: target.copy_(source))
+        self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / best)
+        for name in sorted({product for dtype in self.dtypes for product in self._products_of(dtype)}):
+            for side in MATRIX_SIDES[self.device]:
+                left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
+                seconds = self._best_seconds(lambda left=left, right=right: torch.mm(left, right))
+                self.matrix_rate[name] = max(self.matrix_rate.get(name, 0.0), 2 * side**3 / seconds)
+
+    def floor_ms(self, work: Work, dtype: str, level: str) -> float:
+        return 1e3 * max(work.bytes / self.copy_bandwidth, work.flops / self.flop_rate(dtype, level))
+
+    def flop_rate(self, dtype: str, level: str) -> float:
+        """FLOP/s of the best known way to multiply in this dtype at this precision."""
+        split = PRODUCTS_PER_FLOAT32[level] if self.device == "cuda" and dtype == "float32" else 1
+        rates = [(product, self.matrix_rate[product]) for product in self._products_of(dtype)]
+        return max(rate / (split if product == "float16" else 1) for product, rate in rates)
+
+    def _products_of(self, dtype: str) -> tuple[str, ...]:
+        """What a product in this dtype may be made of. A CPU without half-precision units does best in float32."""
+        if self.device == "cuda":
+            return ("float32", "float16") if dtype == "float32" else (dtype,)
+        return (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
+
+    def _best_seconds(self, call, repeats: int = 8) -> float:
+        best, gpu = float("inf"), self.device == "cuda"
+        for _ in range(repeats):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
+            begin = time.perf_counter()
+            gpu and events[0].record()
+            call()
+            gpu and (events[1].record(), torch.cuda.synchronize())
+            best = min(best, events[0].elapsed_time(events[1]) / 1e3 if gpu else time.perf_counter() - begin)
+        return best
+
+
+def cache_bytes(device: str) -> int:
+    """Of the last cache: what is larger than twice as much is not served from there."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).L2_cache_size
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(path.read_text().strip().rstrip("K")) << 10 for path in found), default=64 << 20)

@@ -1,0 +1,149 @@
+"""Candidates for the judge: wrong ones, with words of the reason each must be rejected for, and honest ones.
+
+`candidates.txt` has the body of each. `source(name)` gives a candidate's whole file, `model_of(name)` the Model it
+stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, and judges them without it.
+
+    === NAME (what is particular, comma separated): words of the reason, where it must be rejected
+    What it does.
+        the lines of its forward
+    top: init: methods:     lines of the file's head, of the constructor, of the class
+    backward:               of an autograd.Function, `Function`, that gives its input
+    model: inputs: layers:  another Model: its answer, inputs, layers; `own layers:`, `forward:` the candidate's
+    file:                   the whole file
+"""
+
+import re
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def rounded_product(linear, x, bits):
+    return F.linear(rounded(x, bits), rounded(linear.weight, bits), linear.bias)
+
+
+def rounded(t, bits):
+    mantissa, exponent = torch.frexp(t)
+    return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) / 2.0 ** (bits + 1), exponent)
+
+"""
+FUNCTION = """
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+{}
+
+"""
+MODULE = """
+class {}(nn.Module):
+    def __init__(self{}):
+        super().__init__()
+{}
+
+{}
+
+    def forward(self, x):
+{}
+
+"""
+DATA = """
+batch_size = {}
+
+
+def get_inputs(batch_size=batch_size):
+    return [{}]
+
+
+def get_init_inputs():
+    return [{}]
+"""
+# The small Model that most candidates stand in for: Linear, Swish, bias, GroupNorm.
+PARAMETERS, NUMBERS = ", in_features, out_features, num_groups", "96, 64, 8"
+LAYERS = """self.matmul = nn.Linear(in_features, out_features)
+self.bias = nn.Parameter(torch.randn(out_features))
+self.group_norm = nn.GroupNorm(num_groups, out_features)
+"""
+RIGHT = """def right(self, x):
+    return self.group_norm(F.silu(self.matmul(x)) + self.bias)
+"""
+ANSWER = """h = self.matmul(x)
+h = torch.sigmoid(h) * h
+h = h + self.bias
+return self.group_norm(h)
+"""
+
+
+@dataclass
+class Candidate:
+    what: str
+    rejected: str | None = None  # words of the reason; None for one that must be accepted
+    shows: str = "forward"  # the first direction in which it is wrong; an honest one is judged in all
+    needs_gpu: bool = False
+    by_clock: bool = False  # its time is what gives it away: judged alone
+    timeout: float = 60.0
+    parts: dict[str, str] = field(default_factory=dict)
+
+
+def parsed(text: str) -> dict[str, Candidate]:
+    found = {}
+    for section in text.split("=== ")[1:]:
+        head, what, *lines = section.rstrip().splitlines()
+        name, flags, rejected = re.fullmatch(r"(\w+)(?: \((.*?)\))?(?:: (.*))?", head).groups()
+        flags, label, parts = (flags or "").split(", "), "forward", {}
+        for line in lines:
+            if line and not line.startswith(" "):
+                label, _, line = line.partition(":")
+            parts[label] = parts.get(label, "") + line.removeprefix("    ").removeprefix(" " * (line[:1] != " ")) + "\n"
+        shows = next((flag for flag in flags if flag.startswith("forward")), "forward")
+        timeout = next((float(flag.removeprefix("timeout ")) for flag in flags if flag.startswith("timeout")), 60.0)
+        found[name] = Candidate(what, rejected, shows, "gpu" in flags, "by clock" in flags, timeout, parts)
+    return found
+
+
+def module(name: str, layers: str, forward: str, methods: str = "", parameters: str = "") -> str:
+    layers, forward = (textwrap.indent(text.strip(" \n") or "pass", " " * 8) for text in (layers, forward))
+    return MODULE.format(name, parameters, layers, textwrap.indent(methods, " " * 4), forward)
+
+
+def any_model(answer: str, inputs: str = "torch.rand(batch_size, 64)", layers: str = "") -> str:
+    return HEAD + module("Model", layers, f"return {answer.strip()}") + DATA.format(8, inputs.strip(), "")
+
+
+def source(name: str) -> str:
+    candidate, get = CANDIDATES[name], CANDIDATES[name].parts.get
+    said = f'"""{candidate.what}' + (f"\n\nRejected: {candidate.rejected}\n" if candidate.rejected else "") + '"""\n'
+    if get("file"):
+        return said + get("file")
+    top = HEAD + get("top", "")
+    if get("backward"):
+        top += FUNCTION.format(textwrap.indent(get("backward"), " " * 8))
+    if get("model"):
+        layers = get("own layers", get("layers", ""))
+        return said + top + module("ModelNew", layers, get("forward", f"return {get('model').strip()}"))
+    layers, methods = LAYERS + get("init", ""), RIGHT + "\n" + get("methods", "")
+    return said + top + module("ModelNew", layers, get("forward", "return self.right(x)"), methods, PARAMETERS)
+
+
+def model_of(name: str) -> str:
+    get = CANDIDATES[name].parts.get
+    if not get("model"):
+        return MODEL
+    return any_model(get("model"), get("inputs", "torch.rand(batch_size, 64)"), get("layers", ""))
+
+
+def names(kind: str) -> list[str]:
+    """Of the wrong ones or the honest ones."""
+    return [name for name, candidate in CANDIDATES.items() if (candidate.rejected is None) == (kind == "honest")]
+
+
+MODEL = HEAD + module("Model", LAYERS, ANSWER, "", PARAMETERS) + DATA.format(32, "torch.rand(batch_size, 96)", NUMBERS)
+CANDIDATES = parsed((Path(__file__).parent / "candidates.txt").read_text())

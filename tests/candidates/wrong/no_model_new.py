@@ -1,4 +1,0 @@
-"""Has no ModelNew.
-
-Rejected: has no attribute 'ModelNew' at import
-"""

@@ -1,0 +1,50 @@
+"""Times a Model against itself, again and again, each time in two new processes: how many of the intervals hold 1.0.
+
+python tests/tools/a_against_a.py [RUNS] [SECONDS_EACH] [NAME]     100 runs of 0.3 seconds, linear_swish_group_norm
+"""
+
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contend import DEVICE, ROOT, Contest, Problem, bench
+
+SMALL = {
+    "linear_swish_group_norm": 2048,
+    "instance_norm": 4,
+    "conv_sigmoid_group_norm": 8,
+    "linear_instance_norm_residual": 64,
+}
+
+
+def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_norm") -> int:
+    contest = Contest(Problem(ROOT / "models" / f"{name}.py"), SMALL[name] if DEVICE == "cuda" else SMALL[name] // 4)
+    verdicts, disturbed, ratios, widths = Counter(), 0, [], []
+    for run in range(runs):
+        with contest.workers({"new": None, "eager": None}) as workers:
+            samples = contest.measure(workers, seconds)
+        ratio, (low, high) = bench.speedup(samples, "eager", DEVICE)
+        verdicts[bench.verdict(low, high, False)] += 1
+        disturbed += bool(bench.interference(samples))
+        ratios.append(abs(ratio - 1))
+        widths.append(high - low)
+        hidden = bench.hidden_time([samples], DEVICE)[0] or ""
+        print(
+            f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}",
+            file=sys.stderr,
+            flush=True,
+        )
+    ratios.sort()
+    held, width = verdicts[bench.AMBIGUOUS], statistics.median(widths)
+    print(f"{held} of {runs} intervals hold 1.0 ({dict(verdicts)}), median width {width:.4f};")
+    most = ratios[int(0.95 * runs) - 1]
+    print(f"the ratio is off by {statistics.median(ratios):.4f} in the median, by {most:.4f} in 95 of 100;")
+    print(f"{disturbed} of {runs} runs say that they were disturbed")
+    return 0 if verdicts[bench.AMBIGUOUS] >= 0.95 * runs else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*(kind(value) for kind, value in zip((int, float, str), sys.argv[1:]))))

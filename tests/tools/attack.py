@@ -1,0 +1,125 @@
+"""Judges the candidates of tests/candidates.txt: every wrong one must be rejected for the reason it names.
+
+python tests/tools/attack.py                          all of them, once, with the reason each is rejected for
+python tests/tools/attack.py --repeats 100 honest     the honest ones, each with 100 seeds
+python tests/tools/attack.py --processes 4 wrong      shared by four
+python tests/tools/attack.py zeros hangs              some
+python tests/tools/attack.py --write FOLDER           writes them out, as files to judge one by one or to read
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from candidates import CANDIDATES, model_of, names, source  # noqa: E402
+
+from harness import Judge, Options  # noqa: E402
+from judge import bench, check  # noqa: E402
+from judge.record import Result  # noqa: E402
+from judge.roofline import Ceilings  # noqa: E402
+from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
+
+# In a hurry: this is about the judgement, not the figures.
+bench.MIN_ROUNDS, check.MOST_SLOTS = 8, 4
+HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0)
+
+
+def ceilings_of(device: str) -> Ceilings:
+    """Far above any machine: no floor is crossed and nothing is measured."""
+    ceilings = Ceilings(device, ())
+    ceilings.copy_bandwidth, ceilings.matrix_rate = 1e15, {name: 1e18 for name in DTYPES}
+    return ceilings
+
+
+def write(folder: Path, name: str) -> Pair:
+    pair = Pair(name, folder / f"{name}_model.py", folder / f"{name}.py")
+    pair.model_path.write_text(model_of(name))
+    pair.new_path.write_text(source(name))
+    return pair
+
+
+class Judges:
+    """A judge for each set of options, whose baselines' processes serve many candidates."""
+
+    def __init__(self):
+        self.made: dict[Options, Judge] = {}
+
+    def __call__(self, pair: Pair, **asked) -> list[Result]:
+        options = replace(HURRY, **asked)
+        if options not in self.made:
+            self.made[options] = Judge(options, ceilings_of(options.device), lambda text: None)
+        return list(self.made[options].judge(pair))
+
+    def close(self) -> None:
+        for judge in self.made.values():
+            judge.close()
+
+
+def directions_of(name: str) -> tuple[str, ...]:
+    """What is wrong with a gradient shows in a later direction only."""
+    candidate = CANDIDATES[name]
+    return DIRECTIONS[: DIRECTIONS.index(candidate.shows) + 1] if candidate.rejected else DIRECTIONS
+
+
+def is_as_expected(name: str, runs: list[Result]) -> bool:
+    rejected = CANDIDATES[name].rejected
+    if not rejected:
+        return all(run.ok for run in runs)
+    return all(run.ok for run in runs[:-1]) and any(rejected in reason for reason in runs[-1].reasons)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="candidates, or wrong, or honest (all)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="with the seeds 0 to N - 1 (default 1)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--write", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    kinds = {"wrong": names("wrong"), "honest": names("honest")}
+    chosen = list(dict.fromkeys(name for given in options.names or kinds for name in kinds.get(given, [given])))
+    if options.write:
+        options.write.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            write(options.write, name)
+        return 0
+    chosen = [name for name in chosen if options.device == "cuda" or not CANDIDATES[name].needs_gpu]
+    failures = 0
+    if options.processes > 1:
+        command = [sys.executable, __file__, "--repeats", str(options.repeats), "--device", options.device]
+        shared = [name for name in chosen if not CANDIDATES[name].by_clock]
+        shares = [shared[i :: options.processes] for i in range(options.processes)]
+        failures = max(
+            process.wait() for process in [subprocess.Popen([*command, *share]) for share in shares if share]
+        )
+        chosen = [name for name in chosen if CANDIDATES[name].by_clock]
+    judges = Judges()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen:
+            failed, said = [], ""
+            for seed in range(options.repeats):
+                asked = {
+                    "timeout": CANDIDATES[name].timeout,
+                    "directions": directions_of(name),
+                    "device": options.device,
+                }
+                runs = judges(write(Path(folder), name), seed=seed, **asked)
+                said = "; ".join([reason for run in runs for reason in run.reasons] or runs[-1].notes or ["accepted"])
+                failed += [] if is_as_expected(name, runs) else [(seed, said)]
+            failures += len(failed)
+            right = f"{options.repeats - len(failed)} of {options.repeats}"
+            print(f"{'FAILED' if failed else 'ok':6} {right}  {name:32} {(failed or [said])[0]}", flush=True)
+    judges.close()
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

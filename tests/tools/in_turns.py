@@ -1,0 +1,63 @@
+"""Times edited copies of a kernel file beside the file itself, and says how exact each is.
+
+    python tests/tools/in_turns.py NAME COPY.py ...     in float32, at the benchmark shape (on a CPU: cpu_batch_size)
+    python tests/tools/in_turns.py --direction forward_backward NAME COPY.py ...
+
+Of each: the median in milliseconds, how much of the file's time that is, with its 95% interval, and the largest error
+against the Model in float64, of a few samples. All take turns: an H200 from one hour to the next, and one beside
+another, differ by more than most edits do.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from contend import DEVICE, ROOT, Contest, Problem, bench
+
+from judge.source import DIRECTIONS, discover, load, make
+
+SAMPLES = 8  # of those whose error is asked for
+
+
+@torch.no_grad()
+def largest_error(path: Path, problem: Problem) -> float:
+    inputs = problem.inputs(min(problem.benchmark_batch, SAMPLES), DEVICE, torch.float32, 0)
+    exact = problem.model(0).to(DEVICE).double()(*[x.double() for x in inputs])
+    return (make(load(path).ModelNew, problem.arguments(0), 0).to(DEVICE)(*inputs).double() - exact).abs().max().item()
+
+
+def compare(problem: Problem, files: list[Path], batch: int, seconds: float, direction: str = "forward") -> list[str]:
+    """A line of each file; the first is what the others are held against."""
+    names = ["new", *map(str, range(1, len(files)))]
+    contest, lines = Contest(problem, batch, direction=direction), []
+    with contest.workers(dict(zip(names, files))) as workers:
+        samples = contest.measure(workers, seconds)
+    for name, path in zip(names, files):
+        ratio, (low, high) = bench.speedup(
+            samples, name, DEVICE
+        )  # the file's speed over the copy's: the copy's time over the file's
+        shown = f"{statistics.median(samples.ms[name]):9.4g} ms  {ratio:.3f} [{low:.3f}, {high:.3f}]"
+        lines.append(f"{shown}  error {largest_error(path, problem):.1e}  {path}")
+    return lines + bench.interference(samples)
+
+
+def main(argv: list[str]) -> int:
+    pairs = discover(ROOT)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=pairs, metavar="NAME")
+    parser.add_argument("copies", nargs="+", type=Path, metavar="COPY.py")
+    parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
+    options = parser.parse_args(argv)
+    problem = Problem(pairs[options.name].model_path)
+    batch = problem.benchmark_batch if DEVICE == "cuda" else problem.cpu_batch
+    print("\n".join(compare(problem, [pairs[options.name].new_path, *options.copies], batch, 2.0, options.direction)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
