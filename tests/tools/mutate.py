@@ -77,7 +77,7 @@ KERNELS = [
     (CONV, " and rows * columns > 1", "", "invalid"),
     (CONV, "\"forward_pre\", ", "", "dropin"),
     (CONV, "\"forward\" not in conv.__dict__ and", "", "dropin"),
-    (CONV, "if needs_grad or autocast:", "if needs_grad:", "forward"),
+    (CONV, "if valid and not needs_grad and not autocast:", "if valid and not needs_grad:", "forward"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
