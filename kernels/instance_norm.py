@@ -4,8 +4,8 @@
     y = (x - mean) * rstd,    rstd = 1 / sqrt(var + eps)
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
-over each slice, the H x W values of a (sample, channel); var is the biased variance. The kernels take float32, float16
-and bfloat16 on a GPU, on a CPU float32 without gradients (see `fits`); all else is PyTorch's own instance_norm.
+over each slice of H x W values; var is biased. The kernels take float32, float16 and bfloat16 on a GPU, and on a CPU
+float32 without gradients (see `fits`; hooks on all modules at once are not called); else it is PyTorch's instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
 once, the slice waits on chip in between; where, depends on its size (backward: that of x and of g each):

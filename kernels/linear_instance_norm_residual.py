@@ -11,8 +11,8 @@ without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 mul
 gradients run on fp16 tensor cores with the accuracy of float32; elsewhere ATen's product is followed by one kernel,
 without gradients. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, as fp16 three times, 0.52 ms at cuBLAS's rate there; before it
-W is split in memory, 0.27 GB read and 0.27 written. One H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, as fp16 three times, 0.52 ms at cuBLAS's rate there; first W is
+split in memory, 0.27 GB read and 0.27 written. By harness.py, H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
 """
 
 import contextlib
@@ -1089,7 +1089,7 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     )
 
 
-def _is_exporting() -> bool:  # PyTorch below 2.13 traces torch.compiler.is_exporting as True, also where it compiles
+def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
     return torch.compiler.is_exporting()
 
 

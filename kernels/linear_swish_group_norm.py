@@ -12,8 +12,8 @@ float32, and all that follows in the forward is the product's epilogue; elsewher
 kernel, without gradients. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, three fp16 products, 1.18 ms at the 700 TFLOP/s of cuBLAS's;
-before it x and W are split in memory, 0.15 GB read and written. One H200: 1.24 ms, of which the product with all that
-follows takes 1.11 to 1.15, the splits 0.08.
+before it x and W are split in memory, 0.15 GB read and 0.15 written. One H200, `python harness.py
+linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager, the product with its epilogue 1.13; with backward 5.4x.
 """
 
 import contextlib
@@ -1187,7 +1187,7 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     )
 
 
-def _is_exporting() -> bool:  # PyTorch below 2.13 traces torch.compiler.is_exporting as True, also where it compiles
+def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
     return torch.compiler.is_exporting()
 
 
