@@ -720,7 +720,9 @@ class InstanceNorm(torch.autograd.Function):
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
-    hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    own, everywhere = norm.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    changed = "forward" in own or any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
     on_gpu = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     return (
@@ -729,7 +731,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
         and x.dim() in (3, 4)
         and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
         and type(norm) is nn.InstanceNorm2d
-        and not (hooks or norm.affine or norm.track_running_stats)
+        and not (changed or norm.affine or norm.track_running_stats)
         and not torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
     )
 
