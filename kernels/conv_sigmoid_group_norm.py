@@ -8,7 +8,7 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 Two ways, chosen by `_fits`:
 - our kernels, on Hopper: 3x3 kernels from up to 8 channels to up to 32, images of an even width up to 256 and a height
   up to 266, whole fours of outputs; float32, float16, bfloat16 and under autocast, computed in float32;
-- the Model's lines in ATen. Without gradients one operator does what follows ATen's convolution.
+- the Model's lines in ATen. Without gradients our operator runs ATen's convolution and, in its tail, all that follows.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
@@ -38,13 +38,13 @@ CUDA_SOURCE = r"""
 #include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
@@ -58,7 +58,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -66,20 +65,17 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
 template <int N> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
 }
-
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -135,6 +131,9 @@ constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters 
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
 constexpr int kSteps = 5, kProducts = 9;       // of K: of x's hi or lo, and of both; the last tap's two are a pair
+// The tensor cores truncate as they add up, which this makes up for on average: at x of 1000 times the size the
+// gradient of scale, a sum of h, has half the error.
+constexpr float kUntruncated = 1.0f + 0x1p-23f;
 constexpr int kLine = 16;                      // words between totals: in one line of L2 additions wait for each other
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
@@ -155,7 +154,6 @@ struct ConvArguments {
     int plane;            // floats of a channel's v in shared memory
     int x_plane;          // pixels of hi in shared memory; those of lo follow
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
-    uint32_t taps[kProducts];     // of each product: see set_taps
 };
 
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
@@ -206,26 +204,20 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// B's descriptor: eight pixels of 16 bytes are a matrix of 128 bytes, the next eight the next one.
-__device__ __forceinline__ uint64_t pixel_descriptor(uint32_t taps) { return uint64_t(128 >> 4) << 32 | taps; }
-
-// Of two taps, in units of 16 bytes: where the first one's pixels begin, and how much further on the second one's are.
-// lo's products come before hi's, so that small sums are not rounded to large ones' last bits.
-__host__ __device__ __forceinline__ void set_taps(ConvArguments& p) {
-    const auto pair = [](int first, int second) { return uint32_t(first) | uint32_t(second - first) << 16; };
-#pragma unroll
-    for (int k = 0; k < 5; ++k) {
-        const int first = 2 * k / 3 * p.width + 2 * k % 3, second = (2 * k + 1) / 3 * p.width + (2 * k + 1) % 3;
-        p.taps[k] = k < 4 ? pair(p.x_plane + first, p.x_plane + second) : pair(first, p.x_plane + first);
-        if (k < 4) p.taps[5 + k] = pair(first, second);
-    }
+// B's descriptor of product k, in units of 16 bytes: where the first of two taps' pixels begin, from x_at on, and how
+// far on the second one's are. Eight pixels are a matrix of 128 bytes, the next eight the next one. Products with x's
+// lo come first, so that small sums are not rounded to large ones' last bits; the fifth has the last tap's hi and lo.
+__device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int k, uint32_t x_at) {
+    const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
+    const int tap = k < 5 ? 2 * k : 2 * (k - 5), lo = k < 4 ? p.x_plane : 0;
+    const uint32_t apart = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
+    return uint64_t(128 >> 4) << 32 | (x_at + ((apart << 16) + lo + pixels_to(tap)));
 }
-// The benchmark's sizes and their plan: known when compiling, they take 0.97 of the time.
+// The benchmark's sizes and their plan: known when compiling, they take 0.96 of the time.
 __host__ __device__ __forceinline__ void set_benchmark(ConvArguments& p) {
     p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
     p.out_channels = 32, p.groups = 8, p.group_channels = 4;
     p.bands = 127, p.band_rows = 2, p.teams = 1, p.plane = 508, p.x_plane = 4 * 256;
-    set_taps(p);
 }
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
@@ -237,8 +229,6 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
         " %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}"
         : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
-#undef D16
-#undef D4
 
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 
@@ -418,7 +408,7 @@ __device__ __forceinline__ void convolve(
     const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
     const float offset = factor * bias_at(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
-    const float slope = factor / (shared.scales.input * weight_scale);
+    const float slope = factor / (shared.scales.input * weight_scale) * kUntruncated;
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
@@ -441,7 +431,7 @@ __device__ __forceinline__ void convolve(
             wgmma_fence();
 #pragma unroll
             for (int k = kFirst; k < kProducts; ++k) {
-                wgmma(d, a[k % kSteps], pixel_descriptor(p.taps[k] + x_at), k > kFirst);
+                wgmma(d, a[k % kSteps], pixel_descriptor(p, k, x_at), k > kFirst);
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
@@ -552,8 +542,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
             const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
             const float mean_float = float(exact_mean), factor = gamma * rstd;
             shared.norm[at.place][c] = {factor, isfinite(factor) ? float(beta - exact_mean * factor) : NAN};  // as ATen
-            const Statistics of_group = {mean_float, float(exact_mean - mean_float), rstd};
-            if (blockIdx.x == 0) p.statistics[group] = of_group;
+            if (blockIdx.x == 0) p.statistics[group] = {mean_float, float(exact_mean - mean_float), rstd};
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
@@ -571,6 +560,7 @@ __device__ __forceinline__ void write(
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
         if constexpr (NORMALIZE) mbarrier_wait(&shared.norm_full[at.place], at.parity);
         else for (uint64_t& full : shared.v_full[at.place]) mbarrier_wait(&full, at.parity);
+#pragma unroll 1
         for (; c < p.out_channels; c += kWriters) {
             const auto [factor, offset] = NORMALIZE ? shared.norm[at.place][c] : Norm{1, 0};
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
@@ -636,30 +626,26 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
 // of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Bands of rows: of the even numbers for which there is room, the one with the shortest time, in pixels of work.
-// Returns the bytes of shared memory.
+// Bands of an even number of rows, of as many as there is room for while all multiprocessors have a band. Returns the
+// bytes of shared memory.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
-    int64_t best = INT64_MAX, bytes = 0;
-    for (int even = 2; even <= p.rows + 1; even += 2) {
-        const int rows = even < p.rows ? even : p.rows, bands = (p.rows + rows - 1) / rows;
-        const int plane = (rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        const int64_t x_bytes = int64_t(rows + 2) * p.width * 32, v_bytes = 4LL * kPlaces * plane * p.out_channels;
-        if (x_bytes + v_bytes > shared_bytes || bands > sms || bands > 255) continue;
-        // 300: what a sample costs a block however few rows it has.
-        const int teams = sms / bands;
-        const int64_t cost = (p.samples + teams - 1) / teams * (300 + rows * p.width);
-        if (cost >= best) continue;
-        best = cost;
-        p.band_rows = rows, p.bands = bands, p.teams = teams < p.samples ? teams : p.samples;
-        p.plane = plane, p.x_plane = (rows + 2) * p.width;
+    int64_t x_bytes, v_bytes;
+    const auto fits = [&](int rows) {
+        p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
+        p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
+        p.x_plane = (p.band_rows + 2) * p.width, x_bytes = p.x_plane * 32LL;
         // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
-        bytes = x_bytes + (v_bytes > 2 * kTile * 16 ? v_bytes : 2 * kTile * 16);
-    }
-    set_taps(p);
-    p.to_fixed = 1;  // a total has room for twice its largest sum
-    while (p.to_fixed * p.group_channels * p.rows * p.columns < double(1ll << (kStrangeBit - 2))) p.to_fixed *= 2;
+        v_bytes = std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
+        return x_bytes + v_bytes <= shared_bytes;
+    };
+    int rows = 2;
+    while (rows < p.rows && fits(rows + 2) && int64_t(p.bands) * p.samples >= sms) rows += 2;
+    fits(rows);
+    p.teams = std::min(sms / p.bands, p.samples);
+    // A total has room for twice its largest sum.
+    p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(double(p.group_channels) * p.rows * p.columns));
     p.from_fixed = 1 / p.to_fixed;
-    return bytes;
+    return x_bytes + v_bytes;
 }
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
@@ -704,10 +690,11 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes. A block for each group of a sample reads its h twice: for the
-// sums of v and v^2, and for the output.
+// What follows ATen's convolution for all other sizes, in two launches. Up to 16 blocks share a group of a sample: first
+// each adds up v and v^2 of its share; in the second launch it adds up all shares' sums and writes its part of out.
 
-constexpr int kGroupThreads = 512;
+constexpr int kGroupThreads = 512, kShares = 16;
+static_assert(kShares * sizeof(double2) <= 2 * kLine * 8, "a group's sums lie where its totals would");
 
 // Of a block; complete in all threads. Before it is called again, the block meets once more.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
@@ -722,51 +709,51 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
     return all;
 }
 
-template <typename T, int PACK>
+template <typename T, int PACK, bool WRITE>
 __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
     const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
-    const Pack* const from = static_cast<const Pack*>(p.x) + plane * packs;
-    Pack* const to = static_cast<Pack*>(p.out) + plane * packs;
     const int first = int(plane % p.out_channels);
-    const auto v_of = [&](T h, int c) {
-        return activation((to_float(h) + p.bias[c]) * (kActivationFactor * p.scale[c]));
-    };
-    double2 own = {};
-    for (int c = 0; c < p.group_channels; ++c) {
-#pragma unroll 4
-        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
-            const Pack pack = from[i];
-            for (T h : pack.values) {
-                const double v = v_of(h, first + c);
-                own.x += v, own.y = fma(v, v, own.y);
-            }
-        }
-    }
-    const double2 all = sum_of_block(own);
+    double2 *const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares, own = {}, all = {};
+    for (int i = 0; i < gridDim.y && WRITE; ++i) all.x += sums[i].x, all.y += sums[i].y;
     const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
     const float mean_float = float(mean), rstd = 1 / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
     for (int c = 0; c < p.group_channels; ++c) {
+        const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
+        Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
+        const float bias = p.bias[first + c], scale = kActivationFactor * p.scale[first + c];
         const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
         const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
 #pragma unroll 4
-        for (int64_t i = c * packs + threadIdx.x; i < (c + 1) * packs; i += kGroupThreads) {
+        for (int64_t i = blockIdx.y * kGroupThreads + threadIdx.x; i < packs; i += gridDim.y * kGroupThreads) {
             Pack pack = from[i];
-            for (T& h : pack.values) h = from_float<T>(fmaf(v_of(h, first + c) - mean_float, factor, offset));
-            to[i] = pack;
+            for (T& value : pack.values) {
+                const float v = activation((to_float(value) + bias) * scale);
+                if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
+                else own.x += v, own.y = fma(double(v), double(v), own.y);
+            }
+            if (WRITE) to[i] = pack;
         }
     }
+    if (WRITE) return;
+    all = sum_of_block(own);
+    if (threadIdx.x == 0) sums[blockIdx.y] = all;
 }
 
-template <typename T, int PACK> static int launch_tail(const ConvArguments& p, cudaStream_t stream) {
-    if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, stream);
-    activate_groups<T, PACK><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
+template <typename T, int PACK> static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
+    if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, sms, stream);
+    const unsigned groups = unsigned(p.samples) * p.groups;
+    const int64_t wanted = 2 * sms / groups, most = int64_t(p.height) * p.width / (4 * PACK * kGroupThreads);
+    const unsigned shares = std::clamp<int64_t>(std::min(wanted, most), 1, kShares);
+    activate_groups<T, PACK, false><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
+    activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
     return cudaGetLastError();
 }
 // pointers and sizes as of conv_forward, but x is h.
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type), 16 / sizeof type>(p, stream); });
+    const auto launch = [&](auto type) { return launch_tail<decltype(type), 16 / sizeof type>(p, sizes[6], stream); };
+    return by_type(sizes[8], launch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -933,20 +920,6 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
 }
 
-// A thread has a column of x.
-template <typename T>
-__device__ __forceinline__ void load_x(const BackwardArguments<T>& p, int sample, int row, T (&x)[kMostIn]) {
-    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;
-    const int channels = column < p.width && row < p.height ? p.in_channels : 0;
-    const T* const from = static_cast<const T*>(p.x) + p.x_at(sample, 0, row, column);
-    for (int i = 0; i < kMostIn; ++i) x[i] = i < channels ? __ldg(from + i * image) : from_float<T>(0.0f);
-}
-template <typename T> __device__ __forceinline__ void store_x(GradientTile& tile, int row, const T (&x)[kMostIn]) {
-    const int column = threadIdx.x % kMostColumns;
-    uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
-    split_pixel(x, tile.x_scale, to[0], to[kPlane]);
-}
-
 // Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
 // takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
 // the row before the last is used (empty); wakes `multiply` (full).
@@ -966,12 +939,22 @@ __device__ __forceinline__ void make(
         }
         __pipeline_commit();
     };
+    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;  // of x
+    T x[kMostIn];
+    const auto load_x = [&](int row) {
+        const int in = column < p.width && row < p.height ? p.in_channels : 0;
+        const T* const from = static_cast<const T*>(p.x) + p.x_at(piece.sample, 0, row, column);
+        for (int i = 0; i < kMostIn; ++i) x[i] = i < in ? __ldg(from + i * image) : from_float<T>(0.0f);
+    };
+    const auto store_x = [&](int row) {
+        uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
+        split_pixel(x, tile.x_scale, to[0], to[kPlane]);
+    };
     float sums[4] = {}, products[4] = {};
     for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
-    T x[kMostIn];
-    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(p, piece.sample, row, x), store_x(tile, row, x);
+    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(row), store_x(row);
     for (int row = piece.begin; row < piece.last_row; ++row) {
-        load_x(p, piece.sample, row + 2, x);
+        load_x(row + 2);
         mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
         float row_sums[4] = {}, row_products[4] = {};
 #pragma unroll 1
@@ -999,7 +982,7 @@ __device__ __forceinline__ void make(
             }
             fetch(row + 1, pair);
         }
-        if (row < p.rows) store_x(tile, row + 2, x);
+        if (row < p.rows) store_x(row + 2);
         for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
         mbarrier_arrive(&tile.full[row & 1]);
     }
@@ -1167,10 +1150,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
 }
 
 // As many bands as there are multiprocessors for, of eight rows at least.
-static int bands_of(const int64_t* sizes) {
-    const int64_t bands = sizes[6] / sizes[0] < sizes[2] / 8 ? sizes[6] / sizes[0] : sizes[2] / 8;
-    return bands > 1 ? int(bands) : 1;
-}
+static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
@@ -1187,11 +1167,11 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int bands = bands_of(sizes);
     int error = launch_forward<T, false>(p, sizes, stream);
-    constexpr auto kBytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (error == 0) error = cudaFuncSetAttribute(differentiate_rows<T>, kBytes, bytes);
+    const auto kernel = differentiate_rows<T>;
+    if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != 0) return error;
     measure_groups<T><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
-    differentiate_rows<T><<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
+    kernel<<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
@@ -1207,6 +1187,7 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/native_group_norm.h>
@@ -1218,10 +1199,6 @@ CPP_SOURCE = r"""
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include <algorithm>
-#include <tuple>
-#include <vector>
-
 namespace {
 
 using at::Tensor;
@@ -1231,33 +1208,31 @@ enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// What follows ATen's convolution. Float32 on the CPU: v, then ATen's norm.
-Tensor tail_cpu(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
-    const Tensor from = h.contiguous(), v = at::empty_like(from);
+// The output, and where our kernels take x (`fits`), of each group its mean, what a float leaves of the mean, and rstd.
+std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
+    const Tensor& weight = parameters[kWeight];
+    const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
+    const auto floats = x.options().dtype(at::kFloat);
+    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
+        fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
+}
+// Float32: ATen's convolution, v in its place, ATen's norm.
+std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
+    const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
     const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
     const auto planes = [&](int64_t begin, int64_t end) {
         for (int64_t plane = begin; plane < end; ++plane) {
             const Vec b(bias.const_data_ptr<float>()[plane % channels]);
             const Vec s(scale.const_data_ptr<float>()[plane % channels]);
-            const float* const in = from.const_data_ptr<float>() + plane * pixels;
-            float* const to = v.data_ptr<float>() + plane * pixels;
-            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, to, in, pixels);
+            float* const h = v.data_ptr<float>() + plane * pixels;
+            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, h, h, pixels);
         }
     };
     at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
-    return std::get<0>(at::native_group_norm(
-        v, parameters[kGamma], parameters[kBeta], v.size(0), channels, pixels, groups, eps));
-}
-
-Tensor tail_meta(const Tensor& h, at::TensorList, int64_t, double) {
-    return at::empty_like(h, {}, at::MemoryFormat::Contiguous);
-}
-// The output, and of each group its mean, what a float leaves of the mean, and rstd.
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
-    const Tensor& weight = parameters[kWeight];
-    return {at::empty_symint({x.sym_size(0), weight.sym_size(0), x.sym_size(2) - 2, x.sym_size(3) - 2}, x.options()),
-        at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
+    const Tensor &gamma = parameters[kGamma], &beta = parameters[kBeta];
+    const auto normed = at::native_group_norm(v, gamma, beta, v.size(0), channels, pixels, groups, eps);
+    return {std::get<0>(normed), at::empty({0}, x.options())};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
 std::tuple<Tensor, Tensor> backward_meta(
@@ -1284,14 +1259,12 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
 struct Arguments {
     std::vector<Tensor> held;
     std::vector<void*> pointers;
-    int64_t sizes[9];
-    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups) {
-        const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-        const auto type = x.scalar_type();
-        const int64_t values[] = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
-            device.multiProcessorCount, int64_t(device.sharedMemPerBlockOptin),
-            type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2};
-        std::copy(std::begin(values), std::end(values), sizes);
+    std::vector<int64_t> sizes;
+    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups)
+        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
+              at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
+              int64_t(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin),
+              x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2} {
         add(aligned(x)), add(out);
         for (const Tensor& t : parameters) add(t.to(at::kFloat).contiguous());
     }
@@ -1299,24 +1272,17 @@ struct Arguments {
     void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
 };
 
-std::tuple<Tensor, Tensor> forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+std::tuple<Tensor, Tensor> forward_cuda(
+    const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);
     if (out.numel() == 0) return {out, statistics};
-    Arguments arguments(x, out, parameters, groups);
-    arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes));
-    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes, eps, c10::cuda::getCurrentCUDAStream()));
-    return {out, statistics};
-}
-
-Tensor tail_cuda(const Tensor& h, at::TensorList parameters, int64_t groups, double eps) {
-    const c10::cuda::CUDAGuard guard(h.device());
-    const Tensor out = tail_meta(h, parameters, groups, eps);
-    if (out.numel() == 0) return out;
+    const Tensor h = fits ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
     Arguments arguments(h, out, parameters, groups);
-    arguments.add(out), arguments.add(out);  // no statistics, no workspace
-    check_launch(tail_forward(arguments.pointers.data(), arguments.sizes, eps, c10::cuda::getCurrentCUDAStream()));
-    return out;
+    arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
+    const auto launch = fits ? conv_forward : tail_forward;
+    check_launch(launch(arguments.pointers.data(), arguments.sizes.data(), eps, c10::cuda::getCurrentCUDAStream()));
+    return {out, statistics};
 }
 
 std::tuple<Tensor, Tensor> backward_cuda(
@@ -1326,11 +1292,11 @@ std::tuple<Tensor, Tensor> backward_cuda(
     if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
     Arguments arguments(x, grad_x, parameters, statistics.size(1));
     int64_t bytes, rows;
-    conv_backward_sizes(arguments.sizes, &bytes, &rows);
+    conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
     const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
     arguments.add(statistics), arguments.add_bytes(bytes), arguments.add(aligned(grad));
     arguments.add(grad_x), arguments.add(sums);
-    check_launch(conv_backward(arguments.pointers.data(), arguments.sizes, c10::cuda::getCurrentCUDAStream()));
+    check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
 #endif
@@ -1338,20 +1304,17 @@ std::tuple<Tensor, Tensor> backward_cuda(
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps, bool fits) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
-    m.def("tail(Tensor h, Tensor[] parameters, int groups, float eps) -> Tensor");
-    m.impl("tail", torch::dispatch(c10::DispatchKey::CPU, tail_cpu));
-    m.impl("tail", torch::dispatch(c10::DispatchKey::Meta, tail_meta));
+    m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
 #ifdef WITH_CUDA
-    m.impl("tail", torch::dispatch(c10::DispatchKey::CUDA, tail_cuda));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
 #endif
     // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
-    for (const char* name : {"forward", "backward", "tail"}) {
+    for (const char* name : {"forward", "backward"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
     }
 }
@@ -1407,12 +1370,19 @@ def _load(name: str) -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
-_forward, _backward, _tail = _operators.forward, _operators.backward, _operators.tail
-# Multiprocessors of each GPU that has wgmma, the kernel's instruction; 0 of others.
-_SMS = tuple(
-    torch.cuda.get_device_properties(gpu).multi_processor_count if torch.cuda.get_device_capability(gpu)[0] == 9 else 0
+_forward, _backward = _operators.forward, _operators.backward
+_SMS = [  # multiprocessors of each GPU that has wgmma, the kernel's instruction; 0 of others
+    torch.cuda.get_device_properties(gpu).multi_processor_count * (torch.cuda.get_device_capability(gpu)[0] == 9)
     for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
-)
+]
+
+
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
+    own, everywhere = module.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
+    return type(module) is kind and "forward" not in own and not hooks
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -1426,13 +1396,8 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 
 def _has_default_strides(t: torch.Tensor) -> bool:
-    """Not only is_contiguous(): PyTorch's convolution reads channels_last off the strides of dimensions of 1."""
-    expected = 1
-    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if stride != expected:
-            return False
-        expected *= max(size, 1)
-    return True
+    """Of four dimensions. PyTorch's convolution reads channels_last off the strides of dimensions of 1, too."""
+    return t.is_contiguous() and t.stride(1) == t.shape[2] * t.shape[3] and t.stride(3) == 1
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
@@ -1468,7 +1433,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps):
-        return _forward(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps)
+        return _forward(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1512,32 +1477,22 @@ class ModelNew(nn.Module):
             return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        groups, eps = norm.num_groups, norm.eps
-        valid = _valid(tensors, groups)
-        autocast = valid and torch.is_autocast_enabled(x.device.type)
-        if valid and _fits(*tensors[:2]):
-            if autocast:  # the Model returns float32 there, in which the kernels compute
-                tensors = tuple(t.float() for t in tensors)
-            if needs_grad:
-                return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
-            return _forward(tensors[0], tensors[1:], groups, eps)[0]
-        if valid and not needs_grad and not autocast:
-            return _tail(nn.functional.conv2d(*tensors[:3]), tensors[1:], groups, eps)
-        return _plain(*tensors, groups, eps)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        groups, eps, valid = norm.num_groups, norm.eps, _valid(tensors, norm.num_groups)
+        autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight)
+        if not valid or not fits and (recorded or autocast):
+            return _plain(*tensors, groups, eps)
+        if autocast:  # the Model returns float32 there, in which the kernels compute
+            tensors = tuple(t.float() for t in tensors)
+        if recorded:
+            return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
+        return _forward(tensors[0], tensors[1:], groups, eps, fits)[0]
 
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
         conv, norm = self.conv, self.group_norm
-        if type(conv) is not nn.Conv2d or type(norm) is not nn.GroupNorm:
+        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm):
             return False
         if conv.bias is None or norm.weight is None or norm.bias is None:
             return False
-        if (conv.stride, conv.padding, conv.dilation, conv.groups) != ((1, 1), (0, 0), (1, 1), 1):
-            return False
-        hooks = [f"_{when}_hooks" for when in ("forward", "forward_pre", "backward", "backward_pre")]
-        if any(getattr(module, name) for module in (conv, norm) for name in hooks):
-            return False
-        if any(getattr(nn.modules.module, f"_global{name}") for name in hooks):
-            return False
-        return "forward" not in conv.__dict__ and "forward" not in norm.__dict__
+        return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
