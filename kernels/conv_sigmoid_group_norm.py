@@ -690,8 +690,8 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes, in two launches. Up to 16 blocks share a group of a sample: first
-// each adds up v and v^2 of its share; in the second launch it adds up all shares' sums and writes its part of out.
+// What follows ATen's convolution for all other sizes, in two launches. Up to 16 blocks share a group of a sample. In
+// the first launch each adds up v and v^2 of its share; in the second it adds up all shares and writes its part of out.
 
 constexpr int kGroupThreads = 512, kShares = 16;
 static_assert(kShares * sizeof(double2) <= 2 * kLine * 8, "a group's sums lie where its totals would");

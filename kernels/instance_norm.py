@@ -5,7 +5,7 @@
     dx = rstd * (g - mean(g) - (x - mean) * rstd^2 * mean((x - mean) * g))    with g, the gradient of y
 
 over each slice of H x W values; var is biased. The kernels take float32, float16 and bfloat16 on a GPU, and on a CPU
-float32 without gradients (see `fits`; hooks on all modules at once are not called); else it is PyTorch's instance_norm.
+float32 without gradients, of a norm without hooks (see `fits`); everything else is PyTorch's instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
 once, the slice waits on chip in between; where, depends on its size (backward: that of x and of g each):
@@ -604,8 +604,7 @@ at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
 // y, or with grad the gradient of x.
 at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const auto type = x.scalar_type();
-    TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16,
-        "instance_norm: not implemented for ", type);
+    TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "no kernel: ", type);
     TORCH_CHECK(
         !grad.defined() || (grad.sizes() == x.sizes() && grad.scalar_type() == type && grad.device() == x.device()),
         "instance_norm: the gradient must have the input's shape, dtype and device");
@@ -693,8 +692,7 @@ def _load(name: str) -> str:
 
 
 NAMESPACE = _load("instance_norm")
-_forward = getattr(torch.ops, NAMESPACE).forward
-_backward = getattr(torch.ops, NAMESPACE).backward
+_forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 
 
 class InstanceNorm(torch.autograd.Function):
@@ -718,20 +716,22 @@ class InstanceNorm(torch.autograd.Function):
         return *torch.autograd.grad(y, x, grad, create_graph=True), None
 
 
+def _is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
+    own, everywhere = module.__dict__, nn.modules.module.__dict__
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
+    return type(module) is kind and "forward" not in own and not hooks
+
+
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
-    hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     on_gpu = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
-    return (
-        (on_gpu or on_cpu)
-        and x.layout is torch.strided
-        and x.dim() in (3, 4)
-        and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
-        and type(norm) is nn.InstanceNorm2d
-        and not (hooks or norm.affine or norm.track_running_stats)
-        and not torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
-    )
+    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
+    usual = _is_plain(norm, nn.InstanceNorm2d) and not (norm.affine or norm.track_running_stats)
+    transformed = torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
+    return (on_gpu or on_cpu) and images and usual and not transformed
 
 
 class ModelNew(nn.Module):

@@ -160,9 +160,7 @@ def squeeze(module, inputs, output=None):
 @first_cases
 @pytest.mark.parametrize("on", ["the first module", "the norm", "every module"])
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
-def test_hooks_of_the_modules_inside_count(case, kind, on, device, request):
-    if case.stem == "instance_norm" and on == "every module":
-        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module"))
+def test_hooks_of_the_modules_inside_count(case, kind, on, device):
     model, new, inputs = build(case, device)
     results, notes = [], []
     for module in (model, new):
@@ -270,9 +268,7 @@ def of_other_settings(norm):
 @first_cases
 @pytest.mark.parametrize("way", [of_other_settings, of_a_class_of_its_own, with_a_forward_of_its_own])
 @torch.no_grad()
-def test_another_norm_in_the_place_of_the_models(case, way, device, request):
-    if case.stem == "instance_norm" and way is with_a_forward_of_its_own:
-        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for a forward on the instance"))
+def test_another_norm_in_the_place_of_the_models(case, way, device):
     model, new, inputs = build(case, device)
     for module in (model, new):
         name, norm = list(module.named_children())[-1]
