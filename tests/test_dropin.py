@@ -39,7 +39,8 @@ def test_is_made_as_the_model_is(case):
     """The same modules, attributes, weights after the same seed, state_dict and repr; nothing of our own on it."""
     model, new = both(case)
     drawn_after = torch.rand(1)
-    both(case)[0], torch.manual_seed(7), problem(case.stem).Model(*case.arguments())
+    torch.manual_seed(7)
+    problem(case.stem).Model(*case.arguments())
     assert torch.equal(drawn_after, torch.rand(1))  # ModelNew draws no more and no fewer random numbers
     for (name, ours), (other, theirs) in zip(new.named_parameters(), model.named_parameters(), strict=True):
         assert name == other and torch.equal(ours, theirs) and ours.requires_grad == theirs.requires_grad
@@ -161,8 +162,8 @@ def squeeze(module, inputs, output=None):
 @pytest.mark.parametrize("on", ["the first module", "the norm", "every module"])
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
 def test_hooks_of_the_modules_inside_count(case, kind, on, device, request):
-    if case.stem == "instance_norm" and on == "every module":
-        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module"))
+    if case.stem == "instance_norm" and on == "every module" and (device.type != "cpu" or "forward" in kind):
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module", strict=True))
     model, new, inputs = build(case, device)
     results, notes = [], []
     for module in (model, new):
@@ -272,7 +273,7 @@ def of_other_settings(norm):
 @torch.no_grad()
 def test_another_norm_in_the_place_of_the_models(case, way, device, request):
     if case.stem == "instance_norm" and way is with_a_forward_of_its_own:
-        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for a forward on the instance"))
+        request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for a forward on the norm", strict=True))
     model, new, inputs = build(case, device)
     for module in (model, new):
         name, norm = list(module.named_children())[-1]
