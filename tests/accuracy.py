@@ -1,6 +1,7 @@
 """How wrong a result may be: measured against the Model run in float64, and against eager's own error there."""
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -77,6 +78,20 @@ def moved_in_the_last_bit(module: torch.nn.Module, inputs: list) -> tuple[torch.
     return module, [moved(t) if isinstance(t, torch.Tensor) else t for t in inputs]
 
 
+def is_double(results: dict[str, torch.Tensor]) -> bool:
+    return all(out.dtype is torch.float64 for out in results.values())
+
+
+def on_the_host(results: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Small results, by one copy: the host compares them faster, and does not wait for a GPU at each of them."""
+    tensors = [t for found in results for t in found.values()]
+    sizes = [t.numel() for t in tensors]
+    if all(t.is_cpu for t in tensors) or sum(sizes) > 200_000:
+        return results
+    values = iter(torch.cat([t.double().flatten() for t in tensors]).cpu().split(sizes))  # exact in float64
+    return [{name: next(values).to(t.dtype).view(t.shape) for name, t in found.items()} for found in results]
+
+
 def assert_as_accurate_as_eager(
     run: Callable[[torch.nn.Module, list], dict[str, torch.Tensor]], samples: Iterable[tuple], roundings: int = 1
 ) -> None:
@@ -104,32 +119,40 @@ def assert_as_accurate_as_eager(
                 found.append(f"{name} in {dtype}: error {error:.3g}, eager's {eager_error:.3g}, allowed {allowed:.3g}")
         return found
 
-    for taken, (model, new, inputs) in enumerate(samples, 1):
-        reference = in_float64(model), converted(inputs, dtype=torch.float64)
-        got, right = run(new, inputs), run(*reference)
-        in_doubles = all(out.dtype is torch.float64 for out in got.values())
-        eager = run(*moved_in_the_last_bit(model, inputs)) if in_doubles else run(model, inputs)
-        assert got.keys() == eager.keys()
-        for name, out in got.items():
-            assert same_kinds(out, eager[name], right[name]), (
-                f"{name}: NaN or Inf where neither eager nor float64 has it"
-            )
-            decided = eager[name].isfinite() & (2 * right[name]).to(out.dtype).isfinite()
-            right[name] = right[name].masked_fill(~decided, torch.nan)
-            error, eager_error = worst_error(out, right[name]), worst_error(eager[name], right[name])
-            scale = largest(right[name])
-            if in_doubles:
-                eager_error *= max(t.numel() for t in (*inputs, *got.values())) ** 0.5
-            elif not error <= allowed_error(eager_error, scale, out.dtype, roundings):
-                # float64 rounds too: a bias of 1e-39, added to values of 1, is lost there as well.
-                eager_error += worst_error(run(*moved_in_the_last_bit(*reference))[name], right[name])
-            ours[name].append(error)
-            eagers[name].append(eager_error)
-            scales[name].append(scale)
-            dtypes[name] = out.dtype
-        # The worst of a few values in one sample is luck, on both sides: such tensors are judged by several samples.
-        # More are taken only while something small among the results, as the gradient of one bias, looks bad.
-        if (taken >= 6 or max(t.numel() for t in (*inputs, *got.values())) > 5000) and not too_large():
+    def results(model, new, inputs) -> list[dict[str, torch.Tensor]]:
+        """Ours, eager's and the right ones."""
+        got, right = run(new, inputs), run(in_float64(model), converted(inputs, dtype=torch.float64))
+        measure = moved_in_the_last_bit(model, inputs) if is_double(got) else (model, inputs)
+        return [got, run(*measure), right]
+
+    # The worst of a few values in one sample is luck, on both sides: such tensors are judged by several samples.
+    # More are taken only while something small among the results, as the gradient of one bias, looks bad.
+    samples, taken = iter(samples), 0
+    while group := [(sample, results(*sample)) for sample in itertools.islice(samples, 5 if taken == 1 else 1)]:
+        taken += len(group)
+        together = on_the_host([found for _, three in group for found in three])
+        for (model, _, inputs), got, eager, right in zip([s for s, _ in group], *(together[i::3] for i in range(3))):
+            assert got.keys() == eager.keys()
+            size = max(t.numel() for t in (*inputs, *got.values()))
+            for name, out in got.items():
+                assert same_kinds(out, eager[name], right[name]), (
+                    f"{name}: NaN or Inf where neither eager nor float64 has it"
+                )
+                decided = eager[name].isfinite() & (2 * right[name]).to(out.dtype).isfinite()
+                right[name] = right[name].masked_fill(~decided, torch.nan)
+                error, eager_error = worst_error(out, right[name]), worst_error(eager[name], right[name])
+                scale = largest(right[name])
+                if is_double(got):
+                    eager_error *= size**0.5
+                elif not error <= allowed_error(eager_error, scale, out.dtype, roundings):
+                    # float64 rounds too: a bias of 1e-39, added to values of 1, is lost there as well.
+                    moved = run(*moved_in_the_last_bit(in_float64(model), converted(inputs, dtype=torch.float64)))
+                    eager_error += worst_error(moved[name].to(out.device), right[name])
+                ours[name].append(error)
+                eagers[name].append(eager_error)
+                scales[name].append(scale)
+                dtypes[name] = out.dtype
+        if (taken >= 6 or size > 5000) and not too_large():
             return
     if too_large():
         raise Inaccurate("\n".join(too_large()))

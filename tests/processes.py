@@ -1,6 +1,5 @@
 """Fresh Python processes: what a test of importing, copying or building has to happen in."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -77,18 +76,6 @@ def run_python(script: str, *arguments, timeout: float = 120, **options) -> str:
     return out
 
 
-def pool(processes: int):
-    """A multiprocessing pool whose processes take the GPUs in turn, and one thread each."""
-    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-        os.environ[name] = "1"
-    return multiprocessing.get_context("spawn").Pool(processes, _on_one_gpu, (visible_gpus(),))
-
-
 def visible_gpus() -> list[str]:
     everything = ",".join(map(str, range(torch.cuda.device_count())))
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or everything).split(",")
-
-
-def _on_one_gpu(gpus: list[str]) -> None:
-    (number,) = multiprocessing.current_process()._identity
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]

@@ -34,11 +34,13 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def definitions(stem: str) -> dict[str, dict[str, str]]:
-    """The file's functions and structs, in Python, C++ and CUDA: name to {head: text}, since C++ overloads."""
+    """The file's functions and structs, in Python, C++ and CUDA: name to {head: text}, since C++ overloads
+    and each file has functions of its own Model."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source(stem)).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = {"Python": ast.unparse(node)}
+            parameters = ast.unparse(node.args) if isinstance(node, ast.FunctionDef) else ""
+            found[node.name] = {parameters: ast.unparse(node)}
     nested = r"\([^()]*(\([^()]*\))*[^()]*\)"
     for language, text in strings(stem).items():
         for block in _blocks(text):

@@ -39,7 +39,8 @@ def test_is_made_as_the_model_is(case):
     """The same modules, attributes, weights after the same seed, state_dict and repr; nothing of our own on it."""
     model, new = both(case)
     drawn_after = torch.rand(1)
-    both(case)[0], torch.manual_seed(7), problem(case.stem).Model(*case.arguments())
+    torch.manual_seed(7)
+    problem(case.stem).Model(*case.arguments())
     assert torch.equal(drawn_after, torch.rand(1))  # ModelNew draws no more and no fewer random numbers
     for (name, ours), (other, theirs) in zip(new.named_parameters(), model.named_parameters(), strict=True):
         assert name == other and torch.equal(ours, theirs) and ours.requires_grad == theirs.requires_grad

@@ -1,8 +1,11 @@
-"""A slice of what `python tests/tools/fuzz.py` runs by the ten thousand."""
+"""A slice of what `python tests/tools/fuzz.py` runs by the ten thousand, and the pool that runs it."""
+
+import signal
 
 import pytest
 from cases import STEMS
-from fuzz import SHAPES, misses
+from fuzz import SHAPES, again, miss
+from workers import in_processes
 
 # Cases of seed 0 that were missed once: strides of channels_last where a dimension has one value; long slices of huge
 # values.
@@ -11,5 +14,18 @@ ONCE_MISSED = {"conv_sigmoid_group_norm": [279, 2047, 2574, 3096], "linear_swish
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_random_cases(stem, device):
-    missed = [*misses(stem, 0, [*range(100 if stem in SHAPES else 2), *ONCE_MISSED.get(stem, [])], device)]
+    indices = [*range(100 if stem in SHAPES else 2), *ONCE_MISSED.get(stem, [])]
+    cases = [(stem, 0, index, device.type) for index in indices]
+    missed = [f"{again(*case)}  # {said}" for case in cases if (said := miss(case))]
     assert not missed, "\n".join(missed)
+
+
+def test_what_dies_or_hangs_is_said_and_the_rest_is_done():
+    dies, hangs, nothing = signal.SIGKILL, signal.SIGSTOP, signal.SIGURG
+    shares = [[nothing, dies, nothing], [hangs, nothing], [nothing] * 3]
+    said = list(in_processes(signal.raise_signal, iter(shares), 2, 10, [""]))
+    assert sorted(item for item, _ in said) == sorted(sum(shares, []))
+    assert {item: words for item, words in said if words} == {
+        dies: "its process ended with exit code -9",
+        hangs: "it hangs: no answer for 10 s",
+    }

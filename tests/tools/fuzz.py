@@ -1,32 +1,38 @@
-"""Random valid cases of a pair, judged as the tests judge: against the Model in float64, and eager's own error there.
+"""Random valid cases of the pairs, judged as the tests judge: against the Model in float64, and eager's error there.
 
-    python tests/tools/fuzz.py --pair NAME --cases 10000 --seed 0 [--device cuda] [--processes 16]
+    python tests/tools/fuzz.py [--pair NAME,...] [--cases 10000] [--device cuda] [--seconds 300] [--json FILE]
 
 A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
-(pair, seed, index). For each miss one line is printed: the command that repeats it, and what is wrong. Exit code 1 if
-there was one.
+(pair, seed, index). For each miss one line is printed: the command that repeats it, and what is wrong; a case that
+hangs or ends its process is a miss. Exit code 1 if there was one. The pairs take turns, a few cases of each; after
+`--seconds` no more are begun. Each process has one thread and, on a GPU, a context of its own.
 """
 
 import argparse
 import copy
 import functools
 import itertools
+import json
 import os
 import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in conftest.py: small cases mostly wait for their threads
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
 
 import torch
 import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, STEMS, Case, converted, fits, in_float64, solution
-from processes import pool
+from cases import DTYPES, LAYOUTS, ROOT, STEMS, Case, converted, fits, in_float64
+from processes import finish, start_python, visible_gpus
+from workers import in_processes
+
+from judge.source import code_sha256
 
 # ---- shapes: constructor arguments and input shapes. Sizes stand around the powers of two that vectors are made of.
 
@@ -81,6 +87,7 @@ def convolved(r: random.Random) -> tuple:
     return (ins, outs, kernel, groups, r.choice(operands), r.choice(operands)), (image,)
 
 
+SHARE = 20  # cases that a process is given at once
 SHAPES = {
     "instance_norm": images,
     "linear_instance_norm_residual": rows_and_residuals,
@@ -233,17 +240,15 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
         return module(*(moved(t, device) for t in inputs))
 
     def forward(module, inputs) -> dict[str, torch.Tensor]:
-        return {"output": on_device(module, inputs).cpu()}  # small: the host compares them faster than a GPU would
-
-    left_out = []
+        return {"output": on_device(module, inputs)}
 
     def noting_what_to_leave_out(samples):
         for model, new, inputs in samples:
-            left_out[:] = [undecided(copy.deepcopy(model), inputs)]
+            model.left_out = new.left_out = undecided(copy.deepcopy(model), inputs)
             yield model, new, inputs
 
     def forward_but_for_them(module, inputs) -> dict[str, torch.Tensor]:
-        out, (anything, not_finite) = forward(module, inputs)["output"], left_out[0]
+        out, (anything, not_finite) = on_device(module, inputs).cpu(), module.left_out
         return {"output": out.masked_fill(anything | (not_finite & ~out.isfinite()), torch.nan)}
 
     samples = draws(case, "cpu", dtype, change, first_seed)
@@ -266,45 +271,83 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> None:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def misses(stem: str, seed: int, indices: Iterable[int], device="cpu") -> Iterator[str]:
-    """A line for each case that ModelNew does not pass."""
-    for index in indices:
-        try:
-            judge(stem, seed, index, device)
-        except AssertionError as miss:
-            what = " ".join(str(miss).split())
-            again = f"--pair {stem} --seed {seed} --index {index} --device {device}"
-            yield f"python tests/tools/fuzz.py {again}  # {what}"
-
-
-def judged(share: tuple[str, int, range, str]) -> tuple[int, list[str]]:
-    """Of a pair, a seed, indices and a device: how many cases, and the lines of those missed; in any process."""
+def miss(case: tuple[str, int, int, str]) -> str | None:
+    """A line for a case (pair, seed, index, device) that ModelNew does not pass; in any process."""
     warnings.simplefilter("ignore")
     torch.backends.cudnn.allow_tf32 = False  # strict float32, as in the tests
-    stem, seed, indices, device = share
-    return len(indices), [*misses(stem, seed, indices, device)]
+    try:
+        judge(*case)
+    except Exception as error:
+        return " ".join(str(error).split()) or repr(error)
+
+
+def again(stem: str, seed: int, index: int, device: str) -> str:
+    return f"python tests/tools/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}"
+
+
+def shares(pairs: list[str], seed: int, cases: int, device: str, deadline: float) -> Iterator[list[tuple]]:
+    """A few cases of each pair in turn, until there is no more time."""
+    for start, stem in itertools.product(range(0, cases, SHARE), pairs):
+        if time.monotonic() > deadline:
+            return
+        yield [(stem, seed, index, device) for index in range(start, min(start + SHARE, cases))]
+
+
+def build_all(pairs: list[str]) -> None:
+    """At once, before the clock starts."""
+    script = 'load(sys.argv[1], "built")'
+    for process in [start_python(script, ROOT / "kernels" / f"{stem}.py", cwd=ROOT) for stem in pairs]:
+        code, _, err = finish(process, timeout=600)
+        if code:
+            raise SystemExit(err)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--pair", required=True, choices=STEMS)
-    parser.add_argument("--cases", type=int, default=10_000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", default=",".join(STEMS))
+    parser.add_argument("--cases", type=int, default=10_000, help="of each pair")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--index", type=int, help="this case alone")
+    parser.add_argument("--index", type=int, help="this case alone, in this process")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--processes", type=int, default=1, help="that share the cases, and take the GPUs in turn")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="take the GPUs in turn")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no more cases are begun")
+    parser.add_argument("--patience", type=float, default=120, help="seconds after which a case hangs")
+    parser.add_argument("--json", type=Path, help="write what was done to this file")
     options = parser.parse_args(arguments)
-    indices = range(options.cases) if options.index is None else range(options.index, options.index + 1)
-    solution(options.pair)  # built, if it must be, before the clock starts
-    shares = [(options.pair, options.seed, indices[i : i + 50], options.device) for i in range(0, len(indices), 50)]
-    results = pool(options.processes).imap_unordered(judged, shares) if options.processes > 1 else map(judged, shares)
-    start, done, missed = time.perf_counter(), 0, 0
-    for count, lines in results:
-        done, missed = done + count, missed + len(lines)
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
-    seconds = time.perf_counter() - start
-    print(f"{options.pair} on {options.device}, seed {options.seed}: {done} cases, {missed} missed, {seconds:.0f} s")
-    return 1 if missed else 0
+    pairs, ask = options.pair.split(","), (options.seed, options.cases, options.device)
+    if unknown := set(pairs) - set(STEMS):
+        parser.error(f"no pair {', '.join(unknown)}: there are {', '.join(STEMS)}")
+    if options.index is not None:
+        said = miss((pairs[0], options.seed, options.index, options.device))
+        print(said or "passed")
+        return int(said is not None)
+    build_all(pairs)
+    start, done, missed = time.monotonic(), dict.fromkeys(pairs, 0), dict.fromkeys(pairs, 0)
+    asked = shares(pairs, *ask, start + options.seconds)
+    for case, said in in_processes(miss, asked, options.processes, options.patience, visible_gpus()):
+        done[case[0]] += 1
+        if said:
+            missed[case[0]] += 1
+            print(f"{again(*case)}  # {said}", flush=True)
+    seconds = time.monotonic() - start
+    device = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
+    rows = [
+        {
+            "pair": stem,
+            "device": device,
+            "seed": options.seed,
+            "cases": done[stem],
+            "missed": missed[stem],
+            "seconds": round(seconds),  # of all pairs, which take turns
+            "source_sha256": code_sha256(ROOT / "kernels" / f"{stem}.py"),
+        }
+        for stem in pairs
+    ]
+    for row in rows:
+        print("{pair} on {device}, seed {seed}: {cases} cases, {missed} missed, {seconds} s".format(**row))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(any(missed.values()))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Every kernel under compute-sanitizer: forward and gradients of the tests' cases, those first that reach a new kernel.
 
-    python tests/tools/sanitize.py [--tools memcheck,racecheck,synccheck,initcheck] [--pairs NAME,...] [--seconds 60]
+    python tests/tools/sanitize.py [--tools racecheck,memcheck,synccheck,initcheck] [--pairs NAME,...] [--seconds 150]
     python tests/tools/sanitize.py --reach     only says which kernels of the built library the calls do not launch
 
 First all calls run once under PyTorch's profiler, which says which of them launches which kernels, and for how long.
-Then one process for each pair and tool, all at once, each for so many seconds. A line for each says how many calls were
-made, how many kernels they launched, and what the tool found; under it, where. Exit code 1 if any of that is in a
-kernel of ours, or if a tool did not get through all kernels. What is found in a library's kernel alone is listed apart:
-initcheck does not see what cuBLAS stores by bulk copies. Every tensor is an allocation of its own, so that the tools
-know its borders.
+Then one process for each pair and tool, all at once. Each makes the shortest calls that together launch all kernels;
+when every process has done so, each goes on with the other calls, the shortest first, until the time is over. A line
+for each says how many calls were made, how many kernels they launched, and what the tool found; under it, where. Exit
+code 1 if any of that is in a kernel of ours, or if a tool did not get through all kernels. What is found in a library's
+kernel alone is listed apart: initcheck does not see what cuBLAS stores by bulk copies. Every tensor is an allocation of
+its own, so that the tools know its borders.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,9 +34,11 @@ from processes import visible_gpus
 from test_gpu import LARGE
 from test_linear_products import TRAINED
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+0x\w+(?:.*\n=+ +and \w+ access at (.+?)\+0x\w+)?", re.MULTILINE)
 LARGEST = 2.1e7  # values of the inputs: a sanitizer takes minutes for more
+GRACE = 30  # seconds in which the last call may end
+REACHED = "reached all kernels"
 
 
 def call_of(case: Case, dtype, recorded: bool, extreme: bool, tf32: bool) -> tuple[str, Callable[[], None]]:
@@ -54,13 +58,22 @@ def call_of(case: Case, dtype, recorded: bool, extreme: bool, tf32: bool) -> tup
     return f"{case} in {dtype}, gradients {recorded}, extremes {extreme}, TF32 {tf32}", whole
 
 
+def of_one_sample(case: Case) -> Case | None:
+    """The same images, but one: most kernels are reached by it, and a sanitizer is as slow as there are blocks."""
+    if case.shapes is None or [len(shape) for shape in case.shapes] != [4]:
+        return None
+    return replace(case, name=f"one sample of {case.name}", shapes=((1, *case.shapes[0][1:]),))
+
+
 def calls_of(stem: str) -> list[tuple[str, Callable[[], None]]]:
-    cases = {case for case in [*CASES, *LARGE, *TRAINED] if case.stem == stem and case.values < LARGEST}
+    cases = {case for case in [*CASES, *LARGE, *TRAINED] if case.stem == stem}
+    cases |= {alone for case in cases if (alone := of_one_sample(case))}
+    cases = {case for case in cases if case.values < LARGEST}
     ways = [(dtype, False, tf32) for dtype in DTYPES[1:] for tf32 in ((False, True) if "linear" in stem else (False,))]
     ways += [(dtype, True, False) for dtype in DTYPES[1:]]
     return [
         call_of(case, dtype, recorded, extreme, tf32)
-        for case in sorted(cases, key=lambda case: case.values)
+        for case in sorted(cases, key=lambda case: (case.values, str(case)))  # the same order in every process
         for dtype, extreme, tf32 in ways
         for recorded in (True, False)
     ]
@@ -101,26 +114,43 @@ def profile_all(stem: str, path: Path) -> None:
     path.write_text(json.dumps({"calls": [sorted(names) for names in launched[:-1]], "us": us, "built": sorted(built)}))
 
 
-def in_order(launched: list[list[str]], us: list[float]) -> list[int]:
-    """By time, but first those that launch a kernel that none before them does."""
+def in_order(launched: list[list[str]], us: list[float]) -> tuple[list[int], list[int]]:
+    """The calls by time: those that launch a kernel that none before them does, and the others."""
     by_time, few, seen = sorted(range(len(launched)), key=us.__getitem__), [], set()
     for index in by_time:
         if not seen.issuperset(launched[index]):
             few.append(index)
             seen.update(launched[index])
-    return few + [index for index in by_time if index not in few]
+    return few, [index for index in by_time if index not in few]
 
 
 def call_all(stem: str, path: Path, deadline: float) -> None:
+    """Between the two kinds of calls it waits until the parent makes a file: until all processes are as far."""
     calls, reach = calls_of(stem), json.loads(path.read_text())
-    for index in in_order(reach["calls"], reach["us"]):
-        if time.monotonic() > deadline:
-            break
+
+    def seconds_of(index: int) -> float:
         name, call = calls[index]
         print(f"calling {name}", flush=True)
+        start = time.monotonic()
         call()
         torch.cuda.synchronize()
         print(f"called {index}", flush=True)
+        return time.monotonic() - start
+
+    few, others = in_order(reach["calls"], reach["us"])
+    for index in few:
+        if time.monotonic() > deadline:
+            return
+        seconds_of(index)
+    print(REACHED, flush=True)
+    while not (path.parent / REACHED).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    seconds_each_us = 0.0  # of the last call, which was a little shorter
+    for index in others:
+        us = max(reach["us"][index], 1.0)
+        if time.monotonic() + seconds_each_us * us > deadline:
+            return
+        seconds_each_us = seconds_of(index) / us
 
 
 def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subprocess.Popen:
@@ -156,9 +186,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of each tool; the last call may take half of it more"
-    )
+    parser.add_argument("--seconds", type=float, default=150, help="of all tools, which run at once")
     parser.add_argument("--reach", action="store_true")
     parser.add_argument("--profile", type=Path, help=argparse.SUPPRESS)  # what the processes do
     parser.add_argument("--call", type=Path, help=argparse.SUPPRESS)
@@ -183,10 +211,12 @@ def main() -> int:
     for gpu, (tool, stem) in enumerate((t, s) for t in options.tools.split(",") for s in stems if not options.reach):
         log, asked = folder / f"{tool}, {stem}", ("--pairs", stem, "--call", folder / stem, "--until", until)
         running[tool, stem] = log, start(*asked, output=log, gpu=gpu, tool=tool)
+    while any(process.poll() is None for _, process in running.values()) and time.monotonic() < until + GRACE:
+        if all(process.poll() is not None or REACHED in log.read_text() for log, process in running.values()):
+            (folder / REACHED).touch()
+        time.sleep(0.5)
     for (tool, stem), (log, process) in running.items():
-        try:
-            process.wait(max(0, until + options.seconds / 2 - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         right &= report(tool, stem, reach[stem], log.read_text())
