@@ -6,10 +6,10 @@
 `mean` and `rstd` are those of the features of a group of a row; rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D x, vectors of one value a feature, all of float32, float16 or
-bfloat16, groups of 8, 16, 32, 64 or 128 features, no hooks, autocast or transforms. In float32 with groups of 64 on
-sm_90, from 2^30 multiplications on, its product and its gradients run on the fp16 tensor cores with the accuracy of
-float32, and all that follows in the forward is the product's epilogue; elsewhere cuBLAS's product is followed by one
-kernel, without gradients. Everything else is the plain way: the Model's own lines.
+bfloat16, groups of 8, 16, 32, 64 or 128 features, no hooks, autocast or transforms; with gradients, on sm_90, groups
+of 64, 8192 features at most. Float32 products from 2^30 multiplications on, for groups of 64 on sm_90, run on the fp16
+tensor cores with the accuracy of float32, and all that follows in the forward is an epilogue; other products are
+cuBLAS's, with one kernel beside them. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, three fp16 products, 1.18 ms at the 700 TFLOP/s of cuBLAS's;
 before it x and W are split in memory, 0.15 GB read and 0.15 written. One H200, `python harness.py
@@ -794,6 +794,20 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
 }
+// A thread's columns of a row of 16-bit values, n a multiple of kColumns: beyond n the last ones, which nobody stores.
+template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kColumns], int n) {
+    const auto* own = reinterpret_cast<const Pack<T, 8>*>(from + min(int(threadIdx.x) * kColumns, n - kColumns));
+    const Pack<T, 8> packs[] = {own[0], own[1]};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) v[i] = to_float(packs[i / 8].value[i % 8]);
+}
+template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kColumns], int n) {
+    auto* const own = reinterpret_cast<Pack<T, 8>*>(to + threadIdx.x * kColumns);
+    Pack<T, 8> packs[2];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
+    if (threadIdx.x * kColumns < n) own[0] = packs[0], own[1] = packs[1];
+}
 // Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
@@ -805,24 +819,26 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns
 }
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
-// G is split as its products want it. The sums over rows of G, G_v, grad * z and grad, which are the gradients of the
-// linear bias, the other bias, gamma and beta, go to partials[block][4][n]. A block owns every gridDim.x-th row, a
-// thread the same columns of each; kRowsAhead rows of h and grad are in shared memory or on their way to it.
+// SPLIT: G is split to `to`, for our products; else it is stored to `whole`, for ATen's. The sums over rows of G, G_v,
+// grad * z and grad, which are the gradients of the linear bias, the other bias, gamma and beta, go to
+// partials[block][4][n]. A block owns every gridDim.x-th row, a thread the same columns of each; kRowsAhead rows of h
+// and grad are in shared memory or on their way to it.
 constexpr int kRowsAhead = 3;
-template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_group_gradients(
-    const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ extra_bias,
-    const float* __restrict__ gamma, float* __restrict__ partials, int rows, int n, float eps,
-    const SplitGradient to) {
+template <typename T, int THREADS, bool SPLIT>
+__global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
+    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ extra_bias, const T* __restrict__ gamma,
+    float* __restrict__ partials, int rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(128) float ahead[];  // [kRowsAhead][h, grad][n]
+    extern __shared__ __align__(128) unsigned char rows_ahead[];
+    T* const ahead = reinterpret_cast<T*>(rows_ahead);  // [kRowsAhead][h, grad][n]
     __shared__ float warp_values[2][THREADS / 32];
     __shared__ uint64_t full[kRowsAhead];
     constexpr int kLanes = 64 / kColumns;
     const auto fetch = [&](int row, int stage) {
         if (row >= rows) return;
-        mbarrier_expect(&full[stage], 2 * n * sizeof(float));
-        bulk_load(ahead + 2 * stage * n, h + int64_t(row) * n, n * sizeof(float), &full[stage]);
-        bulk_load(ahead + (2 * stage + 1) * n, grad + int64_t(row) * n, n * sizeof(float), &full[stage]);
+        mbarrier_expect(&full[stage], 2 * n * sizeof(T));
+        bulk_load(ahead + 2 * stage * n, h + int64_t(row) * n, n * sizeof(T), &full[stage]);
+        bulk_load(ahead + (2 * stage + 1) * n, grad + int64_t(row) * n, n * sizeof(T), &full[stage]);
     };
     if (threadIdx.x == 0) {
         for (int s = 0; s < kRowsAhead; ++s) mbarrier_init(&full[s], 1);
@@ -860,7 +876,9 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
             g[i] = of_v * slope[i];
             sums[0][i] += g[i], sums[1][i] += of_v;
         }
-        split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);  // the block waits: all have read the stage
+        if constexpr (SPLIT) split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);
+        else store_columns(whole + int64_t(row) * n, g, n), __syncthreads();
+        // Either way the block has waited for all its threads: they have read the stage.
         if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
         if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
 #pragma unroll
@@ -897,16 +915,36 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
     const auto launch = dtype == 0 ? launch_slices<float> : launch_halves;
     return launch(h, bias, gamma, beta, out, rows, n, groups, eps, stream);
 }
-// G, split, and the partial sums over its rows. n is at most 8192.
-extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
-    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
-    const int threads = gradient_threads(n);
-    const auto kernel = threads == 256 ? split_group_gradients<256> : split_group_gradients<512>;
-    const unsigned blocks = unsigned(gradient_blocks(m, n)), shared = unsigned(kRowsAhead * 2 * n * sizeof(float));
+// Where G is not split, a block has the warps that its columns take, so that an SM has many blocks if rows are short.
+static int whole_threads(int64_t n) { return int(divide_up(n, 32 * kColumns)) * 32; }
+extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n) {
+    const int64_t most = sm_count() * 512 / whole_threads(n);
+    return m < most ? m : most;
+}
+template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void* grad, const void* h, const void* bias,
+    const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole,
+    cudaStream_t stream) {
+    const auto as = [](const void* p) { return static_cast<const T*>(p); };
+    const int threads = SPLIT ? gradient_threads(n) : whole_threads(n);
+    const unsigned blocks = unsigned(SPLIT ? gradient_blocks(m, n) : whole_gradient_blocks(m, n));
+    const unsigned shared = unsigned(kRowsAhead * 2 * n * sizeof(T));
+    auto kernel = group_gradients<T, 512, SPLIT>;
+    if constexpr (SPLIT) kernel = threads == 256 ? group_gradients<T, 256, SPLIT> : kernel;
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return cudaErrorNotSupported;
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
-    kernel<<<blocks, threads, shared, stream>>>(grad, h, bias, gamma, partials, int(m), int(n), eps, *to);
+    kernel<<<blocks, threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps,
+        SPLIT ? *to : SplitGradient(), static_cast<T*>(whole));
     return cudaGetLastError();
+}
+// G, split to `to` (float32 alone) or, if that is null, stored to `whole`, and the partial sums over its rows. m is at
+// least 1, n at most 8192.
+extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
+    const auto launch_floats = to != nullptr ? launch_gradients<float, true> : launch_gradients<float, false>;
+    const auto launch_halves = dtype == 1 ? launch_gradients<__half, false> : launch_gradients<__nv_bfloat16, false>;
+    const auto launch = dtype == 0 ? launch_floats : launch_halves;
+    return launch(grad, h, bias, gamma, partials, m, n, eps, to, whole, stream);
 }
 """
 
@@ -918,6 +956,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
@@ -932,9 +971,9 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + linear_bias, and the exponents of x's and weight's scales.
+// h = x weight^T + linear_bias, and of float32 also the exponents of x's and weight's scales, zeros beside ATen's h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
     bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
@@ -943,9 +982,10 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
-    const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
-    if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({1 + m}, x.options().dtype(at::kInt))};
+    const at::Tensor out = at::empty_symint({m, n}, x.options());
+    const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
+    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? 1 + m : 0;
+    return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
 // A group of a row, by one thread; v waits in out. Statistics are added up in double.
 void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
@@ -987,7 +1027,7 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double,
     std::array<bool, 6> needs) {
-    for (const at::Tensor& t : {grad, x, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == at::kFloat, "float32");
+    for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
     std::vector<at::Tensor> results;
     for (int i = 0; i < 6; ++i) {
         const c10::SymIntArrayRef size = i == 0 ? x.sym_sizes() : i == 1 ? weight.sym_sizes() : bias.sym_sizes();
@@ -1041,8 +1081,12 @@ extern "C" int linear_swish_group_norm(const float* x, const float* weight, cons
     void* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
     void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream);
-extern "C" int split_group_gradient(const float* grad, const float* h, const float* bias, const float* gamma,
-    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
+extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
+extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
+    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
+int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
+    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+}
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
@@ -1052,9 +1096,8 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const c10::cuda::CUDAGuard guard(x.device());
     const bool wide = x.scalar_type() == at::kFloat && n == 64 * groups;
     const bool fits = wide && !tf32 && product_fits(m, n, k);
-    const at::Tensor product = fits ? at::Tensor() : at::linear(x, weight, linear_bias).contiguous();
-    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded && fits);
-    const auto& [out, h, exponents] = outputs;
+    Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
+    auto& [out, h, exponents] = outputs;
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
@@ -1065,9 +1108,11 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
             floats(shift), floats(out), recorded ? floats(h) : nullptr, scales.data_ptr(), found.data_ptr<int>(),
             pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, float(eps), current_stream()));
     } else {
-        const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
-        check_launch(swish_group_norm(dtype, product.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
-            out.data_ptr(), m, n, groups, float(eps), current_stream()));
+        at::Tensor product = recorded ? h : at::empty_like(out);
+        at::linear_out(product, x, weight, linear_bias);
+        exponents.zero_();  // where there are any: the same each time
+        check_launch(swish_group_norm(kernel_dtype(x), product.data_ptr(), plus.data_ptr(), times.data_ptr(),
+            shift.data_ptr(), out.data_ptr(), m, n, groups, float(eps), current_stream()));
     }
     return outputs;
 }
@@ -1077,18 +1122,26 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     std::array<bool, 6> needs) {
     std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, bias, gamma, eps, {});
     const c10::cuda::CUDAGuard guard(x.device());
-    product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {
-        const int64_t m = h.size(0), n = h.size(1);
-        const at::Tensor given = aligned(grad), plus = aligned(bias), times = aligned(gamma);
-        const at::Tensor partials = at::empty({gradient_blocks(m, n), 4, n}, x.options());
-        const int error = split_group_gradient(floats(given), floats(h), floats(plus), floats(times), floats(partials),
-            m, n, float(eps), to, current_stream());
+    const int64_t m = h.size(0), n = h.size(1);
+    TORCH_CHECK(m > 0 && n % 64 == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
+    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));
+    const at::Tensor g = split ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
+    const auto find = [&](const GradientPointers* to) {
+        const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
+        const int64_t blocks = split ? gradient_blocks(m, n) : whole_gradient_blocks(m, n);
+        const at::Tensor partials = at::empty({blocks, 4, n}, x.options().dtype(at::kFloat));
+        const int error = swish_group_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), plus.data_ptr(),
+            times.data_ptr(), floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(), current_stream());
         const at::Tensor sums = at::sum(partials, {0});
         for (int i = 0; i < 4; ++i) {
-            if (needs[i + 2]) results[i + 2] = sums.select(0, i).clone();
+            if (needs[i + 2]) results[i + 2] = sums.select(0, i).to(x.scalar_type(), false, true);  // a copy
         }
         return error;
-    });
+    };
+    if (split) product_gradients(x, weight, exponents, needs[0], needs[1], results, find);
+    else check_launch(find(nullptr));
+    if (!split && needs[0]) results[0] = at::mm(g, weight);
+    if (!split && needs[1]) results[1] = at::mm(g.t(), x);
     return results;
 }
 #endif
@@ -1195,14 +1248,6 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
 
 
-def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: where `product_fits`, in float32, n at most 8192."""
-    if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
-        return False
-    (m, k), n = x.shape, weight.shape[0]
-    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
-
-
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
@@ -1237,19 +1282,21 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
     n, groups = weight.shape[0], norm.num_groups
     if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in (8, 16, 32, 64, 128):
         return False
-    return not _is_recorded(x, weight, *vectors) or (n == 64 * groups and _has_gradients(x, weight))
+    if not _is_recorded(x, weight, *vectors):
+        return True
+    return x.is_cuda and x.device.index in _HOPPERS and n == 64 * groups <= 8192 and 0 < x.shape[0] < 2**24
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
     """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps):
-        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, False, True)
+    def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
+        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.groups, ctx.eps = inputs
+        *tensors, ctx.groups, ctx.eps, _ = inputs
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # or these get gradients of zeros
@@ -1257,7 +1304,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         *tensors, h, exponents = ctx.saved_tensors
         (x, weight, linear_bias, bias, gamma, beta), needs = tensors, ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
@@ -1271,7 +1318,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs) if need]
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             found = [next(of_wanted) if need else None for need in needs]
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        return *(own if need else None for own, need in zip(found, needs)), None, None, None
 
 
 class ModelNew(nn.Module):
@@ -1291,6 +1338,7 @@ class ModelNew(nn.Module):
         if not _fits(linear, norm, x, bias):
             return _finish_plainly(bias, norm, linear(x))
         tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
+        others = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return LinearSwishGroupNorm.apply(*tensors, norm.num_groups, norm.eps)[0]
-        return _forward(*tensors, norm.num_groups, norm.eps, _allows_tf32(), False)[0]
+            return LinearSwishGroupNorm.apply(*tensors, *others)[0]
+        return _forward(*tensors, *others, False)[0]

@@ -25,7 +25,7 @@ from test_instance_norm import EVERY_SIZE as SLICES
 from test_linear_products import BENCHMARKS as BENCHMARK_PRODUCTS
 from test_linear_products import CASES as PRODUCTS
 from test_linear_products import ODD as ODD_PRODUCTS
-from test_linear_products import TRAINED, on_hopper
+from test_linear_products import SMALL, TRAINED, on_hopper
 from test_training import output_and_gradients
 
 pytestmark = gpu
@@ -52,7 +52,9 @@ TAILS = [
 LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
 large_cases = pytest.mark.parametrize("case", LARGE, ids=str)
 # These take the fast way with and without gradients.
-FAST = [case for case in [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2]] if case.stem in STEMS]
+FAST = [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2], SMALL]
+FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]
+FAST += [(case, torch.bfloat16) for case, _ in FAST if case.stem == "linear_swish_group_norm"]
 layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 
@@ -109,10 +111,10 @@ def test_gives_the_same_bits_each_time_without_waiting_for_the_device(case, dete
 
 
 @on_hopper
-@pytest.mark.parametrize("case", FAST, ids=str)
-def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case):
+@pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
+def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dtype):
     """Also in a checkpoint, which runs it without them first, and then once more with them."""
-    _, new, inputs = build(case, "cuda")
+    _, new, inputs = build(case, "cuda", dtype)
     expected = output_and_gradients(new, inputs, None)
     again = output_and_gradients(new, inputs, reentrant=True)
     assert all(map(torch.equal, again, expected))

@@ -32,6 +32,8 @@ def groups(m: int, n: int, k: int, group: int = 64) -> Case:
     return Case("linear_swish_group_norm", name, (k, n, n // group, (n,)), ((m, k),))
 
 
+SMALL = groups(7, 192, 1001)
+
 # fmt: off
 CASES = [rows(M, N, K), groups(M, N, K)]
 ODD = [
@@ -43,7 +45,7 @@ ODD = [
 LARGE = [rows(4000, 4096, 1024), groups(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
 TRAINED = [  # the backward's product is ours, or just not
     rows(1100, 1032, 1028), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260),
-    groups(1100, 4160, 516), groups(1100, 1024, 1028, 128),
+    groups(1100, 4160, 516), groups(1100, 1024, 1028, 128), SMALL, groups(1000, 8192, 132),
 ]
 # fmt: on
 BENCHMARKS = [rows(1024, 8192, 8192), groups(32768, 4096, 1024)]
@@ -216,17 +218,21 @@ def test_networks_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
     assert_as_accurate_as_eager(forward, [build(case, "cuda", dtype)])
 
 
-@cases
+@pytest.mark.parametrize("case", [*CASES, SMALL], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-@torch.no_grad()
-def test_what_is_not_finite_stays_where_the_model_has_it(case, value):
+def test_what_is_not_finite_stays_where_the_model_has_it(case, dtype, value):
+    """In the output; and its gradients are finite where the Model's are."""
     for place in ("x", "weight", "bias"):
-        model, new, inputs = build(case, "cuda")
+        model, new, inputs = build(case, "cuda", dtype)
         for module in (model, new):
             linear = next(m for m in module.modules() if isinstance(m, nn.Linear))
-            {"x": inputs[0], "weight": linear.weight, "bias": linear.bias[None]}[place][::100, 3] = value
-        expected, out = model(*inputs), new(*inputs)
-        assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf()), place
+            tensors = {"x": inputs[0], "weight": linear.weight.data, "bias": linear.bias.data[None]}
+            tensors[place][::100, 3] = value
+        expected, found = (network_gradients(module, inputs) for module in (model, new))
+        for name, own in found.items():
+            assert torch.equal(own.isfinite(), expected[name].isfinite()), f"{name}, {place}"
+        assert torch.equal(found["output"].isnan(), expected["output"].isnan()), place
 
 
 # ---- the networks, backward
@@ -254,10 +260,11 @@ def ours_eagers_and_right(case: Case, change=lambda x: x) -> tuple[dict, dict, d
 
 
 @trained
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @tf32
-def test_gradients_are_as_accurate_as_eager(case, tf32, monkeypatch):
+def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
-    assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", torch.float32))
+    assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", dtype))
 
 
 def many_sizes(x):
