@@ -315,12 +315,13 @@ __device__ __forceinline__ void bring(
 #pragma unroll 1
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
+            const int left = pixels - begin;
             const T* from = band_of(at.sample, 0) + begin;
 #pragma unroll
             for (int c = 0; c < kMostIn; ++c) {
 #pragma unroll
                 for (int i = 0; i < kPixels; ++i) {
-                    raw[i][c] = begin + i * kStride < pixels ? __ldg(from + i * kStride) : from_float<T>(0.0f);
+                    raw[i][c] = i * kStride < left ? __ldg(from + i * kStride) : from_float<T>(0.0f);
                 }
                 from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
             }
@@ -331,7 +332,7 @@ __device__ __forceinline__ void bring(
                 uint4 hi, lo;
                 for (T value : raw[i]) largest = max(largest, __float_as_uint(fabsf(to_float(value))));
                 split_pixel(raw[i], scale, hi, lo);
-                if (begin + i * kStride < pixels) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
+                if (i * kStride < left) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
             }
         }
         if constexpr (!NORMALIZE) {
