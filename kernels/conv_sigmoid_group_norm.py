@@ -131,9 +131,6 @@ constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters 
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
 constexpr int kSteps = 5, kProducts = 9;       // of K: of x's hi or lo, and of both; the last tap's two are a pair
-// The tensor cores truncate as they add up, which this makes up for on average: at x of 1000 times the size the
-// gradient of scale, a sum of h, has half the error.
-constexpr float kUntruncated = 1.0f + 0x1p-23f;
 constexpr int kLine = 16;                      // words between totals: in one line of L2 additions wait for each other
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
@@ -409,7 +406,7 @@ __device__ __forceinline__ void convolve(
     const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
     const float offset = factor * bias_at(p, own_channel);
     const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
-    const float slope = factor / (shared.scales.input * weight_scale) * kUntruncated;
+    const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
@@ -1037,9 +1034,9 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
-        float sums[3][2][4] = {};
 #pragma unroll 1  // spills, when unrolled
         for (int kx = 0; kx < 3; ++kx) {
+            float sums[3][2][4] = {};
             uint32_t hi[2][4], lo[2][4];  // columns 4 i + m, then 4 i + m + 1, m = 2 t - kx, by 8 channels, then 8 more
             for (int t = 0; t < 2; ++t) {
                 const int m = 2 * t - kx + of + 4;
@@ -1051,8 +1048,8 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
                 const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
             }
+            for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
         }
-        for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
     }
 }
 

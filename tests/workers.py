@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
+TO_BEGIN = 120  # seconds: many import at once
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -79,7 +80,8 @@ def in_processes(
                 return
             ready = multiprocessing.connection.wait(busy, timeout=1)
             for connection, worker in busy.items():
-                if connection not in ready and time.monotonic() - worker.heard <= patience:
+                longest = patience if worker.began else TO_BEGIN
+                if connection not in ready and time.monotonic() - worker.heard <= longest:
                     continue
                 said, goes_on = worker.answer(patience)
                 if not worker.began:

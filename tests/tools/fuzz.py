@@ -278,7 +278,13 @@ def miss(case: tuple[str, int, int, str]) -> str | None:
     try:
         judge(*case)
     except Exception as error:
-        return " ".join(str(error).split()) or repr(error)
+        said = " ".join(str(error).split()) or repr(error)
+        if case[-1].startswith("cuda"):  # says whether the process can go on
+            try:
+                torch.cuda.synchronize()
+            except Exception as broken:
+                said += f"; {broken}"
+        return said
 
 
 def again(stem: str, seed: int, index: int, device: str) -> str:
