@@ -6,9 +6,9 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`:
-- our kernels, on Hopper: 3x3 kernels from up to 8 channels to up to 32, images of an even width up to 256 and a height
-  up to 266, whole fours of outputs; float32, float16, bfloat16 and under autocast, computed in float32;
-- the Model's lines in ATen. Without gradients our operator runs ATen's convolution and, in its tail, all that follows.
+- our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
+  rows per SM), output pixels a multiple of 4; float32, float16, bfloat16 and under autocast, computed in float32;
+- otherwise ATen, as in the Model; without gradients or autocast, one operator: ATen's convolution, then the rest.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
@@ -16,8 +16,8 @@ and reads it twice: for the sums that the norm's gradient needs, and for h's own
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
 floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
-ms, also with gradients recorded, 13.0x eager; forward and backward 2.42 ms, 7.6x. The forward is held up by the L2,
-which brings x twice for the halos of bands of two rows, and by the rate at which instructions are issued.
+ms, also with gradients recorded, 13.0x eager; forward and backward 2.42 ms, 7.6x. The forward is limited by L2 reads
+(a band of two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
 """
 
 import contextlib
@@ -85,10 +85,10 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To change it, change this section, `activate` in the C++ string and
-// `_activate` in Python. kActivationFactor is multiplied into the scale beforehand.
+// The activation v of z = (h + bias) * scale: bounded, dv/dz a function of v alone. To change it, edit this section,
+// `activate` in CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // v's range: the sums of groups are fixed-point numbers within it
+constexpr float kLowest = 0.0f, kHighest = 1.0f;   // bounds of v; too narrow: wrong means, NaN or a hang
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float activation(float t) {  // v, given kActivationFactor * z
     float e, v;
@@ -116,12 +116,12 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //
 // The backward launches it with NORMALIZE false: then h, not v, is held and written, in float32.
 //
-// The product, M = 64 by N = 64 pixels by K = 16: A are the weights, in registers. Of a warp's 16 rows the first eight
-// are eight channels' hi, the others the same channels' lo: a thread has both sums of a value in its own registers. B
-// is x in shared memory, 16 bytes a pixel: eight input channels of fp16, a plane of hi and one of lo. A tap of the 3x3
-// kernel is an address where reading begins, and two taps are K. hi * hi + hi * lo + lo * hi is as accurate as float32.
-// x is multiplied by a power of two that the weights decide, such that fp16's finest step is 2^-25 of a pre-activation
-// at most. What exceeds fp16 becomes NaN, and the warp makes its values again in plain float32.
+// The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
+// channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
+// x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
+// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32. prepare_scales multiplies x by a power of
+// two: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25. Where x overflows fp16, the
+// accumulators become NaN, and the warp computes its values again in plain float32 (convolve_again).
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
@@ -130,8 +130,8 @@ constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
-constexpr int kSteps = 5, kProducts = 9;       // of K: of x's hi or lo, and of both; the last tap's two are a pair
-constexpr int kLine = 16;                      // words between totals: in one line of L2 additions wait for each other
+constexpr int kSteps = 5, kProducts = 9;       // of K = 16: nine taps of hi (or lo), by twos; of hi and lo, by twos
+constexpr int kLine = 16;                      // words (128 bytes) between totals: L2 serializes atomics on one line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -143,7 +143,7 @@ struct ConvArguments {
     void* out;      // of T; h's of float
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
-    // (samples), with h; zeros before the launch: the bits of the largest |x|, and whether the convolution was plain
+    // (samples), in place of totals when h is written; zeroed too: the bits of max |x|; whether convolve_again made h
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
@@ -154,14 +154,14 @@ struct ConvArguments {
 };
 
 struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
-// Of some values: one of them, and the sums of what all differ from it, and of its squares.
+// Of some values v: one of them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
 struct Deviations { float anchor, sum, square; };
-struct Moments { float mean, square; };  // of a warpgroup's values of a channel; square: the sum, around the mean
+struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
 
 // Powers of two: what a channel's weights are multiplied by, and x.
 struct Scales { float weight[kMostOut], input; };
 
-struct ConvShared {  // in front of it: x, and the places of v
+struct ConvShared {  // static; x, then the places of v, are in dynamic shared memory
     Moments made[kPlaces][kConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
@@ -169,9 +169,9 @@ struct ConvShared {  // in front of it: x, and the places of v
     uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 
-struct Band { int first_row, rows, tasks; };  // tasks go down the columns of tiles
+struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
 
-// What each role goes through: its sample, v's place, and the parities of the barriers.
+// A role's loop over its team's samples: the sample, the place of its v, and the mbarrier parities to wait for.
 struct Walk {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -182,8 +182,8 @@ struct Walk {
 };
 
 // A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
-// As integers are added, the order of terms is nothing to the sum. The number says when it is complete: no flag, no
-// fence.
+// Adding integers, the blocks get the same sum in any order. Sum and number are one 64-bit word, so a reader that sees
+// the full number has the full sum: relaxed atomics are enough, no flag, no fence.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed, bool finite) {
     const unsigned long long fixed = finite ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
@@ -201,16 +201,16 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// B's descriptor of product k, in units of 16 bytes: where the first of two taps' pixels begin, from x_at on, and how
-// far on the second one's are. Eight pixels are a matrix of 128 bytes, the next eight the next one. Products with x's
-// lo come first, so that small sums are not rounded to large ones' last bits; the fifth has the last tap's hi and lo.
+// The matrix descriptor of B for product k, in units of 16 bytes, no swizzle: the start address is x_at plus the first
+// tap's shift, the leading byte offset leads from there to the second tap, the stride byte offset of 128 to the next 8
+// pixels. Products 0 to 3 are x's lo (small terms first), 5 to 8 its hi; product 4 is the last tap's hi and lo.
 __device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int k, uint32_t x_at) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
     const int tap = k < 5 ? 2 * k : 2 * (k - 5), lo = k < 4 ? p.x_plane : 0;
     const uint32_t apart = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
     return uint64_t(128 >> 4) << 32 | (x_at + ((apart << 16) + lo + pixels_to(tap)));
 }
-// The benchmark's sizes and their plan: known when compiling, they take 0.96 of the time.
+// The benchmark's sizes and what plan_forward makes of them, as compile-time constants: 0.96 of the time.
 __host__ __device__ __forceinline__ void set_benchmark(ConvArguments& p) {
     p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
     p.out_channels = 32, p.groups = 8, p.group_channels = 4;
@@ -236,7 +236,7 @@ __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(whole) : "memory");
 }
 
-// Four values to neighbouring places, evicted first from L2.
+// One vector store of four adjacent values, with the evict-first (streaming) hint.
 template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
     using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
     alignas(16) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
@@ -248,7 +248,7 @@ __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& 
     const float2 f = __half22float2(h);
     hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
 }
-// A pixel's channels as fp16 hi and lo of x * scale. Beyond fp16's range their sum is NaN.
+// A pixel's channels as fp16 hi and lo of x * scale. On overflow hi is +-inf and lo -+inf: hi + lo is NaN.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
@@ -269,8 +269,8 @@ __device__ __forceinline__ float scale_below_overflow(float largest) {
     return ldexpf(1.0f, min(115, 15 - exponent));
 }
 
-// All threads; of the first warp a lane has a channel. The power of two of x is NaN where the weights are not finite,
-// or so large that no power would do: then all values are made in plain float32.
+// Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
+// if weights are not finite or too large for any power: then all values are computed in plain float32.
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -280,7 +280,7 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
         scales.weight[c] = scale_below_overflow(largest);
-        // Of a pre-activation's change, for |x| <= 1.
+        // The most that x can add to this channel's pre-activation while |x| <= 1.
         float reach = c < p.out_channels ? fabsf(p.scale[c]) * sum : 0.0f;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
@@ -291,8 +291,8 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
     __syncthreads();
 }
 
-// Eight warps, of x. A thread takes every 256th pixel of the band, all channels of it, and four pixels at a time: it
-// asks for them before there is room. Waits for x_empty; wakes the consumers (x_full).
+// Eight warps copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel, all
+// channels, four pixels at a time. Loads the first four, then waits for x_empty; stores; wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
@@ -336,7 +336,7 @@ __device__ __forceinline__ void bring(
             largest = __reduce_max_sync(~0u, largest);
             if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
         }
-        fence_async_proxy();  // wgmma reads what this thread has written
+        fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
         mbarrier_arrive(&shared.x_full);
     }
 }
@@ -370,18 +370,18 @@ __device__ __forceinline__ void convolve_again(
     }
 }
 
-// The channels of A's rows, in an order such that what a half-warp stores at once goes to different banks.
+// The channel in a row of A, of a warp's eight: in this order a half-warp's float2 stores to v have no bank conflicts.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
-// A thread's weights as A's fragments: of its four registers the odd ones are of the rows of lo, the last two of K's
-// second half.
+// A thread's A fragments: weights of channel c and two input channels. Of a step's registers x and y are hi and lo of
+// its first tap, z and w of its second.
 __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         uint32_t words[4];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int tap = min(2 * step + half, 8), in = threadIdx.x % 4 * 2;  // of the last step: x's hi and lo
+            const int tap = min(2 * step + half, 8), in = threadIdx.x % 4 * 2;  // tap 8 twice: for x's hi and lo
             split(weight_at(p, c, in, tap) * scale, weight_at(p, c, in + 1, tap) * scale, words[2 * half],
                 words[2 * half + 1]);
         }
@@ -389,10 +389,10 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
     }
 }
 
-// Four warpgroups take the tasks in turn, through all samples, and turns at their products: one's wgmma beside the
-// others' activations. Of a task a thread has one channel, two neighbouring pixels of every eight. Waits for x_full,
-// for its turn, and with a sample's first values for v_empty; wakes the producers (x_empty), the next one, and `post`
-// (v_full).
+// Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
+// wgmma: one's wgmma overlaps the others' activations. A thread has a task's pixels 2 t and 2 t + 1 of every eight, of
+// one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
+// when its wgmma is issued, the producers (x_empty) after the sample's last one, `post` (v_full) after the last store.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -409,7 +409,7 @@ __device__ __forceinline__ void convolve(
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
-    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // known to be the same in all lanes
+    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);
     int first_task = warpgroup;
@@ -433,13 +433,13 @@ __device__ __forceinline__ void convolve(
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
-            wgmma_wait<0>();  // all warps at one place, whatever channels they have
+            wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
             if (task + kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty);
             const bool first = task == first_task;
             float sum = 0, square = 0;
-            const auto finish = [&](auto inside) {  // inside: all but the last eight pixels are outputs
+            const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
                 float* const to = v + v_at;
                 const auto valid = [&](int j) {
                     return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
@@ -467,7 +467,7 @@ __device__ __forceinline__ void convolve(
             count += min(kTile, p.columns - column);
             x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
         }
-        if (task == first_task) {  // a small band: the others had all of it
+        if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
             mbarrier_arrive(&shared.x_empty);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
@@ -489,8 +489,8 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, a lane a channel: the band's sums of v - kLowest and of its squares, in units of the range, to the totals.
-// Waits for v_full; wakes `gather` (posted), here and, through the totals, in the team's other blocks.
+// One warp, lane c for channel c: adds the band's sums of (v - kLowest) / (kHighest - kLowest), and of its squares, to
+// the totals in global memory. Waits for v_full; wakes `gather`: this block's by posted, the team's by the totals.
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
     constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
@@ -529,7 +529,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     for (Walk at; at.sample < p.samples; at.next(p)) {
         mbarrier_wait(&shared.posted[at.place], at.parity);
         if (exists) {
-            // First all lanes ask for one total until it is complete: the others' lines are left to those that add.
+            // First all lanes poll one total until it is complete: polling all of them would slow down the atomics.
             const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
             await_total(p.totals + first * (2 * kLine), p.bands);
             const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
@@ -546,8 +546,8 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     }
 }
 
-// Six warps take the channels in turn, through all samples: none has more to do than the others. A lane stores four
-// neighbouring values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
+// Six warps take the channels round-robin, across all samples, so that all have the same load. A lane stores four
+// adjacent values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -632,7 +632,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
         p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         p.x_plane = (p.band_rows + 2) * p.width, x_bytes = p.x_plane * 32LL;
-        // The last task's wgmma reads on behind x, by a tile's pixels at most: what it finds there is dropped.
+        // The last task's wgmma may read up to a tile of pixels past x, in v's places: no output uses those columns.
         v_bytes = std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
         return x_bytes + v_bytes <= shared_bytes;
     };
@@ -694,7 +694,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 constexpr int kGroupThreads = 512, kShares = 16;
 static_assert(kShares * sizeof(double2) <= 2 * kLine * 8, "a group's sums lie where its totals would");
 
-// Of a block; complete in all threads. Before it is called again, the block meets once more.
+// The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
     __shared__ double2 of_warps[kGroupThreads / 32];
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -784,8 +784,8 @@ constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or
 constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel of a sample: dh = q * push and q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz;
-// dh * dh_scale = q * to_half is within fp16's range. of_gamma, of_beta: the sample's share of their gradients.
+// Of a channel of a sample: q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz, dh = q * push;
+// push = rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: the sample's part of their gradients.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
@@ -809,11 +809,11 @@ template <typename T> struct BackwardArguments : ConvArguments {
     }
 };
 
-// A block has rows [first_row, last_row) of a sample's x. It makes dh from row `begin` on.
+// A block has rows [first_row, last_row) of a sample's x. Their gradient needs dh from `begin`, up to two rows above.
 struct Piece { int sample, first_row, last_row, begin; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
-// By a warp of `make`, and never read by another: h and grad of its four channels, two neighbouring columns at a time.
+// h and grad of a warp of `make`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
 template <typename T> struct alignas(16) Fetched {
     float2 h[4][kMostColumns / 2];
     Pair<T> grad[4][kMostColumns / 2];
@@ -1014,7 +1014,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         for (int ky = 0; ky < 3; ++ky) {
             const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
-            uint32_t b[2][4], odd[4];  // hi, lo of matrices 2 step to 2 step + 3; both of the middle two
+            uint32_t b[2][4], odd[4];  // hi, lo of matrices 2 step to 2 step + 3; the middle two: hi, hi, lo, lo
             load_matrices<true>(b[0], matrix(2 * step + of)), load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
             float sums[2][3][4] = {};
@@ -1311,7 +1311,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
 #endif
-    // Gradients are the business of the autograd.Function below; whoever differentiates a bare operator is told.
+    // Gradients go through the autograd.Function below; backward through an operator called directly raises an error.
     for (const char* name : {"forward", "backward"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
     }

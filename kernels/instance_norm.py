@@ -8,13 +8,13 @@ over each slice of H x W values; var is biased. The kernels take float32, float1
 float32 without gradients, of a norm without hooks (see `fits`); everything else is PyTorch's instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
-once, the slice waits on chip in between; where, depends on its size (backward: that of x and of g each):
+once, the slice is kept on chip in between. Where depends on its size, that of x alone (backward g is kept as well):
 
     up to 16384 values (backward 8192)    in registers of 1 to 512 threads
     up to 4 MiB (backward 2 MiB)          in a cluster's shared memory and registers, on sm_90 and sm_100
-    any                                   nowhere: two reads, one write
+    any other                             not at all: two reads, one write
 
-Slices that are not whole packs of 16 bytes go value by value: up to 8192 (4096) in registers, others in two reads.
+Slices that are not multiples of 16 bytes: up to 8192 values (backward 4096) in registers, others read twice.
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
 harness.py instance_norm --backward`: forward 3.52 ms, as fast as a copy, 2.31x eager; with backward 8.63 ms, 2.14x.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-// Arrives, and announces bytes that a copy will bring.
+// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(bar)), "r"(bytes) : "memory");
@@ -72,14 +72,14 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A pack is 16 bytes, what a thread loads or stores at once; V = 1 value where slices are not whole packs. A
-// place holds the packs at one position of a slice: x's (OPERANDS = 1, forward), or x's and g's (2, backward).
+// Memory. A pack is what a thread loads or stores at once: 16 bytes, or V = 1 value where slices are no multiples of 16
+// bytes. A place holds the pack at one offset of a slice: x's (OPERANDS = 1, forward), or x's and g's (2, backward).
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 template <typename T, int V, int OPERANDS> struct Place { Pack<T, V> of[OPERANDS]; };
 
-// `slices` contiguous slices of n values: x, backward g, and y (backward dx), each on 16 bytes.
+// `slices` contiguous slices of n values: x, backward g, and y (backward dx), each pointer 16-byte aligned.
 template <typename T> struct Task {
     const T *x, *g;
     T* y;
@@ -106,7 +106,7 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];
 
-    // A pack is summed in float, around its own first value and then its mean; the pack as a whole counts in double.
+    // Adds a pack: in float its sums of deviations from its own mean; then, in double, these sums moved to the anchor.
     template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
@@ -171,13 +171,13 @@ template <int OPERANDS> struct Result {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Slices of up to 16384 values (backward 8192) wait in registers. `group` threads, a power of two, own a slice: lane l
-// has the packs l, l + group, ... of it, kItems at most. A block has whole groups.
+// Slices of up to 16384 values (backward 8192) are kept in registers. `group` threads, a power of two, own a slice:
+// thread t of the group holds the packs t, t + group, ... of it, kItems at most. A block has one group or more.
 
 constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
-// The sums of `group` threads, in each of them. Called once a kernel.
+// Adds up the sums of `group` threads, in each of them. Once in a kernel: a second call might overwrite warp_sums.
 template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
     own.add_across_lanes(min(group, 32));
     if (group <= 32) return own;
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Larger slices of whole packs, up to 4 MiB, wait in the shared memory and the registers of a cluster. Every block has
-// a part of each slice: every `blocks`-th chunk of up to 14 KiB.
+// Larger slices of whole packs, up to 4 MiB, are kept in the shared memory and registers of a cluster. A slice is cut
+// into chunks of up to 14 KiB; each of the cluster's blocks has a part of it: every `blocks`-th chunk.
 //
 //   producer: one thread --- bulk copies, full[s] ---> ring of 16 stages ---> team 0, the cluster's slices 0, 2, 4, ...
 //       ^                    a stage holds a chunk                       \--> team 1, slices 1, 3, 5, ...
@@ -224,21 +224,21 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 //           gathered[t]: the other team may go on to the next slice in the ring;
 //           sends its sums to team t of every block, and waits for theirs: exchanged[t][turn] counts the bytes;
 //           writes its part of the output, while the other team sums.
-//   producer of block 0: draws the cluster's next slice from a counter, and sends it to every block: queued[q].
+//   producer of block 0: takes the cluster's next slice from a counter in device memory, sends it to all: queued[q].
 //
-// Without that queue, the slices shared out beforehand, the first cluster ends 0.24 ms before the last. One team of 448
-// threads is as fast forward, and slower backward: in bfloat16 3.23 ms at the benchmark shape, two teams 2.85.
+// If slices are assigned beforehand, the first cluster ends 0.24 ms before the last. With one team of 448 threads the
+// forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
 
-constexpr int kTeam = 224;         // threads: two teams and the producer warp may have 128 registers a thread
-constexpr int kPlaces = 4;         // packs of a chunk a thread, of all operands
+constexpr int kTeam = 224;         // threads: with two teams and a producer warp, 128 registers are left for each
+constexpr int kPlaces = 4;         // of a chunk, for each thread: packs of x and g together
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: room for more than both teams'
-constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: slices that a producer knows of and not yet all consumers
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: both teams' fit in its stages
+constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
-// A part has at least three chunks, so the ring is at most six slices ahead of the team that gathers, which is at most
-// two ahead of the last slice that every thread of the cluster has heard of.
+// A part has at least three chunks, so the producers are at most six slices ahead of the team that sums one; and every
+// thread of the cluster has read the queue's entries up to two slices before that one, at least.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -249,7 +249,7 @@ __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// To the shared memory of block `rank`, where `bar` counts the bytes.
+// Stores asynchronously to `to` in the cluster's block `rank`; that block's own `bar` counts the bytes that arrive.
 __device__ __forceinline__ void send(int* to, int value, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
         ::"r"(peer_address(to, rank)), "r"(value), "r"(peer_address(bar, rank)) : "memory");
@@ -284,13 +284,13 @@ struct Part {
     __device__ int chunks() const { return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1; }
 };
 
-// What the threads of a block share besides the ring.
+// In a block's shared memory besides the ring. Indices: [team]; [team][turn]; mailbox [team][turn][rank of the sender].
 template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
     int queue[kQueue];
 
-    // The cluster's slice after this round, or one that does not exist.
+    // Waits for the cluster's slice of the next round, and returns it: task.slices or more if there is none.
     __device__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
         return queue[round % kQueue];
@@ -321,8 +321,8 @@ __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& st
     }
 }
 
-// The cluster's sums of a slice, in each thread of the team. Two mailboxes take turns: a peer's team can only be one
-// slice ahead, since it needs this block's sums for that slice, which are sent after this slice's mail is read.
+// Sends the team's sums to the same team of every block; returns the cluster's sums, in each thread. Two mailboxes take
+// turns: a peer can be one slice ahead, where it waits for this block's sums, sent once this slice's mail is read.
 template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
     Sums<OPERANDS> sums, BlockState<OPERANDS>& state, int team, int tid, int round, Part part) {
     const int turn = round / 2 & 1;
@@ -376,7 +376,7 @@ template <typename T, int OPERANDS> __device__ void consume(
             continue;
         }
         const float anchor = to_float(task.x[slice * task.n]);
-        // A parity tells a stage's last two fillings apart and no more: the other team must have had its own first.
+        // full's parity tells only successive fillings of a stage apart: the other team must have seen its own first.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kMine];
@@ -394,7 +394,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         mbarrier_arrive(&state.gathered[team]);
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
-        // The compiler may not keep the floats that it made of 16-bit values: it would spill 204 bytes a thread.
+        // Hides `held` from the compiler, which would keep its 16-bit values converted to float, and spill 204 bytes.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
         for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
@@ -438,9 +438,9 @@ __global__ void __launch_bounds__(2 * kTeam + 32, 1) norm_in_cluster(const __gri
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// All other slices are read twice. A block has a part of a slice. First it leaves the part's sums in the workspace; a
-// second launch (WRITE) adds up those of the slice, and writes the output. That one goes through the parts backwards:
-// what was read last may still be in L2.
+// All other slices are read twice, by two launches; a block has a part of a slice. In the first it writes its part's
+// sums to the workspace; in the second (WRITE) it adds up those of all the slice's parts, and writes its part of y.
+// The second takes the parts in reverse order: what was read last may still be in L2.
 
 template <typename T, int V, int OPERANDS, bool WRITE>
 __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> task, int parts) {
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // few threads need few shuffles; eight at least, where there are as many packs, load whole lines
+    int group = 1;  // the fewest that can hold it: few shuffles; yet eight, if it has 8 packs: whole 128-byte lines
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -497,7 +497,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(c
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task<T>& task) {
-    // The smallest that holds a slice; those of 2 and 4 blocks leave room in the ring for the next one.
+    // The smallest cluster that holds a slice; of 2 and 4 blocks, with room in the ring for the next slice too.
     const int64_t packs = task.n / kPack<T>, chunk = kChunkBytes / 16 / OPERANDS;
     int blocks = 2, clusters = 0;
     while (packs > blocks * chunk * (kHeldChunks + (blocks < 8 ? kWaitingChunks : kStages))) blocks *= 2;
@@ -596,7 +596,7 @@ extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t el
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, cudaStream_t stream);
 
-// A part of another tensor may be neither.
+// A view of another tensor may be neither.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -637,7 +637,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.impl("forward", c10::DispatchKey::CUDA, [](const at::Tensor& x, double eps) { return run_on_gpu({}, x, eps); });
     m.impl("backward", c10::DispatchKey::CUDA, run_on_gpu);
 #endif
-    // Gradients are the autograd.Function's below; whoever differentiates a bare operator, or in forward mode, is told.
+    // InstanceNorm, below, has the gradients. Differentiating a bare operator, or in forward mode, raises an error.
     m.impl("forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
     m.impl("backward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }

@@ -8,11 +8,11 @@ the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
 without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 multiplications on, its product and its
-gradients run on fp16 tensor cores with the accuracy of float32; elsewhere ATen's product is followed by one kernel,
-without gradients. Everything else is the plain way: the Model's own lines.
+gradients run on fp16 tensor cores with the accuracy of float32; elsewhere it is ATen's product, followed by one kernel,
+and only if no gradient is recorded. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, as fp16 three times, 0.52 ms at cuBLAS's rate there; first W is
-split in memory, 0.27 GB read and 0.27 written. By harness.py, H200: 0.71 ms; product 0.53, splits 0.15, norm 0.02.
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
+read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms; product 0.53, split_rows 0.15, norm 0.02.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-// Arrives, and announces bytes that a copy will bring.
+// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(bar)), "r"(bytes) : "memory");
@@ -84,11 +84,11 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
-// taken out of the sum. The tensor cores truncate when they accumulate, so the sum over each two lines of K starts at
-// zero, with the small products first, and is then added to float32 registers.
+// taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
+// the small products first, and is then added to float32 registers. split_rows writes the pieces to device memory.
 //
-// split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
-// A line is 32 of K, hi and lo, of a row; a stage holds a line of 128 rows of x and of W; a slot, 64 x 64 sums.
+// `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile. A line is 32 of K of a row: 32 hi, then
+// their 32 lo. In shared memory a stage holds a line of 128 rows of x and of W; a slot holds 64 x 64 of the sums.
 //
 //     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
 //     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
@@ -110,7 +110,7 @@ constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
+constexpr float kLargestUnscale = 0x1p60f;  // beyond it accumulator * unscale might overflow: uncertain
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
@@ -118,12 +118,12 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// A word that begins as 0 keeps the smallest of many exponents, which are below 1024, as the largest 1024 - exponent.
+// An atomic minimum of exponents, all below 1024, in a word zeroed beforehand: it holds the largest 1024 - exponent.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads: a power of two up to 32, or whole warps; then warp_values has one place for each.
+// v reduced over `group` threads (a power of two), in each. Beyond a warp all of the block call; warp_values: 1 a warp.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -148,12 +148,12 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
     auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kTerms * kLine + k % kTerms);
     to[0] = hi, to[kTerms / COUNT] = lo;
 }
-// An output is its accumulator times the `unscale` of its row and column, and uncertain below the sum of their `doubt`.
+// Of a row of x or W. output = accumulator * both rows' unscale; uncertain if |accumulator| < the sum of their doubt.
 struct RowScale {
     float unscale, doubt;
 };
-// Exponents of scales, in device memory. The forward leaves for the backward the smallest of W's rows, and those of x's
-// rows. The backward has its own: see SplitGradient.
+// Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
+// `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
     int smallest;
     int rows[1];  // as many as there are
@@ -164,7 +164,7 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: a row is scaled by its own maximum. It leaves scales, and its exponent in exponents (x) or smallest (W).
+    // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
     RowScale* scales;
     int *exponents, *smallest;
     // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
@@ -241,7 +241,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
                  "[%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory. TURNED: an operand lies with K down its columns.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory, K-major or, if TURNED, MN-major (imm-trans).
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 template <bool TURNED_A, bool TURNED_B>
@@ -302,8 +302,8 @@ template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void producer
         }
     }
 }
-// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips
-// of 32 rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+// wgmma's descriptor of a tile. K-major: 128 bytes a row, 128-byte swizzle, atoms of 8 rows (1024 bytes). TURNED: 4096
+// bytes for each 32 rows, 32 k of hi and then 32 k of lo; 64 bytes a k, 64-byte swizzle, atoms of 8 k (512 bytes).
 template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
@@ -323,8 +323,8 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
     wgmma<A, B>(d, a, b, 1);
     wgmma<A, B>(d, a + (A ? 64 : 2), b + (B ? 64 : 2), 1);
 }
-// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
-// lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
+// Stores a warp's 16 x 64 sums to its 4 KiB of a slot. By wgmma a lane has rows lane / 4 and that + 8, and columns
+// lane % 4 * 2 + 8j and the next: four values, stored as one float4, at a place permuted by XOR: no bank conflicts.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
 __device__ __forceinline__ void leave_sums(float4* to, const float* sum) {
 #pragma unroll
@@ -358,7 +358,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 waits until 0 begins the tile. If a tile has 4 lines, 0 may be one ahead: two barriers, in turns
+        // Warpgroup 1 starts after 0, so that they add in turns. 0 may be 4 lines, a small tile, ahead: so two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -537,8 +537,8 @@ static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t
     split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
-// Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
-// strips of 32 columns, 64 bytes apart; else of 128 rows of a line. What is beyond an end reads as zeros.
+// The pieces of a (rows, columns) matrix, and their TMA map. A box is an operand's part of a stage: a line of 128 rows
+// or, TURNED, 32 rows (k) of 4 strips of 32 columns, of hi and of lo. What is out of bounds is filled with zeros.
 struct Pieces {
     __half* values;
     int64_t rows, columns;
@@ -592,24 +592,24 @@ template <class Epilogue> static cudaError_t launch_linear(
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
 //
-// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are
-// turned operands too, so nothing is transposed in memory. The sums run over n and m here, where no row's scale can be
-// taken back afterwards, so:
+// G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
+// too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
+// those rows cannot be taken out of the sum. Instead:
 //
 //     G's row i is scaled to its own maximum, by 2^a_i;
 //     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
+// So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
 //
-// G as it waits for its products.
+// The split G in device memory: split_gradient_row writes it, linear_gradient reads it.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;
-    Exponents* own;  // the smallest a_i + exponent of x's row i, which begins as 0, and the a_i
+    Exponents* own;  // smallest, zeroed beforehand: of a_i + the exponent of x's row i. rows: the a_i
 };
-// A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
-// thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
+// A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
+// thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
 constexpr int kColumns = 16;
 static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
 template <int THREADS> __device__ __forceinline__ void split_gradient_row(
@@ -702,9 +702,9 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);
     }
 };
-// out = ((h - mean) * rstd + y) * y: here, in split_row_gradients, and in the C++'s and Python's finish functions.
-// `group` threads own a row, up to all of the block's, and each holds ITEMS packs of
-// V values of it: 8192 values in a whole block. The rest of a longer row is read three times, later from L2.
+// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, split_row_gradients, finish_rows_cpu, _finish_plainly.
+// `group` threads, at most the block, own a row; each keeps ITEMS packs of V values in registers: 8192 values a whole
+// block. What a longer row has beyond them is read three times, the second and third time mostly from L2.
 constexpr int kRowThreads = 256;
 template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
     const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
@@ -714,12 +714,12 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
     const auto* from = reinterpret_cast<const Pack<T, V>*>(h + row * n);
     const auto* other = reinterpret_cast<const Pack<T, V>*>(y + row * n);
-    Pack<T, V> held[ITEMS], held_y[ITEMS];  // all on their way at once
+    Pack<T, V> held[ITEMS], held_y[ITEMS];  // all loads are issued before the first is used
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (lane + i * group < packs) held[i] = from[lane + i * group], held_y[i] = other[lane + i * group];
     }
-    const auto over_row = [&](const auto& use) {  // use(a pack of h, of y, its place)
+    const auto over_row = [&](const auto& use) {  // calls use(pack of h, pack of y, their index in the row)
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
             if (lane + i * group < packs) use(held[i], held_y[i], lane + i * group);
@@ -733,7 +733,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     });
     mean = reduce_group(mean, group, warp_values, Sum());
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
-        float pack_rest = 0, pack_squares = 0;  // sums of sums: one outlier must not drown the others
+        float pack_rest = 0, pack_squares = 0;  // a pack's own sums: small terms added to a large total would be lost
         for (int j = 0; j < V; ++j) {
             const float deviation = to_float(pack.value[j]) - mean;
             pack_rest += deviation, pack_squares = fmaf(deviation, deviation, pack_squares);
@@ -755,9 +755,9 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
 }
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
-// G is split, and its columns are summed for the gradient of the bias, a block's into partials[block]. A block owns
-// every gridDim.x-th row, a thread the same columns of each. Truncation makes h, and with it 1 / rstd, too small by
-// a share of kTruncated on average (K of 128 to 20000). z does not see it; in the sum over all rows it would add up.
+// G is split, and each block writes the sums of G over its rows, for the bias's gradient, to partials[block]. A block
+// owns every gridDim.x-th row, a thread the same columns of each. The tensor cores truncate: h, and so 1 / rstd, is too
+// small by kTruncated of itself on average (K of 128 to 20000). It cancels in z; in sums of G over rows it would not.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_row_gradients(
     const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
@@ -766,7 +766,7 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     const float share = 1.0f / n;
     const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[1], Sum()); };
     double column_sums[kColumns] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, z. own_y: y, grad_y. g: grad, d, G
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // in turn: z: h, z. own_y: y, grad_y. g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
         const auto each = [&](const auto& use) {
@@ -821,7 +821,7 @@ extern "C" int row_norm_residual(
     dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// G, split, with grad_y (may be null) and the partial sums of G's columns. n is at most 8192.
+// Writes the split G to `to`, grad_y if not null, and each block's sums of G's columns to partials. n is at most 8192.
 extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
     int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
     const int threads = gradient_threads(n);
@@ -851,8 +851,8 @@ CPP_SOURCE = r"""
 namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + bias, and the exponents of x's and weight's scales.
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, what backward
+// reads: h = x weight^T + bias, and the exponents of x's and weight's scales (struct Exponents).
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -1098,7 +1098,7 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
 
 
 def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the gradients of x W^T are for our kernels: where `product_fits`, in float32, n at most 8192."""
+    """Whether the kernels compute gradients: strict float32 on sm_90, the shapes of `product_fits`, n at most 8192."""
     if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
         return False
     (m, k), n = x.shape, weight.shape[0]
@@ -1125,8 +1125,8 @@ def _is_ordinary(norm: nn.Module) -> bool:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines, without the norm's warning, which ends torch.compile's graph; on a CPU, with gradients, the
-    layer norm of rows: there PyTorch 2.13's instance norm takes a transposed gradient for another."""
+    """The Model's lines, without the norm's warning, which would break torch.compile's graph. On a CPU with gradients,
+    layer norm of rows: there PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous."""
     if not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     elif h.is_cpu and h.requires_grad:

@@ -3,17 +3,17 @@
 
     h = x W^T + b;    v = sigmoid(h) * h + bias;    out = (v - mean) * rstd * gamma + beta
 
-`mean` and `rstd` are those of the features of a group of a row; rstd = 1 / sqrt(M2 / n + eps), M2 = sum((v - mean)^2).
+`mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D x, vectors of one value a feature, all of float32, float16 or
-bfloat16, groups of 8, 16, 32, 64 or 128 features, no hooks, autocast or transforms; with gradients, on sm_90, groups
-of 64, 8192 features at most. Float32 products from 2^30 multiplications on, for groups of 64 on sm_90, run on the fp16
-tensor cores with the accuracy of float32, and all that follows in the forward is an epilogue; other products are
-cuBLAS's, with one kernel beside them. Everything else is the plain way: the Model's own lines.
+bfloat16, groups of 8, 16, 32, 64 or 128 features, no hooks, autocast or transforms; if gradients are recorded, only on
+sm_90, groups of 64, 8192 features at most. Strict float32 products from 2^30 multiplications on, for groups of 64 on
+sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue; other
+products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, three fp16 products, 1.18 ms at the 700 TFLOP/s of cuBLAS's;
-before it x and W are split in memory, 0.15 GB read and 0.15 written. One H200, `python harness.py
-linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager, the product with its epilogue 1.13; with backward 5.4x.
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.18 ms at cuBLAS's 700 TFLOP/s.
+Before, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
+linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager, 1.13 of it the product with its epilogue; with backward 5.4x.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
 }
-// Arrives, and announces bytes that a copy will bring.
+// Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  ::"r"(shared_address(bar)), "r"(bytes) : "memory");
@@ -85,11 +85,11 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
-// taken out of the sum. The tensor cores truncate when they accumulate, so the sum over each two lines of K starts at
-// zero, with the small products first, and is then added to float32 registers.
+// taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
+// the small products first, and is then added to float32 registers. split_rows writes the pieces to device memory.
 //
-// split_rows writes the pieces to memory. `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile.
-// A line is 32 of K, hi and lo, of a row; a stage holds a line of 128 rows of x and of W; a slot, 64 x 64 sums.
+// `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile. A line is 32 of K of a row: 32 hi, then
+// their 32 lo. In shared memory a stage holds a line of 128 rows of x and of W; a slot holds 64 x 64 of the sums.
 //
 //     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
 //     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
@@ -111,7 +111,7 @@ constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-constexpr float kLargestUnscale = 0x1p60f;  // beyond it an output might overflow on its way to a finite value
+constexpr float kLargestUnscale = 0x1p60f;  // beyond it accumulator * unscale might overflow: uncertain
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
@@ -119,12 +119,12 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// A word that begins as 0 keeps the smallest of many exponents, which are below 1024, as the largest 1024 - exponent.
+// An atomic minimum of exponents, all below 1024, in a word zeroed beforehand: it holds the largest 1024 - exponent.
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads: a power of two up to 32, or whole warps; then warp_values has one place for each.
+// v reduced over `group` threads (a power of two), in each. Beyond a warp all of the block call; warp_values: 1 a warp.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
@@ -149,12 +149,12 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
     auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kTerms * kLine + k % kTerms);
     to[0] = hi, to[kTerms / COUNT] = lo;
 }
-// An output is its accumulator times the `unscale` of its row and column, and uncertain below the sum of their `doubt`.
+// Of a row of x or W. output = accumulator * both rows' unscale; uncertain if |accumulator| < the sum of their doubt.
 struct RowScale {
     float unscale, doubt;
 };
-// Exponents of scales, in device memory. The forward leaves for the backward the smallest of W's rows, and those of x's
-// rows. The backward has its own: see SplitGradient.
+// Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
+// `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
     int smallest;
     int rows[1];  // as many as there are
@@ -165,7 +165,7 @@ struct Operand {
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: a row is scaled by its own maximum. It leaves scales, and its exponent in exponents (x) or smallest (W).
+    // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
     RowScale* scales;
     int *exponents, *smallest;
     // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
@@ -242,7 +242,7 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
                  "[%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
 }
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory. TURNED: an operand lies with K down its columns.
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory, K-major or, if TURNED, MN-major (imm-trans).
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
 template <bool TURNED_A, bool TURNED_B>
@@ -303,8 +303,8 @@ template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void producer
         }
     }
 }
-// The descriptor of a tile. Rows of K: a row's line is 128 bytes, swizzled, 8 rows (1024 bytes) an atom. Turned: strips
-// of 32 rows, 4096 bytes apart, hi before lo; of a strip each k has 64 bytes, swizzled, 8 k (512 bytes) an atom.
+// wgmma's descriptor of a tile. K-major: 128 bytes a row, 128-byte swizzle, atoms of 8 rows (1024 bytes). TURNED: 4096
+// bytes for each 32 rows, 32 k of hi and then 32 k of lo; 64 bytes a k, 64-byte swizzle, atoms of 8 k (512 bytes).
 template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
     return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
@@ -324,8 +324,8 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
     wgmma<A, B>(d, a, b, 1);
     wgmma<A, B>(d, a + (A ? 64 : 2), b + (B ? 64 : 2), 1);
 }
-// A warp's 16 rows x 64 columns as the tensor cores leave them: a lane has rows lane / 4 and that + 8, and columns
-// lane % 4 * 2 + 8j and the next. They go through 4 KiB of a slot in units of four values, without bank conflicts.
+// Stores a warp's 16 x 64 sums to its 4 KiB of a slot. By wgmma a lane has rows lane / 4 and that + 8, and columns
+// lane % 4 * 2 + 8j and the next: four values, stored as one float4, at a place permuted by XOR: no bank conflicts.
 __device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
 __device__ __forceinline__ void leave_sums(float4* to, const float* sum) {
 #pragma unroll
@@ -359,7 +359,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 waits until 0 begins the tile. If a tile has 4 lines, 0 may be one ahead: two barriers, in turns
+        // Warpgroup 1 starts after 0, so that they add in turns. 0 may be 4 lines, a small tile, ahead: so two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -538,8 +538,8 @@ static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t
     split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
-// Pieces (rows, columns) as they lie in memory, and the copy engine's map of them. TURNED: boxes of a line's k of four
-// strips of 32 columns, 64 bytes apart; else of 128 rows of a line. What is beyond an end reads as zeros.
+// The pieces of a (rows, columns) matrix, and their TMA map. A box is an operand's part of a stage: a line of 128 rows
+// or, TURNED, 32 rows (k) of 4 strips of 32 columns, of hi and of lo. What is out of bounds is filled with zeros.
 struct Pieces {
     __half* values;
     int64_t rows, columns;
@@ -593,24 +593,24 @@ template <class Epilogue> static cudaError_t launch_linear(
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
 //
-// G is split once, and its pieces are an operand of both products: as they lie for dX, turned for dW. W and x are
-// turned operands too, so nothing is transposed in memory. The sums run over n and m here, where no row's scale can be
-// taken back afterwards, so:
+// G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
+// too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
+// those rows cannot be taken out of the sum. Instead:
 //
 //     G's row i is scaled to its own maximum, by 2^a_i;
 //     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum, or better: gradients are right to the norm of the result.
+// So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
 //
-// G as it waits for its products.
+// The split G in device memory: split_gradient_row writes it, linear_gradient reads it.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;
-    Exponents* own;  // the smallest a_i + exponent of x's row i, which begins as 0, and the a_i
+    Exponents* own;  // smallest, zeroed beforehand: of a_i + the exponent of x's row i. rows: the a_i
 };
-// A block of 256 threads, or beyond 4096 columns of 512, has a row of G in registers, kColumns neighbouring columns a
-// thread (0 beyond n): scales, splits and stores it. Successive rows give warp_values in turns.
+// A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
+// thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
 constexpr int kColumns = 16;
 static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
 template <int THREADS> __device__ __forceinline__ void split_gradient_row(
@@ -698,9 +698,9 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
 }
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its slope; the C++'s stands in finish_slice, Python's in _finish_plainly. Another one should be as
-// exact relative to h where h is small: a group of small values is enlarged by the norm.
-__device__ __forceinline__ float sigmoid(float h) {  // to a few 2^-23 of itself; beyond |h| of 87 it is 0 or 1
+// The activation and its derivative. To use another, also change finish_slice (C++) and _finish_plainly (Python). Where
+// h is small its error must be small beside h: the norm enlarges small groups. For large h the slope must stay finite.
+__device__ __forceinline__ float sigmoid(float h) {  // relative error: a few 2^-23, 2^-18 near -87; 0 or 1 beyond |87|
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -758,8 +758,8 @@ struct StoreSwishGroupNorm : LinearProduct {
         store_part<true>(out, v, corner, m, n);
     }
 };
-// The same after ATen's product, for groups of 8 to 128 features. `lanes` neighbouring lanes have a group, 16 bytes
-// each, of kSliceRows rows, for which they load the vectors once. WIDTH: 64, or 0 for any: 148 us for 173.
+// The same after ATen's product. `lanes` neighbouring lanes have the same group (8 to 128 features), 16 bytes each, of
+// kSliceRows rows, and load its vectors once. WIDTH: a group's features if 64, for a faster kernel (148 us, 173), or 0.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
 template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
@@ -808,7 +808,7 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     for (int i = 0; i < kColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
     if (threadIdx.x * kColumns < n) own[0] = packs[0], own[1] = packs[1];
 }
-// Adds a block's sums of columns to `total`, its own, every kTurns rows: sums of sums are less rounded than one sum.
+// Every kTurns rows: adds the block's column sums to `total`, its row of partials, and zeroes them, for less rounding.
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
     float before[kColumns] = {};
@@ -819,10 +819,10 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns
 }
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
-// SPLIT: G is split to `to`, for our products; else it is stored to `whole`, for ATen's. The sums over rows of G, G_v,
-// grad * z and grad, which are the gradients of the linear bias, the other bias, gamma and beta, go to
-// partials[block][4][n]. A block owns every gridDim.x-th row, a thread the same columns of each; kRowsAhead rows of h
-// and grad are in shared memory or on their way to it.
+// SPLIT: G goes split to `to`, for linear_gradient; else as it is to `whole`, for ATen's products. The gradients of the
+// linear bias, the other bias, gamma and beta are the sums over rows of G, G_v, grad * z and grad: each block writes
+// those of its rows to partials[block][4][n]. A block owns every gridDim.x-th row, a thread the same columns of each;
+// thread 0 keeps kRowsAhead rows of h and grad in shared memory or on their way to it.
 constexpr int kRowsAhead = 3;
 template <typename T, int THREADS, bool SPLIT>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
