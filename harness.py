@@ -22,24 +22,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from judge import bench, check, record, roofline
+from judge import bench, check, record, roofline, source
 from judge.record import Result
-from judge.source import (
-    BUILD,
-    DIRECTIONS,
-    DTYPES,
-    PRECISIONS,
-    RAISED,
-    Pair,
-    Problem,
-    code_sha256,
-    discover,
-    last_line,
-    set_precision,
-)
+from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
@@ -68,15 +57,13 @@ class Options:
     list: bool = False
 
 
-class UsageError(Exception):
-    pass
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# ---- one pair
+def refuse(text: str) -> NoReturn:
+    say(f"harness.py: {text}")
+    raise SystemExit(USAGE)
 
 
 class Judge:
@@ -99,11 +86,11 @@ class Judge:
         if "new" in self.workers:
             self.workers.pop("new").kill()
         for dtype, level in itertools.product(options.dtype, options.precision):
-            what = {"model": pair.name, "source_sha256": code_sha256(pair.new_path), "device": options.device}
+            what = {"model": pair.name, "source_sha256": source.code_sha256(pair.new_path), "device": options.device}
             what |= {"dtype": dtype, "precision": level, "seed": options.seed, "constants": constants or {}}
             runs, notes = [Result(direction=way, **what) for way in options.directions], []
             try:
-                set_precision(level)
+                source.set_precision(level)
                 problem = Problem(pair.model_path, constants)
                 batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
                 for run in runs:
@@ -115,10 +102,10 @@ class Judge:
                 self._judge(case, pair, runs)
             except RAISED as error:
                 for run in runs:
-                    run.reject(Rejected(f"the Model itself raised {last_line(error)}"))
+                    run.reject(Rejected(f"the Model itself raised {source.last_line(error)}"))
             for run in runs:
                 run.notes += [note for note in notes if note not in run.notes]
-            set_precision("highest")
+            source.set_precision("highest")
             yield from runs
 
     def _judge(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
@@ -188,14 +175,8 @@ class Judge:
         case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
         self.options.profile.mkdir(parents=True, exist_ok=True)
         path = self.options.profile.resolve() / f"{run.model}_{run.direction}.json"
-        rows = sorted(case.workers["new"].ask("profile", path=str(path))["rows"], key=lambda row: -row[2])
-        total = sum(us for _, _, us in rows)
-        print(f"\n{run.model} {run.direction}: {total:.1f} us a call; trace: {path}")
-        for name, count, us in rows[:20]:
-            print(f"{us:10.1f} us {100 * us / total:5.1f}%  {count:4.1f} x  {name[:100]}", flush=True)
-
-
-# ---- all of it
+        table = case.workers["new"].ask("profile", path=str(path))["table"]
+        print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
 
 
 def run_all(pairs: list[Pair], options: Options, argv: list[str]) -> list[Result]:
@@ -231,29 +212,26 @@ def shapes_of(pair: Pair, options: Options) -> list[dict]:
     except RAISED:  # the run says what is wrong with the file
         return [{}]
     if options.batch and problem.benchmark_batch is None:
-        raise UsageError(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
+        refuse(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
     if options.sweep and not problem.sweep:
-        raise UsageError(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
+        refuse(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
     return problem.sweep if options.sweep else [{}]
 
 
 def pairs_of(names: tuple[str, ...]) -> list[Pair]:
     if any(name.endswith(".py") for name in names):
         if len(names) != 2:
-            raise UsageError("files come in twos: MODEL.py NEW.py")
+            refuse("files come in twos: MODEL.py NEW.py")
         if missing := [name for name in names if not Path(name).is_file()]:
-            raise UsageError(f"no file {missing[0]}")
+            refuse(f"no file {missing[0]}")
         model, new = (Path(name).resolve() for name in names)
         return [Pair(model.stem, model, new)]
-    pairs = discover(ROOT)
+    pairs = source.discover(ROOT)
     if unknown := [name for name in names if name not in pairs]:
-        raise UsageError(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}")
+        refuse(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}")
     if not pairs:
-        raise UsageError("no pair here: a pair is models/NAME.py and kernels/NAME.py")
+        refuse("no pair here: a pair is models/NAME.py and kernels/NAME.py")
     return [pairs[name] for name in dict.fromkeys(names or pairs)]
-
-
-# ---- the command line
 
 
 def list_of(choices) -> Callable[[str], tuple[str, ...]]:
@@ -311,14 +289,11 @@ def main(argv: list[str]) -> int:
     try:
         options = parse(argv)
         if options.list:
-            print("\n".join(discover(ROOT)))
+            print("\n".join(source.discover(ROOT)))
             return ALL_RIGHT
         runs = run_all(pairs_of(options.names), options, argv)
-    except SystemExit as leaving:  # argparse has said all
+    except SystemExit as leaving:  # all has been said
         return leaving.code
-    except UsageError as error:
-        say(f"harness.py: {error}")
-        return USAGE
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG

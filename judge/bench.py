@@ -166,12 +166,9 @@ def hidden_time(measured: list[Samples], device: str) -> tuple[str | None, bool]
 
 
 def interval(values: list[float]) -> list[float]:
-    """95% interval of the median, by the sign test: values lie below it as heads fall."""
+    """95% interval of the median, by the sign test: values lie below it as heads fall, here in the normal limit."""
     ordered, n = sorted(values), len(values)
-    tail, k = 0.5**n, 0
-    while tail + math.comb(n, k + 1) * 0.5**n < 0.025:
-        k += 1
-        tail += math.comb(n, k) * 0.5**n
+    k = max(0, int((n - 1.96 * n**0.5 - 1) / 2))
     return [ordered[k], ordered[n - 1 - k]]
 
 

@@ -170,9 +170,6 @@ class Table:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
 
 
-# ---- the JSON file
-
-
 def save(path: Path, runs: list[Result], surroundings: dict) -> None:
     path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
 

@@ -49,9 +49,6 @@ class Rejected(Exception):
         self.kind = kind
 
 
-# ---- memory that both sides see
-
-
 def on_storage(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor of the same shape, strides and offset."""
     empty = torch.empty(0, dtype=x.dtype, device=storage.device)
@@ -81,9 +78,6 @@ def reduced(storage: torch.UntypedStorage) -> tuple:
 
 
 ForkingPickler.register(torch.UntypedStorage, reduced)
-
-
-# ---- what the judge does with the Model and a worker with its module
 
 
 @dataclass(frozen=True)
@@ -184,11 +178,11 @@ def form_of(leaf) -> dict:
     return {"type": "Tensor", **form, "requires_grad": leaf.requires_grad}
 
 
-def state_of(module: torch.nn.Module, like: dict[str, torch.Tensor]) -> dict[str, list]:
-    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), is as in `like`."""
-    trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, module.state_dict()
-    same = {name: name in like and same_bits(x, like[name].to(x.device)) for name, x in state.items()}
-    return {name: [list(x.shape), str(x.dtype), trained.get(name), same[name]] for name, x in state.items()}
+def state_of(module: torch.nn.Module) -> dict[str, str]:
+    """What the state_dict consists of. A buffer is no parameter and has no requires_grad."""
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
+    state = module.state_dict().items()
+    return {name: f"requires_grad {trained.get(name)}, shape {list(x.shape)}, {x.dtype}" for name, x in state}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -198,7 +192,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
 
 
-def random_states() -> list:
+def rng_state() -> list:
     return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
 
 
@@ -218,10 +212,10 @@ def poison_memory(device: str, like: list, on: bool) -> None:
     del blocks
 
 
-def settings() -> dict[str, str]:
+def settings() -> dict[str, object]:
     """What a candidate must leave as it was, for whoever else runs in its process."""
     cudnn, gpu = torch.backends.cudnn, torch.cuda.is_initialized()
-    found = {
+    return {
         "the default dtype": torch.get_default_dtype(),
         "the float32 matmul precision": torch._C._get_float32_matmul_precision(),
         "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
@@ -229,7 +223,6 @@ def settings() -> dict[str, str]:
         "determinism": [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic],
         "the number of threads": torch.get_num_threads(),
         "whether gradients are recorded": torch.is_grad_enabled(),
-        "anomaly detection": torch.is_anomaly_enabled(),
         "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
         "the cores this process may use": sorted(os.sched_getaffinity(0)),
         "the trace or profile function": [sys.gettrace(), sys.getprofile()],
@@ -239,10 +232,6 @@ def settings() -> dict[str, str]:
         "the current directory": os.getcwd(),
         "the current stream": torch.cuda.current_stream().cuda_stream if gpu else 0,
     }
-    return {name: str(value) for name, value in found.items()}
-
-
-# ---- the process
 
 
 class Contender:
@@ -256,7 +245,7 @@ class Contender:
     def load(self, path: Path, name: str, constants: dict, arguments, level, dtype, seed, like: dict | None) -> dict:
         """Imports a contender's file, the build included, if that is not done; makes its module.
 
-        For a candidate two of them, and says how their state compares with `like`, the Model's.
+        For a candidate two of them, and says what of their state has `other` values than the Model's, `like`.
         """
         self.rest()
         set_precision(level)
@@ -274,7 +263,9 @@ class Contender:
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
-        return {"seconds": self.seconds, "state": state_of(self.modules[0], like or {})}
+        state = self.modules[0].state_dict()
+        other = [name for name, x in (like or {}).items() if name in state and not same_bits(state[name], self._own(x))]
+        return {"seconds": self.seconds, "state": state_of(self.modules[0]), "other": other}
 
     def rest(self, given=None) -> dict:
         """Forgets what was timed; as after every request, much unused memory goes back to the device."""
@@ -309,7 +300,7 @@ class Contender:
         bits = {name: x.detach().clone() for name, x in watched().items() if request.poison}
         before = {name: (x, x._version) for name, x in watched().items()}
         poison_memory(self.device, answers[0], request.poison)
-        states = random_states()
+        states = rng_state()
         with self._late(inputs) if request.stream else contextlib.nullcontext():
             found = answers_of(module, inputs, request, lambda number, roots: given[number] if given else [])
             for answer, places in zip(found, answers):
@@ -322,7 +313,7 @@ class Contender:
         for p in module.parameters() if given else ():
             p.grad = None
         module.eval()
-        forms, draws = [answer.forms for answer in found], random_states() != states
+        forms, draws = [answer.forms for answer in found], rng_state() != states
         return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": draws}
 
     def ready(self, request: Request, ring: list, incoming: list, answers: list, seconds: float) -> dict:
@@ -380,19 +371,15 @@ class Contender:
         self._hand_over(leaves, forms, self.answers)
         return {"forms": forms}
 
-    def profile(self, path: str, calls: int = 10) -> dict:
-        """What a call consists of, by torch.profiler: names, launches and microseconds. The trace goes to `path`."""
+    def profile(self, path: str) -> dict:
+        """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
         with torch.profiler.profile() as found:
-            for i in range(calls):
+            for i in range(10):
                 self._timed_call(i)
             settle(self.device)
         found.export_chrome_trace(path)
-        rows = []
-        for event in found.key_averages():
-            if (event.device_type == torch.autograd.DeviceType.CUDA) == self.gpu:
-                us = event.self_device_time_total if self.gpu else event.self_cpu_time_total
-                rows.append([event.key, event.count / calls, us / calls])
-        return {"rows": rows}
+        by = "self_device_time_total" if self.gpu else "self_cpu_time_total"
+        return {"table": found.key_averages().table(sort_by=by, row_limit=20)}
 
     def _timed_call(self, index: int) -> list:
         """The outputs, or of a backward pass the gradients: the outputs beside them would take memory."""
@@ -494,9 +481,6 @@ def serve(role: str, device: str, requests, replies) -> None:
                 reply = {"kind": kind, "said": said + " at import" * at_import}
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             replies.send_bytes(json.dumps(reply).encode())
-
-
-# ---- the judge's side
 
 
 class Worker:
