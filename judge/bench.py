@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from judge.check import Case, blank, wrong_forms, wrong_values
-from judge.worker import Rejected, Request, settle
+from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
@@ -52,14 +52,13 @@ class Ring:
     def __init__(self, case: Case, direction: str):
         self.case, self.request = case, Request("while it was timed", direction, gate="both", timed=True)
         inputs, device = case.inputs(0), case.device
-        (expected,) = case.expected(self.request, [inputs])
+        (expected,) = answers_of(case.model, [inputs], self.request)
         self.answers = case.room(expected)
         nbytes = sum(x.nbytes for x in [*inputs, *self.answers] if isinstance(x, torch.Tensor))
         count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
-        self.slots, self.draws, self.kept = [[case.share(x) for x in inputs] for _ in range(count)], [None] * count, []
+        self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES[device] // max(1, sum(x.nbytes for x in self.answers))))
-        incoming = [case.share(x) for x in expected.incoming]
-        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers, "incoming": incoming}
+        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers}
         self.renew(count)
 
     def renew(self, calls: int) -> None:
@@ -100,7 +99,7 @@ class Ring:
         case, request, reasons = self.case, self.request, []
         while self.kept:
             draw, forms, given = self.kept.pop()
-            (expected,) = case.expected(request, [draw()])
+            (expected,) = answers_of(case.model, [draw()], request)
             wrong = wrong_forms(case, request, expected, forms, expected.tree)
             wrong = wrong or wrong_values(case, request, expected, given, draw, case.model)
             reasons += [f"{what} ({request.when})" for what in wrong]

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from judge.source import Problem, last_line, to_dtype
 from judge.worker import (
@@ -82,20 +83,17 @@ class Errors:
 def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
     """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the figures of gate 2, a chunk at a time.
 
-    Without the exact result the candidate's error is its distance from the Model.
+    Without the exact result the Model stands in for it.
     """
-    given = [x.detach() for x in (new, eager, exact) if x is not None]
+    given = (x.detach() for x in (new, eager, eager if exact is None else exact))
     flat = [(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1) for x in given]
     total = Errors()
-    for n, e, *exactly in zip(*(x.split(CHUNK[new.device.type]) for x in flat)):
-        n, e, *exactly = (x.double() for x in (n, e, *exactly))
-        apart = distance(n, e)
-        errors = [apart, torch.zeros_like(apart), torch.zeros_like(apart)]
-        for r in exactly:
-            of_eager = distance(e, r)
-            overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
-            errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)] + [finite(r.abs())]
-        figures = torch.stack([*errors, apart])
+    for chunk in zip(*(x.split(CHUNK[new.device.type]) for x in flat if x.numel())):
+        n, e, r = (x.double() for x in chunk)
+        apart, of_eager = distance(n, e), distance(e, r)
+        overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
+        errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)]
+        figures = torch.stack([*errors, finite(r.abs()), apart])
         far, one_nan = apart > tolerance * (scale + finite(e.abs())), n.isnan() != e.isnan()
         most, squares = figures.amax(1).cpu(), figures.square().sum(1).cpu()
         total += Errors(most, squares, n.numel(), int(far.sum()), int(one_nan.sum()))
@@ -137,12 +135,13 @@ class Case:
                 change(x)
         return drawn
 
-    def share(self, x):
-        return shared(x, self.by_ipc) if isinstance(x, torch.Tensor) else x
+    def share(self, tensors):
+        return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
 
     def room(self, answer: Answer) -> list[torch.Tensor]:
         """Shared memory for an answer, full of NaN."""
-        return [self.share(blank(torch.empty_like(x, memory_format=torch.contiguous_format))) for x in answer.tensors()]
+        like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in answer.tensors()]
+        return self.share([blank(x) for x in like])
 
     def note(self, text: str) -> None:
         self.notes += [text] if text not in self.notes else []
@@ -157,27 +156,18 @@ class Case:
 
     def give_weights(self, worker: Worker, model: torch.nn.Module | None = None, instance: int | None = None) -> None:
         """The Model's, or this model's, to one instance of a process's module or to all."""
-        state = {name: self.share(x) for name, x in (model or self.model).state_dict().items()}
+        state = self.share(dict((model or self.model).state_dict()))
         settle(self.device)
         worker.ask("set_weights", state=state, instance=instance)
 
-    def expected(self, request: Request, sets: list[list], model: torch.nn.Module | None = None) -> list[Answer]:
-        """The Model's answers. The incoming gradients hardly round in any dtype."""
-
-        def incoming(_, roots: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [normal_like(x, self.seed, request.expanded) for x in roots]
-
-        return answers_of(model or self.model, sets, request, incoming)
-
-    def exact(self, request: Request, inputs: list, incoming: list, model: torch.nn.Module) -> dict | None:
+    def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
         if self.dtype == torch.float64:
             return None
         try:
             model = copy.deepcopy(model).double().train(request.mode == "train")
-            given, inputs = ([to_dtype(x, torch.float64) for x in tensors] for tensors in (incoming, inputs))
-            (answer,) = answers_of(model, [inputs], replace(request, order=(0,)), lambda number, roots: given)
-            return answer.leaves
+            inputs = [to_dtype(x, torch.float64) for x in inputs]
+            return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except torch.OutOfMemoryError:
             self.note("gate 2 was not asked of every answer: no room for the Model in float64")
         except Exception as error:  # a Model for one dtype
@@ -188,13 +178,6 @@ class Case:
         """Gate 2 over all answers so far."""
         found = {} if self.dtype == torch.float64 else self.errors
         return [f"{name}: {said}" for name, errors in found.items() for said in errors.over_limit(self.dtype)]
-
-
-def normal_like(x: torch.Tensor, seed: int, expanded: bool = False) -> torch.Tensor:
-    """Normal numbers that hardly round in any dtype; `expanded`: the same all along the first dimension."""
-    generator = torch.Generator(x.device).manual_seed(seed)
-    values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
-    return values[:1].expand_as(values) if expanded and x.dim() else values  # other numbers lie behind it in memory
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -271,7 +254,7 @@ def start(case: Case, new_path: Path) -> float:
     The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
     """
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
-    state = {name: case.share(x) for name, x in case.model.state_dict().items()}  # shared for as long as it lives
+    state = case.share(dict(case.model.state_dict()))  # others can open it for as long as it lives
     case.load(case.workers["new"], new_path, state)
     reply, theirs = case.workers["new"].reply(), state_of(case.model)
     if list(reply["state"]) != list(theirs):
@@ -351,11 +334,11 @@ def ask_both(case: Case, request: Request, model: torch.nn.Module) -> list[str]:
     """What is wrong with the candidate's answers; nothing where the Model has none to compare them with."""
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
     drawn, layout = [draw() for draw in draws], LAYOUTS[request.layout]
-    sets = [[case.share(layout(x)) if isinstance(x, torch.Tensor) and x.dim() else x for x in each] for each in drawn]
+    sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
     model.train(request.mode == "train")
     states = rng_state()
     try:
-        expected = case.expected(request, drawn, model)
+        expected = answers_of(model, drawn, request)
     except Exception as error:  # a Model may refuse what it likes
         if request.gate in ("both", "one") or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -368,11 +351,10 @@ def ask_both(case: Case, request: Request, model: torch.nn.Module) -> list[str]:
         return []
 
     del drawn  # a gigabyte or ten
-    given = [[case.share(x) for x in answer.incoming] for answer in expected if answer.incoming]
     answers = [case.room(answer) for answer in expected]
     settle(case.device)
     asked = replace(request, change=None, weights=None)
-    reply = case.workers["new"].ask("call", request=asked, sets=sets, incoming=given, answers=answers)
+    reply = case.workers["new"].ask("call", request=asked, sets=sets, answers=answers)
     reasons = reply["wrong"]
     if reply["draws"] and not draws_numbers:
         reasons.append("changes PyTorch's random state, which the Model leaves alone")
@@ -407,7 +389,7 @@ def wrong_values(case: Case, request: Request, answer: Answer, given: list, draw
     """Both gates for each tensor of an answer. Numbers and strings were compared with its form."""
     gate, given, exact = request.gate, iter(given), None
     if gate == "both":
-        exact = case.exact(request, draw(), answer.incoming, model)
+        exact = case.exact(request, draw(), model)
     for name, eager in answer.leaves.items():
         if not isinstance(eager, torch.Tensor):
             continue
@@ -424,7 +406,7 @@ def wrong_values(case: Case, request: Request, answer: Answer, given: list, draw
         if gate == "both" and inexact and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
         if found.far and gate in ("either", "finite") and inexact and not found.one_nan:
-            exact = exact or case.exact(request, draw(), answer.incoming, model)
+            exact = exact or case.exact(request, draw(), model)
             if exact and not compare(new, eager, exact[name], tolerance, scale).over_limit(case.dtype):
                 continue
         if found.one_nan:

@@ -118,17 +118,14 @@ class Answer(NamedTuple):
     leaves: dict[str, object]
     forms: list[dict]
     tree: str
-    incoming: list[torch.Tensor]
+    incoming: list[torch.Tensor]  # gradients
 
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
-def answers_of(module, sets: list[list], request: Request, incoming: Callable) -> list[Answer]:
-    """All forward passes of a request, then all backward passes; the answers that are compared.
-
-    `incoming` gives the incoming gradients of an answer by its number and the outputs that have one.
-    """
+def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
+    """All forward passes of a request, then all backward passes; the answers that are compared."""
     wanted, calls, answers = [wanted_of(module, inputs, request) for inputs in sets], [], []
     with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
         for position, i in enumerate(request.order):
@@ -137,19 +134,19 @@ def answers_of(module, sets: list[list], request: Request, incoming: Callable) -
             if position in request.kept():
                 calls.append((wanted[i], result, [form_of(leaf) for leaf in tree_leaves(result)]))
             del result
-    for number, (named, result, forms) in enumerate(calls):
+    for named, result, forms in calls:
         leaves, roots = tree_leaves(result), roots_of(result)
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
-        given = incoming(number, roots) if request.direction == "forward_backward" and named else []
-        if given:
+        incoming = [normal_like(x, request) for x in roots] if request.direction == "forward_backward" and named else []
+        if incoming:
             for _ in range(request.again):
-                torch.autograd.grad(roots, list(named.values()), given, allow_unused=True, retain_graph=True)
-            gradients = torch.autograd.grad(roots, list(named.values()), given, allow_unused=True)
+                torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True, retain_graph=True)
+            gradients = torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True)
             found, forms = ({}, []) if request.timed else (found, forms)
             found |= {f"gradient of {name}": gradient for name, gradient in zip(named, gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
         found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
-        answers.append(Answer(found, forms, str(tree_structure(result)), given))
+        answers.append(Answer(found, forms, str(tree_structure(result)), incoming))
     return answers
 
 
@@ -162,6 +159,13 @@ def wanted_of(module: torch.nn.Module, inputs: list, request: Request) -> dict[s
         x.requires_grad_(whose in ("all", "inputs"))
     parameters = dict(module.named_parameters()) if whose in ("all", "parameters") else {}
     return {name: x for name, x in (floating | parameters).items() if x.requires_grad}
+
+
+def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
+    generator = torch.Generator(x.device).manual_seed(request.seed)
+    values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
+    return values[:1].expand_as(values) if request.expanded and x.dim() else values  # other numbers lie behind it
 
 
 def roots_of(result) -> list[torch.Tensor]:
@@ -278,7 +282,7 @@ class Contender:
             module.load_state_dict(self._own(state), strict=True)
         return {}
 
-    def call(self, request: Request, sets: list, incoming: list, answers: list) -> dict:
+    def call(self, request: Request, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
@@ -286,15 +290,14 @@ class Contender:
         if request.move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.detach().clone()
-        inputs, given = self._own(sets), self._own(incoming)
-        for p in module.parameters() if given else ():
+        inputs, backward = self._own(sets), request.direction == "forward_backward"
+        for p in module.parameters() if backward else ():
             p.grad = torch.full_like(p, 0.5)
 
         def watched() -> dict[str, torch.Tensor | None]:
             found = {f"input {i}": x for each in inputs for i, x in enumerate(each) if isinstance(x, torch.Tensor)}
-            found |= {f"the gradient that comes in for output {i}": x for each in given for i, x in enumerate(each)}
             found |= dict(module.named_buffers()) if request.mode == "eval" else {}
-            found |= {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if given}
+            found |= {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if backward}
             return found | dict(module.named_parameters())
 
         bits = {name: x.detach().clone() for name, x in watched().items() if request.poison}
@@ -302,7 +305,7 @@ class Contender:
         poison_memory(self.device, answers[0], request.poison)
         states = rng_state()
         with self._late(inputs) if request.stream else contextlib.nullcontext():
-            found = answers_of(module, inputs, request, lambda number, roots: given[number] if given else [])
+            found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
                 self._hand_over(list(answer.leaves.values()), answer.forms, places)
         poison_memory(self.device, [], False)
@@ -310,18 +313,21 @@ class Contender:
         for name, (x, version) in before.items():
             if now.get(name) is not x or x._version != version or name in bits and not same_bits(x, bits[name]):
                 wrong.append(f"writes {name}, which a call must leave alone")
-        for p in module.parameters() if given else ():
-            p.grad = None
+        if any(not same_bits(x, normal_like(x, request)) for answer in found for x in answer.incoming):
+            wrong.append("writes the gradient that comes in, which a call must leave alone")
+        module.zero_grad()
         module.eval()
         forms, draws = [answer.forms for answer in found], rng_state() != states
         return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": draws}
 
-    def ready(self, request: Request, ring: list, incoming: list, answers: list, seconds: float) -> dict:
+    def ready(self, request: Request, ring: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
         self.direction, self.given, self.answers = request.direction, ring, answers
-        self.ring, self.incoming = self._own(ring), self._own(incoming)
+        self.ring = self._own(ring)
         self.wanted = [list(wanted_of(self.modules[0], each, request).values()) for each in self.ring]
+        if request.direction == "forward_backward" and self.wanted[0]:
+            self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*self.ring[0]))]
         self.buffer = torch.empty(FLUSH_BYTES[self.device], dtype=torch.uint8, device=self.device)
         if self.role == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
             tree_map_only(torch.Tensor, torch._dynamo.mark_static_address, self.ring[0])

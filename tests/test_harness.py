@@ -19,9 +19,9 @@ from in_turns import compare as compare_in_turns
 import harness
 from judge import bench, record, roofline
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
-from judge.check import CHUNK, Errors, compare, normal_like, perturb
+from judge.check import CHUNK, Errors, compare, perturb
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
-from judge.worker import poison_memory, same_bits
+from judge.worker import Request, normal_like, poison_memory, same_bits
 
 ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
@@ -297,7 +297,7 @@ def test_perturb_changes_every_floating_value_and_repeats(device):
 
 def test_incoming_gradients_are_the_same_in_every_dtype(device):
     drawn = [
-        normal_like(torch.empty(1000, dtype=dtype, device=device), 7)
+        normal_like(torch.empty(1000, dtype=dtype, device=device), Request("", seed=7))
         for dtype in (torch.float16, torch.float32, torch.float64)
     ]
     assert torch.equal(drawn[1].double(), drawn[2]) and torch.allclose(drawn[0].double(), drawn[2], rtol=0, atol=1e-6)
