@@ -43,7 +43,6 @@ class Samples:
     beyond: dict[str, list[float]] = field(default_factory=dict)
     ready: dict[str, dict] = field(default_factory=dict)  # what each said before the rounds
     calls: int = 1  # of a turn
-    reasons: list[str] = field(default_factory=list)  # what is wrong with answers given meanwhile
 
 
 class Ring:
@@ -94,17 +93,17 @@ class Ring:
             self.kept.append((self.draws[index], reply["forms"], [x.clone() for x in self.answers]))
             self._synchronize()
 
-    def inspect(self) -> list[str]:
-        """What is wrong, by both gates, with answers that were given while the clock ran."""
-        case, request, reasons = self.case, self.request, []
+    def inspect(self) -> None:
+        """Both gates for the answers that were kept; raises Rejected where one is wrong."""
+        case, request = self.case, self.request
         while self.kept:
             draw, forms, given = self.kept.pop()
             (expected,) = answers_of(case.model, [draw()], request)
             wrong = wrong_forms(case, request, expected, forms, expected.tree)
             wrong = wrong or wrong_values(case, request, expected, given, draw, case.model)
-            reasons += [f"{what} ({request.when})" for what in wrong]
+            if reasons := [f"{what} ({request.when})" for what in wrong]:
+                raise Rejected(*reasons)
             settle(case.device)
-        return reasons
 
     def _synchronize(self) -> None:  # and keeps the memory: the driver would clear it while the next is timed
         if self.case.device == "cuda":
@@ -145,7 +144,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             ring.take_turn(name, samples, flushes, name == "new" and (turn in sure or secret.random() < KEPT_SHARE))
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
-    samples.reasons = ring.inspect()
+    ring.inspect()
     return samples
 
 

@@ -58,9 +58,6 @@ class Problem:
 
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
-        for needed in ("Model", "get_inputs", "get_init_inputs", *self.constants):
-            if not hasattr(self.module, needed):
-                raise AttributeError(f"{path.name} has no {needed}")
         vars(self.module).update(self.constants)
         self.sweep: list[dict] = getattr(self.module, "sweep", [])  # other shapes worth a measurement
         # The batch size is an optional argument of get_inputs or, where it takes none, the module constant it reads.

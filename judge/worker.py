@@ -107,10 +107,6 @@ class Request:
     expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
     refusable: bool = False  # who refuses it with an error is not wrong
 
-    def kept(self) -> list[int]:
-        """The calls whose answers are compared."""
-        return [i for i, which in enumerate(self.order) if which == 0 or i == len(self.order) - 1]
-
 
 class Answer(NamedTuple):
     """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
@@ -119,6 +115,8 @@ class Answer(NamedTuple):
     forms: list[dict]
     tree: str
     incoming: list[torch.Tensor]  # gradients
+    inputs: int  # which set of them it got
+    draws: bool  # whether PyTorch's random numbers were drawn meanwhile, in this call or another
 
     def tensors(self) -> list[torch.Tensor]:
         return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
@@ -127,14 +125,16 @@ class Answer(NamedTuple):
 def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
     wanted, calls, answers = [wanted_of(module, inputs, request) for inputs in sets], [], []
+    states = rng_state()
     with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
         for position, i in enumerate(request.order):
             with torch.set_grad_enabled(request.direction != "forward"):
                 result = module(*sets[i])
-            if position in request.kept():
-                calls.append((wanted[i], result, [form_of(leaf) for leaf in tree_leaves(result)]))
+            if i == 0 or position == len(request.order) - 1:
+                calls.append((i, result, [form_of(leaf) for leaf in tree_leaves(result)]))
             del result
-    for named, result, forms in calls:
+    for i, result, forms in calls:
+        named = wanted[i]
         leaves, roots = tree_leaves(result), roots_of(result)
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
         incoming = [normal_like(x, request) for x in roots] if request.direction == "forward_backward" and named else []
@@ -146,7 +146,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             found |= {f"gradient of {name}": gradient for name, gradient in zip(named, gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
         found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
-        answers.append(Answer(found, forms, str(tree_structure(result)), incoming))
+        answers.append(Answer(found, forms, str(tree_structure(result)), incoming, i, rng_state() != states))
     return answers
 
 
@@ -303,7 +303,6 @@ class Contender:
         bits = {name: x.detach().clone() for name, x in watched().items() if request.poison}
         before = {name: (x, x._version) for name, x in watched().items()}
         poison_memory(self.device, answers[0], request.poison)
-        states = rng_state()
         with self._late(inputs) if request.stream else contextlib.nullcontext():
             found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
@@ -317,8 +316,8 @@ class Contender:
             wrong.append("writes the gradient that comes in, which a call must leave alone")
         module.zero_grad()
         module.eval()
-        forms, draws = [answer.forms for answer in found], rng_state() != states
-        return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": draws}
+        forms = [answer.forms for answer in found]
+        return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": found[-1].draws}
 
     def ready(self, request: Request, ring: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
