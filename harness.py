@@ -17,10 +17,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
 import itertools
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -149,23 +150,22 @@ class Judge:
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-        clocks_before, measured = record.clocks(case.device), []
+        clocks_before = record.clocks(case.device)
         for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
-            measured.append(bench.measure(case, run.direction, self.options.seconds))
+            samples = bench.measure(case, run.direction, self.options.seconds)
             check.seeds(case, run.direction, check.SEEDS)
-            hidden, certain = bench.hidden_time(measured, case.device)
-            if not hidden:
+            if not (hidden := bench.hidden_time(samples, case.device)):
                 break
-        if hidden and certain:
+        else:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
-        run.interference = bench.interference(measured[-1]) + ([hidden] if hidden else [])
+        run.interference = bench.interference(samples)
         if clocks_before:
             run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
             if held := run.clocks["after"]["throttle"]:
                 run.interference.append(f"the GPU's clocks are held down: {held}")
-        run.set_times(measured[-1], self.options.baselines)
+        run.set_times(samples, self.options.baselines)
         run.set_roof(self.ceilings, case.problem)
 
     def _profile(self, case: check.Case, run: Result) -> None:
@@ -175,30 +175,6 @@ class Judge:
         path = self.options.profile.resolve() / f"{run.model}_{run.direction}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
-
-
-def run_all(pairs: list[Pair], options: Options, argv: list[str]) -> list[Result]:
-    ceilings, runs = roofline.Ceilings(options.device, options.dtype), []
-    shapes = [(pair, constants) for pair in pairs for constants in shapes_of(pair, options)]
-    clocks_before = record.clocks(options.device)
-    say(f"device: {record.device_name(options.device)}; measuring its copy bandwidth and matrix rate")
-    ceilings.measure()
-    table, judge = record.Table(options.baselines), Judge(options, ceilings)
-    if options.device == "cuda" and not judge.by_ipc:
-        say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
-    try:
-        for pair, constants in shapes:
-            for run in judge.judge(pair, constants):
-                runs.append(run)
-                table.row(run)
-                if options.json:  # after every row: what is measured is not lost
-                    command = ["harness.py", *argv]
-                    surroundings = record.environment(options.device, ceilings, command, ROOT, clocks_before)
-                    record.save(options.json, runs, surroundings)
-    finally:
-        judge.close()
-    table.end()
-    return runs
 
 
 def shapes_of(pair: Pair, options: Options) -> list[dict]:
@@ -284,9 +260,27 @@ def main(argv: list[str]) -> int:
         if options.list:
             print("\n".join(source.discover(ROOT)))
             return ALL_RIGHT
-        runs = run_all(pairs_of(options.names), options, argv)
+        shapes = [(pair, constants) for pair in pairs_of(options.names) for constants in shapes_of(pair, options)]
     except SystemExit as leaving:  # all has been said
         return leaving.code
+    runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
+    clocks_before = record.clocks(device)
+    say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
+    ceilings.measure()
+    table, judge = record.Table(options.baselines), Judge(options, ceilings)
+    if device == "cuda" and not judge.by_ipc:
+        say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
+    try:
+        for run in (run for pair, constants in shapes for run in judge.judge(pair, constants)):
+            runs.append(run)
+            table.row(run)
+            if options.json:  # after every row: what is measured is not lost
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                records = {"runs": [asdict(run) for run in runs], "environment": environment}
+                options.json.write_text(json.dumps(records, indent=1) + "\n")
+    finally:
+        judge.close()
+    table.end()
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG

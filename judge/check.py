@@ -157,11 +157,9 @@ class Case:
             model = copy.deepcopy(model).double().train(request.mode == "train")
             inputs = [to_dtype(x, torch.float64) for x in inputs]
             return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
-        except torch.OutOfMemoryError:
-            self.note("gate 2 was not asked of every answer: no room for the Model in float64")
-        except Exception as error:  # a Model for one dtype
-            self.note(f"no gate 2: the Model does not run in float64: {last_line(error)}")
-        return None
+        except Exception as error:  # a Model for one dtype, or too little memory
+            self.note(f"gate 2 was not asked of every answer: in float64 the Model raised {last_line(error)}")
+            return None
 
     def over_limit(self) -> list[str]:
         """Gate 2 over all answers so far."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import os
 import platform
 import shutil
 import statistics
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -85,9 +84,6 @@ class Result:
                 ratio, (low, high) = bench.speedup(samples, name, self.device)
                 self.speedup[name], self.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
                 self.verdict[name] = bench.verdict(low, high, bool(self.interference))
-        if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
-            times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
-            self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
 
     def set_roof(self, ceilings: roofline.Ceilings, problem: Problem) -> None:
         """How far from the limit; raises Rejected for a time that is not possible."""
@@ -168,10 +164,6 @@ class Table:
 
     def _print(self, *cells: str) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
-
-
-def save(path: Path, runs: list[Result], surroundings: dict) -> None:
-    path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
 
 
 def environment(device: str, ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:
