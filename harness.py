@@ -170,7 +170,8 @@ class Judge:
 
     def _profile(self, case: check.Case, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
-        case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
+        ring = bench.Ring(case, run.direction)
+        case.workers["new"].ask("ready", seconds=0.2, **ring.ready)
         self.options.profile.mkdir(parents=True, exist_ok=True)
         path = self.options.profile.resolve() / f"{run.model}_{run.direction}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
@@ -211,10 +212,8 @@ def parts(value: str) -> tuple[str, ...]:
 
 
 def parse(argv: list[str]) -> Options:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="harness.py", description=__doc__, formatter_class=layout, argument_default=argparse.SUPPRESS
-    )
+    layout, left_out = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS  # Options has the defaults
+    parser = argparse.ArgumentParser("harness.py", None, __doc__, formatter_class=layout, argument_default=left_out)
     add = parser.add_argument
     add("names", nargs="*", default=[], metavar="NAME", help="pairs to run (all), or the two files of one pair")
     add("--list", action="store_true", help="name the pairs and stop")

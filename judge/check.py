@@ -9,11 +9,11 @@ careless author forgets: a table of requests, each put to the candidate and to t
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 
 import torch
@@ -96,7 +96,7 @@ def finite(x: torch.Tensor) -> torch.Tensor:
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
     same = (left == right) | (left.isnan() & right.isnan())
-    return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(float("inf"), float("inf"))
+    return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Case:
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
-    return x.fill_(float("nan") if x.is_floating_point() or x.is_complex() else 1)
+    return x.fill_(nan if x.is_floating_point() or x.is_complex() else 1)
 
 
 def perturb(model: torch.nn.Module, seed: int) -> None:
@@ -214,10 +214,8 @@ REQUESTS = {
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
-        Request("one NaN in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(math.nan)),
-        Request(
-            "one infinity in each input", gate="finite", change=lambda x: x.view(-1)[x.numel() // 3].fill_(math.inf)
-        ),
+        Request("one NaN in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(nan)),
+        Request("one infinity in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(inf), gate="finite"),
         Request("on another stream", stream=True),
     ],
     "forward_recorded": [],
@@ -371,9 +369,8 @@ def wrong_forms(case: Case, request: Request, answer: Answer, forms: list[dict],
 
 def wrong_values(case: Case, request: Request, answer: Answer, given: list, draw: Callable, model) -> Iterator[str]:
     """Both gates for each tensor of an answer. Numbers and strings were compared with its form."""
-    gate, given, exact = request.gate, iter(given), None
-    if gate == "both":
-        exact = case.exact(request, draw(), model)
+    gate, given = request.gate, iter(given)
+    exact = case.exact(request, draw(), model) if gate == "both" else None
     for name, eager in answer.leaves.items():
         if not isinstance(eager, torch.Tensor):
             continue
@@ -383,7 +380,7 @@ def wrong_values(case: Case, request: Request, answer: Answer, given: list, draw
             norm = torch.linalg.vector_norm(finite(eager), dtype=torch.float64).item()
             scale = max(1.0, norm / max(1, eager.numel()) ** 0.5)
         if gate == "finite" and inexact:
-            new, eager = (x.masked_fill(~x.isfinite(), float("nan")) for x in (new, eager))
+            new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
         if gate != "both" and torch.allclose(new, eager, tolerance, tolerance * scale, equal_nan=True):
             continue
         found = compare(new, eager, exact and exact[name], tolerance, scale)

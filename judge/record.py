@@ -115,10 +115,8 @@ class Result:
             for kind, (new, eager, _) in found.figures().items():
                 figures |= {f"new_{kind}": new, f"eager_{kind}": None if dtype == torch.float64 else eager}
             if not name.startswith(mark):
-                largest = {
-                    key: max(value, self.error.get(key, value)) for key, value in figures.items() if value is not None
-                }
-                self.error = figures | largest
+                known = {key: value for key, value in figures.items() if value is not None}
+                self.error = figures | {key: max(value, self.error.get(key, value)) for key, value in known.items()}
             elif self.direction == "forward_backward":
                 self.gradient_error[name.removeprefix(mark)] = figures
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from judge.source import DTYPES, Problem
@@ -45,11 +45,9 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
         outputs = model(*inputs)
         if roots := roots_of(outputs):  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
-    read = [*inputs, *model.parameters(), *model.buffers(), *tree_flatten(outputs)[0]]
-    moved, written = (
-        sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
-        for tensors in (read, [*floating, *model.parameters()])
-    )
+    tensors = [*inputs, *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
+    moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
+    written = sum(x.nbytes for x in [*floating, *model.parameters()])
     return Work(2 * moved + written if backward else moved, counter.get_total_flops())
 
 

@@ -114,8 +114,8 @@ class Answer(NamedTuple):
     leaves: dict[str, object]
     forms: list[dict]
     tree: str
-    incoming: list[torch.Tensor]  # gradients
     inputs: int  # which set of them it got
+    spoiled: bool  # whether the backward pass wrote the incoming gradients; asked in poisoned memory
     draws: bool  # whether PyTorch's random numbers were drawn meanwhile, in this call or another
 
     def tensors(self) -> list[torch.Tensor]:
@@ -135,18 +135,19 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             del result
     for i, result, forms in calls:
         named = wanted[i]
-        leaves, roots = tree_leaves(result), roots_of(result)
+        leaves, roots, spoiled = tree_leaves(result), roots_of(result), False
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
         incoming = [normal_like(x, request) for x in roots] if request.direction == "forward_backward" and named else []
         if incoming:
             for _ in range(request.again):
                 torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True, retain_graph=True)
             gradients = torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True)
+            spoiled = request.poison and any(not same_bits(x, normal_like(x, request)) for x in incoming)
             found, forms = ({}, []) if request.timed else (found, forms)
             found |= {f"gradient of {name}": gradient for name, gradient in zip(named, gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
         found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
-        answers.append(Answer(found, forms, str(tree_structure(result)), incoming, i, rng_state() != states))
+        answers.append(Answer(found, forms, str(tree_structure(result)), i, spoiled, rng_state() != states))
     return answers
 
 
@@ -312,7 +313,7 @@ class Contender:
         for name, (x, version) in before.items():
             if now.get(name) is not x or x._version != version or name in bits and not same_bits(x, bits[name]):
                 wrong.append(f"writes {name}, which a call must leave alone")
-        if any(not same_bits(x, normal_like(x, request)) for answer in found for x in answer.incoming):
+        if any(answer.spoiled for answer in found):
             wrong.append("writes the gradient that comes in, which a call must leave alone")
         module.zero_grad()
         module.eval()
