@@ -13,10 +13,16 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
-from judge.worker import Rejected, Worker
+import torch
+
+from judge.check import Case, blank, wrong_forms, wrong_values
+from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
+MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
+MOST_KEPT, KEPT_BYTES = 8, {"cuda": 8 << 30, "cpu": 1 << 30}  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
 KEPT_SHARE = 1 / 4  # of the rounds, as long as there is room, are those whose answer is looked at
@@ -26,6 +32,7 @@ PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # By so much a turn may exceed its claims more than eager's. On a CPU that others use, by a time slice of its scheduler.
 HIDDEN_SHARE, HIDDEN_MS = 0.1, {"cuda": 0.05, "cpu": 4.0}
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
+secret = random.SystemRandom()  # numbers that no candidate foresees
 
 
 @dataclass
@@ -38,85 +45,125 @@ class Samples:
     calls: int = 1  # of a turn
 
 
-def measure(contenders: dict[str, Worker], ring, case, seconds: float) -> Samples:
-    """Rounds until the time is up. The `ring` holds the inputs and draws new ones, wipes the answers, and keeps some.
+class Ring:
+    """The inputs of one turn, drawn anew for each round, and where the answers go."""
 
-    Which ones it keeps is drawn when they are there. They are looked at in the end: that takes memory and time, and
-    what was allocated anew in between was seen to run 10% slower for the rest of the rounds.
+    def __init__(self, case: Case, direction: str):
+        self.case, self.request = case, Request("while it was timed", direction, gate="both", timed=True)
+        inputs, device = case.inputs(0), case.device
+        (expected,) = answers_of(case.model, [inputs], self.request)
+        self.answers = case.room(expected)
+        nbytes = sum(x.nbytes for x in [*inputs, *self.answers] if isinstance(x, torch.Tensor))
+        count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
+        self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
+        self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES[device] // max(1, sum(x.nbytes for x in self.answers))))
+        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers}
+        self.renew(count)
 
-    A baseline that cannot be timed leaves the contenders, with a note in the `case`.
+    def renew(self, calls: int) -> None:
+        """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
+        for i, slot in enumerate(self.slots[:calls]):
+            factor = secret.uniform(0.9, 1.0)
+            self.draws[i] = partial(self.case.inputs, secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
+            for new, x in zip(self.draws[i](), slot):
+                if isinstance(x, torch.Tensor) and x.numel():
+                    x.untyped_storage().copy_(new.untyped_storage())
+        self._synchronize()
+
+    def take_turn(self, name: str, samples: Samples, flushes: int, keep: bool) -> None:
+        """A turn of one contender. Of the candidate's answers one is handed over, drawn when they are all there."""
+        worker = self.case.workers[name]
+        for x in self.answers:
+            blank(x)
+        self._synchronize()
+        worker.ask("warm_up")
+        start = time.perf_counter()
+        claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
+        # Of a baseline the last: in CUDA graphs of torch.compile's a call overwrites the answers before it.
+        index = secret.randrange(samples.calls) if name == "new" else samples.calls - 1
+        reply = worker.ask("answer", index=index)
+        taken = 1e3 * (time.perf_counter() - start)
+        if len(claimed) != samples.calls or not all(isinstance(ms, (int, float)) and ms >= 0 for ms in claimed):
+            raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
+        samples.ms[name].append(statistics.median(claimed))
+        samples.beyond[name].append(taken - sum(claimed))
+        if keep:  # a copy, and how to draw its inputs again; drops one if there are many
+            if len(self.kept) == self.most_kept:
+                self.kept.pop(secret.randrange(self.most_kept))
+            self.kept.append((self.draws[index], reply["forms"], [x.clone() for x in self.answers]))
+            self._synchronize()
+
+    def inspect(self) -> None:
+        """Both gates for the answers that were kept; raises Rejected where one is wrong."""
+        case, request = self.case, self.request
+        while self.kept:
+            draw, forms, given = self.kept.pop()
+            (expected,) = answers_of(case.model, [draw()], request)
+            wrong = wrong_forms(case, request, expected, forms, expected.tree)
+            wrong = wrong or wrong_values(case, request, expected, given, draw, case.model)
+            if reasons := [f"{what} ({request.when})" for what in wrong]:
+                raise Rejected(*reasons)
+            settle(case.device)
+
+    def _synchronize(self) -> None:  # and keeps the memory: the driver would clear it while the next is timed
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(case: Case, direction: str, seconds: float) -> Samples:
+    """Rounds until the time is up, of all of the case's contenders; a baseline that fails leaves them, with a note.
+
+    The answers that are kept are looked at in the end: that takes memory and time, and what was allocated anew in
+    between was seen to run 10% slower for the rest of the rounds.
     """
-    samples = Samples()
-    ring.renew(len(ring.slots))
-    for name, worker in list(contenders.items()):
+    ring, samples = Ring(case, direction), Samples()
+    for name, worker in list(case.workers.items()):
         try:
+            case.give_weights(worker)
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
         except Rejected as failed:
-            if name in ("new", "eager"):
+            if name == "new":
                 raise
+            if name == "eager":
+                raise Rejected(f"the Model itself {failed}") from failed
             case.note(f"no {name} baseline: {failed}")
-            contenders.pop(name).kill()
-    samples.ms, samples.beyond = ({name: [] for name in contenders} for _ in range(2))
+            case.workers.pop(name).kill()
+    samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))
     ms, host_us, flush_ms = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us", "flush_ms"))
     samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
     # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
     flushes = math.ceil(launch_us / (1e3 * min(flush_ms))) if case.device == "cuda" else 1
-    secret, deadline = random.SystemRandom(), time.perf_counter() + seconds * len(contenders)
+    deadline = time.perf_counter() + seconds * len(case.workers)
     sure = {0, *secret.sample(range(1, MIN_ROUNDS), 4)}  # rounds whose answer is kept in any case
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
-        for name in secret.sample(list(contenders), len(contenders)):
-            index, reply = take_turn(name, contenders[name], ring, samples, flushes)
-            if name == "new" and (turn in sure or secret.random() < KEPT_SHARE):
-                ring.keep(index, reply)
-    for worker in contenders.values():
+        for name in secret.sample(list(case.workers), len(case.workers)):
+            ring.take_turn(name, samples, flushes, name == "new" and (turn in sure or secret.random() < KEPT_SHARE))
+    for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
     ring.inspect()
     return samples
 
 
-def take_turn(name: str, worker: Worker, ring, samples: Samples, flushes: int) -> tuple[int, dict]:
-    """Which of the turn's answers was handed over, and what the worker said of it."""
-    ring.blank()
-    worker.ask("warm_up")
-    start = time.perf_counter()
-    claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
-    # Of a baseline the last: in CUDA graphs of torch.compile's a call overwrites the answers before it.
-    index = random.SystemRandom().randrange(samples.calls) if name == "new" else samples.calls - 1
-    reply = worker.ask("answer", index=index)
-    taken = 1e3 * (time.perf_counter() - start)
-    if len(claimed) != samples.calls or not all(isinstance(ms, (int, float)) and ms >= 0 for ms in claimed):
-        raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
-    samples.ms[name].append(statistics.median(claimed))
-    samples.beyond[name].append(taken - sum(claimed))
-    return index, reply
-
-
-def hidden_time(measured: list[Samples], device: str) -> tuple[str | None, bool]:
+def hidden_time(samples: Samples, device: str) -> str | None:
     """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
-    answer is not what it seems. And whether that is certain: three quarters of the candidate's turns have more of it
-    than three quarters of eager's, each time it was measured. A busy machine delays now one, now the other."""
-    claimed = measured[0].calls * statistics.median(measured[0].ms["new"])
-    allowed = HIDDEN_SHARE * claimed + HIDDEN_MS[device]
-    new, eager = ([statistics.quantiles(each.beyond[name], n=4) for each in measured] for name in ("new", "eager"))
-    median = statistics.median(mine[1] - theirs[1] for mine, theirs in zip(new, eager))
-    if median <= allowed:
-        return None, True
-    certain = all(mine[0] - theirs[2] > allowed for mine, theirs in zip(new, eager))
-    seen = f"in which the judge's clock sees {median:.3f} ms more than in eager's turns"
-    return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}", certain
+    answer is not what it seems. Three quarters of its turns must have more of it than three quarters of eager's: a busy
+    machine delays now one, now the other."""
+    claimed = samples.calls * statistics.median(samples.ms["new"])
+    more = quartiles(samples.beyond["new"])[0] - quartiles(samples.beyond["eager"])[1]
+    if more <= HIDDEN_SHARE * claimed + HIDDEN_MS[device]:
+        return None
+    seen = f"in which the judge's clock sees {more:.3f} ms more than in eager's turns"
+    return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
 
 
 def interval(values: list[float]) -> list[float]:
-    """95% interval of the median, by the sign test: values lie below it as heads fall."""
+    """95% interval of the median, by the sign test: values lie below it as heads fall, here in the normal limit."""
     ordered, n = sorted(values), len(values)
-    tail, k = 0.5**n, 0
-    while tail + math.comb(n, k + 1) * 0.5**n < 0.025:
-        k += 1
-        tail += math.comb(n, k) * 0.5**n
+    k = max(0, int((n - 1.96 * n**0.5 - 1) / 2))
     return [ordered[k], ordered[n - 1 - k]]
 
 

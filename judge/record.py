@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import datetime
 import functools
-import json
 import os
 import platform
 import shutil
 import statistics
 import subprocess
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from judge import bench
-from judge.source import BUILD
+from judge import bench, roofline
+from judge.source import BUILD, DTYPES, Problem, last_line
+from judge.worker import Rejected
 
 OK, WRONG = "ok", "wrong"
-ORDER = ("new", "new_cudagraph", "eager", "compile", "max-autotune")
+# As contenders are called here, in the order of the table's columns. The candidate's CUDA graph is no rival of its own.
+NAMES = {"new": "new", "cudagraph": "new_cudagraph", "eager": "eager", "compile": "compile"}
+NAMES["max-autotune"] = "max-autotune"
 SHORT = {"forward": "fwd", "forward_recorded": "fwd recorded", "forward_backward": "fwd+bwd"}
 THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "thermal slowdown", 0x40: "thermal slowdown"}
 ABOVE_FLOOR = "above 100% of the floor, whose bandwidth is that of a copy"
@@ -36,7 +38,7 @@ class Result:
     precision: str
     direction: str
     seed: int
-    batch: int | None
+    batch: int | None = None
     constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
     status: str = OK
     ok: bool = True
@@ -59,45 +61,64 @@ class Result:
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
 
-    def reject(self, reasons: tuple[str, ...], kind: str) -> None:
+    def reject(self, rejected: Rejected) -> None:
         """What was timed before the reason was found has no meaning."""
-        self.status, self.ok = BUILD if kind == BUILD else WRONG, False
+        self.status, self.ok = BUILD if rejected.kind == BUILD else WRONG, False
         self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
-        for reason in reasons:  # records travel: they name files, not the folders of the machine that wrote them
+        for reason in rejected.args:  # records travel: they name files, not the folders of the machine that wrote them
             for folder in (Path(__file__).resolve().parent.parent, Path.home()):
                 reason = reason.replace(f"{folder}/", "")
             self.reasons += [reason] if reason not in self.reasons else []
 
     def set_times(self, samples: bench.Samples, baselines: tuple[str, ...]) -> None:
         self.rounds, self.calls = len(samples.ms["new"]), samples.calls
-        for role, values in samples.ms.items():
-            if role == "eager" and role not in baselines:
-                continue
-            name = "new_cudagraph" if role == "cudagraph" else role
+        for role in ["new", *(role for role in samples.ms if role in baselines)]:
+            name, values = NAMES[role], samples.ms[role]
             self.ms[name] = tidy(statistics.median(values))
             self.spread[name] = [tidy(q) for q in bench.quartiles(values)]
             if self.device == "cuda":
                 self.host_us[name] = tidy(samples.ready[role]["host_us"])
-                if name in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
+                if role in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
                     self.peak_memory[name] = samples.ready[role]["peak"]
             if not name.startswith("new"):
                 ratio, (low, high) = bench.speedup(samples, name, self.device)
                 self.speedup[name], self.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
                 self.verdict[name] = bench.verdict(low, high, bool(self.interference))
-        if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
-            times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
-            self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
 
-    def set_errors(self, errors: dict[str, dict]) -> None:
-        """Of several outputs the largest of each figure, and each gradient's."""
+    def set_roof(self, ceilings: roofline.Ceilings, problem: Problem) -> None:
+        """How far from the limit; raises Rejected for a time that is not possible."""
+        try:
+            backward = self.direction == "forward_backward"
+            work = roofline.count_work(problem, self.batch, DTYPES[self.dtype], backward)
+        except Exception as error:
+            self.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
+            return
+        floor = ceilings.floor_ms(work, self.dtype, self.precision)
+        if floor > self.ms["new"]:  # the machine may be faster now than it was
+            ceilings.measure()
+            floor = ceilings.floor_ms(work, self.dtype, self.precision)
+        share, cached = floor / self.ms["new"], work.bytes <= 2 * roofline.cache_bytes(self.device)
+        if share > roofline.IMPOSSIBLE[self.device] and not cached:
+            least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
+            raise Rejected(f"takes {self.ms['new']:.4g} ms, which is not possible: {least}")
+        self.roof = {"bytes": work.bytes, "flops": work.flops, "floor_ms": tidy(floor), "percent": tidy(100 * share)}
+        self.notes += [ABOVE_FLOOR] if share > 1 else []
+
+    def set_errors(self, errors: dict, dtype: torch.dtype) -> None:
+        """Of several outputs the largest of each figure, and each gradient's.
+
+        In float64 nothing is more exact: what is known is the distance to the Model.
+        """
         mark = "gradient of "
-        outputs = [figures for name, figures in errors.items() if not name.startswith(mark)]
-        for key in outputs[0] if outputs else ():
-            figures = [each[key] for each in outputs]
-            self.error[key] = None if None in figures else max(figures)
-        if self.direction == "forward_backward":
-            found = {name.removeprefix(mark): each for name, each in errors.items() if name.startswith(mark)}
-            self.gradient_error = found
+        for name, found in errors.items():
+            figures = {}
+            for kind, (new, eager, _) in found.figures().items():
+                figures |= {f"new_{kind}": new, f"eager_{kind}": None if dtype == torch.float64 else eager}
+            if not name.startswith(mark):
+                known = {key: value for key, value in figures.items() if value is not None}
+                self.error = figures | {key: max(value, self.error.get(key, value)) for key, value in known.items()}
+            elif self.direction == "forward_backward":
+                self.gradient_error[name.removeprefix(mark)] = figures
 
     def way(self) -> str:
         shape = [f"b{self.batch}"] if self.batch is not None else []
@@ -114,27 +135,24 @@ def tidy(value: float) -> float:
 class Table:
     """Prints a row as soon as it is there; the widths are those that usual figures need."""
 
-    def __init__(self, baselines):
-        found = {"new", *("new_cudagraph" if name == "cudagraph" else name for name in baselines)}
-        self.timed, self.remarks = sorted(found, key=ORDER.index), []
+    def __init__(self, baselines: tuple[str, ...]):
+        self.timed, self.remarks = [NAMES[role] for role in NAMES if role in ("new", *baselines)], []
         self.rivals = [name for name in self.timed if not name.startswith("new")]
         self.widths = [29, 36, 6, *(max(9, len(name) + 3) for name in self.timed), *(30 for _ in self.rivals), 9, 17]
-        versus = [f"x {name} [95%]" for name in self.rivals]
-        times = [f"{name} ms" for name in self.timed]
-        self._print("model", "run", "result", *times, *versus, "of floor", "error new / eager")
+        columns = [*(f"{name} ms" for name in self.timed), *(f"x {name} [95%]" for name in self.rivals)]
+        self._print("model", "run", "result", *columns, "of floor", "error new / eager")
 
     def row(self, run: Result) -> None:
-        times, versus = [run.ms.get(name) for name in self.timed], []
+        cells = [run.model, run.way(), {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]]
+        times = [run.ms.get(name) for name in self.timed]
+        cells += ["-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in times]
         for name in self.rivals:
             low, high = run.speedup_ci.get(name, (0, 0))
-            said = name in run.speedup and f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}"
-            versus.append(said or "-")
-        errors = [run.error.get(key) for key in ("new_max", "eager_max")] if run.error else []
-        shown = " / ".join("-" if error is None else f"{error:.1e}" for error in errors)
-        floor = f"{run.roof['percent']:.0f}%{' (!)' * (ABOVE_FLOOR in run.notes)}" if run.roof else "-"
-        times = ["-" if ms is None else f"{ms:.4g}" if ms < 1000 else f"{ms:.0f}" for ms in times]
-        result = {OK: "ok", WRONG: "WRONG", BUILD: "BUILD"}[run.status]
-        self._print(run.model, run.way(), result, *times, *versus, floor, shown or "-")
+            shown = name in run.speedup and f"{run.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {run.verdict[name]}"
+            cells.append(shown or "-")
+        cells.append(f"{run.roof['percent']:.0f}%{' (!)' * (ABOVE_FLOOR in run.notes)}" if run.roof else "-")
+        errors = [run.error.get(key) for key in ("new_max", "eager_max")]
+        self._print(*cells, " / ".join("-" if error is None else f"{error:.1e}" for error in errors))
         said = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
         self.remarks += [f"{run.model} ({run.way()}): {remark}" for remark in said]
 
@@ -144,13 +162,6 @@ class Table:
 
     def _print(self, *cells: str) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(cells, self.widths)).rstrip(), flush=True)
-
-
-# ---- the JSON file
-
-
-def save(path: Path, runs: list[Result], surroundings: dict) -> None:
-    path.write_text(json.dumps({"runs": [asdict(run) for run in runs], "environment": surroundings}, indent=1) + "\n")
 
 
 def environment(device: str, ceilings, command: list[str], root: Path, clocks_before: dict | None) -> dict:

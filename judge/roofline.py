@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from judge.source import DTYPES, Problem
+from judge.worker import roots_of
 
 GIB = 1 << 30
 # Strict float32 on tensor cores takes at least three half-precision products (hi*hi + hi*lo + lo*hi of operands split
 # in two): the fewest known to keep float32's accuracy. Where TF32 is allowed, one is enough.
 PRODUCTS_PER_FLOAT32 = {"highest": 3, "high": 1}
+# What else a product may be made of, by device and dtype. A CPU without half-precision units does best in float32.
+OTHER_PRODUCT = {("cuda", "float32"): "float16", ("cpu", "float16"): "float32", ("cpu", "bfloat16"): "float32"}
 MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 # No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
@@ -31,10 +34,6 @@ class Work(NamedTuple):
     flops: int
 
 
-def nbytes(tensors) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors if isinstance(x, torch.Tensor))
-
-
 def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> Work:
     with torch.device("meta"):
         model = problem.model(seed=0).to(dtype)
@@ -43,12 +42,12 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     for x in floating:
         x.requires_grad_(backward)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-        outputs = tree_flatten(model(*inputs))[0]
-        roots = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-        if roots:  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
+        outputs = model(*inputs)
+        if roots := roots_of(outputs):  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
-    moved = nbytes(inputs) + nbytes([*model.parameters(), *model.buffers()]) + nbytes(outputs)
-    written = nbytes([*floating, *model.parameters()])
+    tensors = [*inputs, *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
+    moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
+    written = sum(x.nbytes for x in [*floating, *model.parameters()])
     return Work(2 * moved + written if backward else moved, counter.get_total_flops())
 
 
@@ -77,14 +76,11 @@ class Ceilings:
     def flop_rate(self, dtype: str, level: str) -> float:
         """FLOP/s of the best known way to multiply in this dtype at this precision."""
         split = PRODUCTS_PER_FLOAT32[level] if self.device == "cuda" and dtype == "float32" else 1
-        rates = [(product, self.matrix_rate[product]) for product in self._products_of(dtype)]
-        return max(rate / (split if product == "float16" else 1) for product, rate in rates)
+        rates = {product: self.matrix_rate[product] for product in self._products_of(dtype)}
+        return max(rate / (split if product == "float16" else 1) for product, rate in rates.items())
 
-    def _products_of(self, dtype: str) -> tuple[str, ...]:
-        """What a product in this dtype may be made of. A CPU without half-precision units does best in float32."""
-        if self.device == "cuda":
-            return ("float32", "float16") if dtype == "float32" else (dtype,)
-        return (dtype, "float32") if dtype in ("float16", "bfloat16") else (dtype,)
+    def _products_of(self, dtype: str) -> set[str]:
+        return {dtype, OTHER_PRODUCT.get((self.device, dtype), dtype)}
 
     def _best_seconds(self, call, repeats: int = 8) -> float:
         best, gpu = float("inf"), self.device == "cuda"

@@ -10,13 +10,12 @@ import inspect
 import io
 import itertools
 import re
-import subprocess
 import sys
 import tokenize
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -25,18 +24,14 @@ PRECISIONS = ("highest", "high")
 DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 
 BUILD = "build failed"
-
-# What a file may raise. SystemExit is among it: sys.exit() does not end the judgement.
-RAISED = (Exception, SystemExit)
-
+RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
 # Words of a failed build, in an exception at import. Whatever else is raised at import is a wrong candidate.
 BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|building)(?!\w)", re.IGNORECASE)
 
 _serial = itertools.count()
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     name: str
     model_path: Path
     new_path: Path
@@ -44,22 +39,17 @@ class Pair:
 
 def discover(root: Path) -> dict[str, Pair]:
     """Every models/X.py that has a kernels/X.py, by stem."""
-    models = {path.stem: path for path in sorted((root / "models").glob("*.py"))}
-    kernels = {path.stem: path for path in sorted((root / "kernels").glob("*.py"))}
-    return {stem: Pair(stem, models[stem], kernels[stem]) for stem in models if stem in kernels}
+    paths = sorted((root / "models").glob("*.py"))
+    pairs = [Pair(path.stem, path, root / "kernels" / path.name) for path in paths]
+    return {pair.name: pair for pair in pairs if pair.new_path.exists()}
 
 
 def load(path: Path) -> ModuleType:
     """The file as a module under a name of its own, so that no two files see each other's."""
-    name = f"judged_{next(_serial)}_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(f"judged_{next(_serial)}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where pickle, dataclasses and inspect look for it
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    sys.modules[spec.name] = module  # where pickle, dataclasses and inspect look for it
+    spec.loader.exec_module(module)
     return module
 
 
@@ -68,19 +58,17 @@ class Problem:
 
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
-        for needed in ("Model", "get_inputs", "get_init_inputs", *self.constants):
-            if not hasattr(self.module, needed):
-                raise AttributeError(f"{path.name} has no {needed}")
         vars(self.module).update(self.constants)
         self.sweep: list[dict] = getattr(self.module, "sweep", [])  # other shapes worth a measurement
         # The batch size is an optional argument of get_inputs or, where it takes none, the module constant it reads.
-        parameter = next(iter(inspect.signature(self.module.get_inputs).parameters.values()), None)
-        self._batch_is_argument = parameter is not None
-        default = parameter.default if parameter is not None else getattr(self.module, "batch_size", None)
+        arguments = inspect.signature(self.module.get_inputs).parameters.values()
+        default = next((argument.default for argument in arguments), getattr(self.module, "batch_size", None))
         default = self.constants.get("batch_size", default)
+        self._batch_is_argument = bool(arguments)
         self.benchmark_batch: int | None = default if isinstance(default, int) else None
-        small = getattr(self.module, "cpu_batch_size", None)  # what a CPU computes in well under a second
-        self.cpu_batch: int | None = self.benchmark_batch if self.constants or small is None else small
+        self.cpu_batch: int | None = self.benchmark_batch
+        if not self.constants:  # the files name one that a CPU computes in well under a second
+            self.cpu_batch = getattr(self.module, "cpu_batch_size", self.benchmark_batch)
 
     def arguments(self, seed: int) -> list:
         torch.manual_seed(seed)
@@ -127,17 +115,12 @@ def last_line(error: BaseException) -> str:
 
 def build_failure(error: BaseException, at_import: bool = False) -> str | None:
     """The compiler's first complaint, or None where no build failed. At import, a message about compilers counts."""
-    causes, cause = [], error
-    while cause is not None and cause not in causes:  # an error may be its own cause
-        causes.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    files = [Path(frame.filename).name for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
-    failed = any(isinstance(cause, subprocess.CalledProcessError) for cause in causes) or "cpp_extension.py" in files
-    kinds = RuntimeError, ImportError, OSError
-    spoken = at_import and any(isinstance(cause, kinds) and BUILD_WORDS.search(str(cause)) for cause in causes)
+    trace = "".join(traceback.format_exception(error))  # with all that caused it
+    failed = "CalledProcessError" in trace or "cpp_extension.py" in trace
+    of_a_kind = at_import and isinstance(error, (RuntimeError, ImportError, OSError))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [last_line(error)]
     complaints = [line for line in lines if re.search(r"\berror\b\s*:", line, re.IGNORECASE)]
-    return (complaints or lines)[0] if failed or spoken else None
+    return (complaints or lines)[0] if failed or of_a_kind and BUILD_WORDS.search(str(error)) else None
 
 
 def code_of(text: str) -> str:

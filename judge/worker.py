@@ -21,13 +21,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing import reductions
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from judge.source import BUILD, RAISED, build_failure, last_line, load, make, set_precision
 
@@ -36,6 +37,8 @@ COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 MANY_BYTES = 1 << 30  # a process that keeps more memory unused gives it back to the device
 Event, perf_counter = torch.cuda.Event, time.perf_counter
+# Each contender's process is a copy of one that has loaded torch, and never touches the GPU.
+multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
 
 
 class Rejected(Exception):
@@ -44,9 +47,6 @@ class Rejected(Exception):
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
         self.kind = kind
-
-
-# ---- memory that both sides see
 
 
 def on_storage(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -64,36 +64,20 @@ def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
         return on_storage(x, storage.clone())
     file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
     os.truncate(file, storage.nbytes())
-    path = f"/proc/{os.getpid()}/fd/{file}"
-    copy = on_storage(x, torch.UntypedStorage.from_file(path, True, storage.nbytes()).copy_(storage))
-    copy.path = path
+    opened = torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{file}", True, storage.nbytes())
+    copy = on_storage(x, opened.copy_(storage))
     weakref.finalize(copy, os.close, file)
     return copy
 
 
-def opened(path: str, nbytes: int, dtype: torch.dtype, *form) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(torch.UntypedStorage.from_file(path, True, nbytes), *form)
+def reduced(storage: torch.UntypedStorage) -> tuple:
+    """How the host's memory is pickled in a request; a GPU's is by PyTorch."""
+    if not storage.filename:
+        return reductions.reduce_storage(storage)  # of a constructor's argument
+    return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
 
 
-def reduced(x: torch.Tensor) -> tuple:
-    """How a tensor is pickled in a request."""
-    if not hasattr(x, "path"):
-        return reductions.reduce_tensor(x)
-    return opened, (x.path, x.untyped_storage().nbytes(), x.dtype, x.storage_offset(), x.shape, x.stride())
-
-
-ForkingPickler.register(torch.Tensor, reduced)
-
-
-def own(x, device: str):
-    """A copy in this process's own memory, as far off any alignment."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    storage = x.untyped_storage()
-    return on_storage(x, storage.clone() if x.device.type == device else storage.to(device=device))
-
-
-# ---- what the judge does with the Model and a worker with its module
+ForkingPickler.register(torch.UntypedStorage, reduced)
 
 
 @dataclass(frozen=True)
@@ -111,50 +95,82 @@ class Request:
     instance: int = 0
     mode: str = "eval"  # or "train" or "inference"
     whose: str = ""  # "nobody's", "parameters", "inputs" or "all": gradients are asked of; those of the direction
-    # "both"; "one", gate 1 alone; "either": close to the Model, or as near to float64 as gate 2 asks where the Model is
-    # itself far off; "finite": the same with all that is not finite taken as equal.
+    # "both"; "one", gate 1 alone (to these the Model must have an answer); "either": close to the Model, or as near to
+    # float64 as gate 2 asks where the Model is itself far off; "finite": the same with all that is not finite equal.
     gate: str = "either"
+    timed: bool = False  # its answers are those handed over while the clock runs: of a backward pass gradients alone
     finite: bool = False  # not asked where the Model's answer is not finite
     poison: bool = False  # memory is full of NaN
     stream: bool = False  # on another stream, and with inputs that come late
     move: bool = False  # the weights move in memory first
     again: bool = False  # a second backward pass of one graph
     expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
-    must: bool = False  # the Model must answer
     refusable: bool = False  # who refuses it with an error is not wrong
 
-    def kept(self) -> list[int]:
-        """The calls whose answers are compared."""
-        return [i for i, which in enumerate(self.order) if which == 0 or i == len(self.order) - 1]
 
-    def gradients(self) -> str:
-        return self.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(self.direction, "all")
+class Answer(NamedTuple):
+    """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
 
+    leaves: dict[str, object]
+    forms: list[dict]
+    tree: str
+    inputs: int  # which set of them it got
+    spoiled: bool  # whether the backward pass wrote the incoming gradients; asked in poisoned memory
+    draws: bool  # whether PyTorch's random numbers were drawn meanwhile, in this call or another
 
-def forward(module, inputs: list, direction: str):
-    with torch.set_grad_enabled(direction != "forward"):
-        return module(*inputs)
-
-
-def roots_of(result) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    def tensors(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
 
 
-def gradients(result, wanted: list, incoming: list, again: bool = False) -> tuple:
-    """Of all that is wanted; with `again` those that the same graph gives when it is asked a second time."""
-    if again:
-        torch.autograd.grad(roots_of(result), wanted, incoming, allow_unused=True, retain_graph=True)
-    return torch.autograd.grad(roots_of(result), wanted, incoming, allow_unused=True)
+def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
+    """All forward passes of a request, then all backward passes; the answers that are compared."""
+    wanted, calls, answers = [wanted_of(module, inputs, request) for inputs in sets], [], []
+    states = rng_state()
+    with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
+        for position, i in enumerate(request.order):
+            with torch.set_grad_enabled(request.direction != "forward"):
+                result = module(*sets[i])
+            if i == 0 or position == len(request.order) - 1:
+                calls.append((i, result, [form_of(leaf) for leaf in tree_leaves(result)]))
+            del result
+    for i, result, forms in calls:
+        named = wanted[i]
+        leaves, roots, spoiled = tree_leaves(result), roots_of(result), False
+        found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
+        incoming = [normal_like(x, request) for x in roots] if request.direction == "forward_backward" and named else []
+        if incoming:
+            for _ in range(request.again):
+                torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True, retain_graph=True)
+            gradients = torch.autograd.grad(roots, list(named.values()), incoming, allow_unused=True)
+            spoiled = request.poison and any(not same_bits(x, normal_like(x, request)) for x in incoming)
+            found, forms = ({}, []) if request.timed else (found, forms)
+            found |= {f"gradient of {name}": gradient for name, gradient in zip(named, gradients)}
+            forms = forms + [form_of(gradient) for gradient in gradients]
+        found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
+        answers.append(Answer(found, forms, str(tree_structure(result)), i, spoiled, rng_state() != states))
+    return answers
 
 
-def wanted_of(module: torch.nn.Module, inputs: list, whose: str) -> dict[str, torch.Tensor]:
+def wanted_of(module: torch.nn.Module, inputs: list, request: Request) -> dict[str, torch.Tensor]:
     """What gradients are asked of, by name."""
+    whose = request.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(request.direction, "all")
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     floating = {name: x for name, x in tensors.items() if x.is_floating_point() or x.is_complex()}
     for x in floating.values():
         x.requires_grad_(whose in ("all", "inputs"))
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    return (floating if whose in ("all", "inputs") else {}) | (trained if whose in ("all", "parameters") else {})
+    parameters = dict(module.named_parameters()) if whose in ("all", "parameters") else {}
+    return {name: x for name, x in (floating | parameters).items() if x.requires_grad}
+
+
+def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
+    generator = torch.Generator(x.device).manual_seed(request.seed)
+    values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
+    return values[:1].expand_as(values) if request.expanded and x.dim() else values  # other numbers lie behind it
+
+
+def roots_of(result) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def form_of(leaf) -> dict:
@@ -167,50 +183,11 @@ def form_of(leaf) -> dict:
     return {"type": "Tensor", **form, "requires_grad": leaf.requires_grad}
 
 
-@dataclass
-class Answer:
-    """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
-
-    leaves: dict[str, object]
-    forms: list[dict]
-    tree: str
-    incoming: list[torch.Tensor]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.leaves.values() if isinstance(leaf, torch.Tensor)]
-
-
-def answers_of(module, sets: list[list], request: Request, incoming: Callable) -> list[Answer]:
-    """All forward passes of a request, then all backward passes; the answers that are compared.
-
-    `incoming` gives the incoming gradients of an answer by its number and the outputs that have one.
-    """
-    wanted, calls, answers = [wanted_of(module, inputs, request.gradients()) for inputs in sets], [], []
-    with torch.inference_mode() if request.mode == "inference" else contextlib.nullcontext():
-        for position, i in enumerate(request.order):
-            result = forward(module, sets[i], request.direction)
-            if position in request.kept():
-                calls.append((wanted[i], result, [form_of(leaf) for leaf in tree_flatten(result)[0]]))
-            del result
-    for number, (named, result, forms) in enumerate(calls):
-        leaves, tree = tree_flatten(result)
-        single = isinstance(result, torch.Tensor)
-        found = {"output" if single else f"output {i}": leaf for i, leaf in enumerate(leaves)}
-        given = incoming(number, roots_of(result)) if request.direction == "forward_backward" and named else []
-        if given:
-            backward = gradients(result, list(named.values()), given, request.again)
-            found |= {f"gradient of {name}": gradient for name, gradient in zip(named, backward)}
-            forms += [form_of(gradient) for gradient in backward]
-        found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
-        answers.append(Answer(found, forms, str(tree), given))
-    return answers
-
-
-def state_of(module: torch.nn.Module, like: dict[str, torch.Tensor]) -> dict[str, list]:
-    """Of each tensor in the state_dict: shape, dtype, whether it is trained (None: no parameter), is as in `like`."""
-    trained, state = {name: p.requires_grad for name, p in module.named_parameters()}, module.state_dict()
-    same = {name: name in like and same_bits(x, like[name].to(x.device)) for name, x in state.items()}
-    return {name: [list(x.shape), str(x.dtype), trained.get(name), same[name]] for name, x in state.items()}
+def state_of(module: torch.nn.Module) -> dict[str, str]:
+    """What the state_dict consists of. A buffer is no parameter and has no requires_grad."""
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
+    state = module.state_dict().items()
+    return {name: f"requires_grad {trained.get(name)}, shape {list(x.shape)}, {x.dtype}" for name, x in state}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -220,7 +197,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(*(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
 
 
-def random_states() -> list:
+def rng_state() -> list:
     return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
 
 
@@ -240,32 +217,26 @@ def poison_memory(device: str, like: list, on: bool) -> None:
     del blocks
 
 
-def settings() -> dict[str, str]:
+def settings() -> dict[str, object]:
     """What a candidate must leave as it was, for whoever else runs in its process."""
     cudnn, gpu = torch.backends.cudnn, torch.cuda.is_initialized()
-    found = {
+    return {
         "the default dtype": torch.get_default_dtype(),
-        "the default device": torch.get_default_device(),
         "the float32 matmul precision": torch._C._get_float32_matmul_precision(),
         "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
         "cuDNN's benchmark mode": [cudnn.enabled, cudnn.benchmark],
         "determinism": [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic],
         "the number of threads": torch.get_num_threads(),
         "whether gradients are recorded": torch.is_grad_enabled(),
-        "anomaly detection": torch.is_anomaly_enabled(),
         "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
         "the cores this process may use": sorted(os.sched_getaffinity(0)),
         "the trace or profile function": [sys.gettrace(), sys.getprofile()],
-        "the torch function modes": torch._C._len_torch_function_stack(),
+        "the torch function modes": torch._C._len_torch_function_stack(),  # a default device is one
         "the torch dispatch modes": torch._C._len_torch_dispatch_stack(),
         "the hooks on all modules": len(torch.nn.modules.module._global_forward_hooks),
         "the current directory": os.getcwd(),
         "the current stream": torch.cuda.current_stream().cuda_stream if gpu else 0,
     }
-    return {name: str(value) for name, value in found.items()}
-
-
-# ---- the process
 
 
 class Contender:
@@ -273,35 +244,33 @@ class Contender:
 
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.settings = role, device, device == "cuda", settings()
+        self.loaded = None
         self.rest()
 
-    def changed_settings(self) -> list[str]:
-        before, self.settings = self.settings, settings()
-        changed = [name for name, value in self.settings.items() if before[name] != value]
-        return [f"changes {name} from {before[name]} to {self.settings[name]}" for name in changed]
+    def load(self, path: Path, name: str, constants: dict, arguments, level, dtype, seed, like: dict | None) -> dict:
+        """Imports a contender's file, the build included, if that is not done; makes its module.
 
-    def load(self, path: Path, name: str, constants: dict, made: dict | None = None) -> dict:
-        """Imports a contender's file, the build included, and makes its module if that is asked for too."""
-        begin = perf_counter()
-        module = load(path)
-        vars(module).update(constants)
-        self.cls = getattr(module, name)
-        seconds = perf_counter() - begin
-        made and self.make(**made)
-        return {"seconds": seconds}
-
-    def make(self, arguments: list, level: str, dtype: torch.dtype, seed: int, like=None, instances: int = 1) -> dict:
-        """Instances of the module, and with `like` how their state compares with it."""
+        For a candidate two of them, and says what of their state has `other` values than the Model's, `like`.
+        """
         self.rest()
         set_precision(level)
         self.settings = settings()
+        if self.loaded != (path, constants):
+            self.loaded, begin = None, perf_counter()
+            module = load(path)
+            vars(module).update(constants)
+            self.cls = getattr(module, name)
+            self.loaded, self.seconds = (path, constants), perf_counter() - begin
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        self.modules = [make(self.cls, arguments, seed).to(self.device, dtype) for _ in range(instances)]
+        count = 1 if like is None else 2
+        self.modules = [make(self.cls, arguments, seed).to(self.device, dtype) for _ in range(count)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
-        return {"state": state_of(self.modules[0], like) if like is not None else {}}
+        state = self.modules[0].state_dict()
+        other = [name for name, x in (like or {}).items() if name in state and not same_bits(state[name], self._own(x))]
+        return {"seconds": self.seconds, "state": state_of(self.modules[0]), "other": other}
 
     def rest(self, given=None) -> dict:
         """Forgets what was timed; as after every request, much unused memory goes back to the device."""
@@ -311,10 +280,10 @@ class Contender:
 
     def set_weights(self, state: dict, instance: int | None) -> dict:
         for module in self.modules if instance is None else [self.modules[instance]]:
-            module.load_state_dict({name: own(x, self.device) for name, x in state.items()}, strict=True)
+            module.load_state_dict(self._own(state), strict=True)
         return {}
 
-    def call(self, request: Request, sets: list, incoming: list, answers: list) -> dict:
+    def call(self, request: Request, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
@@ -322,23 +291,21 @@ class Contender:
         if request.move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.detach().clone()
-        inputs, given = ([[own(x, self.device) for x in each] for each in every] for every in (sets, incoming))
-        for p in module.parameters() if given else ():
+        inputs, backward = self._own(sets), request.direction == "forward_backward"
+        for p in module.parameters() if backward else ():
             p.grad = torch.full_like(p, 0.5)
 
         def watched() -> dict[str, torch.Tensor | None]:
             found = {f"input {i}": x for each in inputs for i, x in enumerate(each) if isinstance(x, torch.Tensor)}
-            found |= {f"the gradient that comes in for output {i}": x for each in given for i, x in enumerate(each)}
             found |= dict(module.named_buffers()) if request.mode == "eval" else {}
-            found |= {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if given}
+            found |= {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if backward}
             return found | dict(module.named_parameters())
 
         bits = {name: x.detach().clone() for name, x in watched().items() if request.poison}
         before = {name: (x, x._version) for name, x in watched().items()}
         poison_memory(self.device, answers[0], request.poison)
-        states = random_states()
         with self._late(inputs) if request.stream else contextlib.nullcontext():
-            found = answers_of(module, inputs, request, lambda number, roots: given[number] if given else [])
+            found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
                 self._hand_over(list(answer.leaves.values()), answer.forms, places)
         poison_memory(self.device, [], False)
@@ -346,25 +313,33 @@ class Contender:
         for name, (x, version) in before.items():
             if now.get(name) is not x or x._version != version or name in bits and not same_bits(x, bits[name]):
                 wrong.append(f"writes {name}, which a call must leave alone")
-        for p in module.parameters() if given else ():
-            p.grad = None
+        if any(answer.spoiled for answer in found):
+            wrong.append("writes the gradient that comes in, which a call must leave alone")
+        module.zero_grad()
         module.eval()
-        forms, draws = [answer.forms for answer in found], random_states() != states
-        return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": draws}
+        forms = [answer.forms for answer in found]
+        return {"forms": forms, "tree": found[0].tree, "wrong": wrong, "draws": found[-1].draws}
 
-    def ready(self, request: Request, ring: list, incoming: list, answers: list, seconds: float) -> dict:
+    def ready(self, request: Request, ring: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
         self.direction, self.given, self.answers = request.direction, ring, answers
-        self.ring = [[own(x, self.device) for x in each] for each in ring]
-        self.wanted = [list(wanted_of(self.modules[0], each, request.gradients()).values()) for each in self.ring]
-        self.incoming = [own(x, self.device) for x in incoming]
+        self.ring = self._own(ring)
+        self.wanted = [list(wanted_of(self.modules[0], each, request).values()) for each in self.ring]
+        if request.direction == "forward_backward" and self.wanted[0]:
+            self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*self.ring[0]))]
         self.buffer = torch.empty(FLUSH_BYTES[self.device], dtype=torch.uint8, device=self.device)
         if self.role == "max-autotune":  # it replays CUDA graphs, and would copy inputs that may move; these do not
-            for x in self.ring[0]:
-                isinstance(x, torch.Tensor) and torch._dynamo.mark_static_address(x)
+            tree_map_only(torch.Tensor, torch._dynamo.mark_static_address, self.ring[0])
         if self.role == "cudagraph":
-            self._capture()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(3):
+                    self._timed_call(0)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                answer = self._timed_call(0)
+            self.graph = graph, answer
         self._claims(1, 1)
         begin, marks = perf_counter(), []
         while len(marks) < 9 or perf_counter() - begin < seconds:
@@ -402,19 +377,15 @@ class Contender:
         self._hand_over(leaves, forms, self.answers)
         return {"forms": forms}
 
-    def profile(self, path: str, calls: int = 10) -> dict:
-        """What a call consists of, by torch.profiler: names, launches and microseconds. The trace goes to `path`."""
+    def profile(self, path: str) -> dict:
+        """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
         with torch.profiler.profile() as found:
-            for i in range(calls):
+            for i in range(10):
                 self._timed_call(i)
             settle(self.device)
         found.export_chrome_trace(path)
-        rows = []
-        for event in found.key_averages():
-            if (event.device_type == torch.autograd.DeviceType.CUDA) == self.gpu:
-                us = event.self_device_time_total if self.gpu else event.self_cpu_time_total
-                rows.append([event.key, event.count / calls, us / calls])
-        return {"rows": rows}
+        by = "self_device_time_total" if self.gpu else "self_cpu_time_total"
+        return {"table": found.key_averages().table(sort_by=by, row_limit=20)}
 
     def _timed_call(self, index: int) -> list:
         """The outputs, or of a backward pass the gradients: the outputs beside them would take memory."""
@@ -422,10 +393,11 @@ class Contender:
             self.graph[0].replay()
             return self.graph[1]
         index = 0 if self.role == "max-autotune" else index % len(self.ring)
-        result = forward(self.timed, self.ring[index], self.direction)
+        with torch.set_grad_enabled(self.direction != "forward"):
+            result = self.timed(*self.ring[index])
         if self.incoming:
-            result = gradients(result, self.wanted[index], self.incoming)
-        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_flatten(result)[0]]
+            result = torch.autograd.grad(roots_of(result), self.wanted[index], self.incoming, allow_unused=True)
+        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
 
     def _claims(self, count: int, flushes: int) -> list[tuple]:
         """Of each call its milliseconds, the host's microseconds, the flush's milliseconds. On a GPU all are queued."""
@@ -449,20 +421,10 @@ class Contender:
         torch.cuda.synchronize()
         return [(start.elapsed_time(end), 1e6 * host, begin.elapsed_time(start)) for (begin, start, end), host in marks]
 
-    def _capture(self) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(3):
-                self._timed_call(0)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            answer = self._timed_call(0)
-        self.graph = graph, answer
-
     @contextlib.contextmanager
     def _late(self, sets: list):
         """Another stream, on which the inputs are NaN until long after the calls were launched."""
-        tensors = [x.data for each in sets for x in each if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        tensors = [x.data for x in tree_leaves(sets) if isinstance(x, torch.Tensor) and x.is_floating_point()]
         values = [x.clone() for x in tensors]
         for x in tensors:
             x.fill_(float("nan"))
@@ -474,6 +436,15 @@ class Contender:
             for x, value in zip(tensors, values):
                 x.copy_(value)
             yield
+
+    def _own(self, given):
+        """Copies in this process's own memory, as far off any alignment."""
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            storage = x.untyped_storage()
+            return on_storage(x, storage.clone() if x.device.type == self.device else storage.to(device=self.device))
+
+        return tree_map_only(torch.Tensor, own, given)
 
     def _hand_over(self, leaves: list, forms: list[dict], answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
@@ -502,31 +473,26 @@ def serve(role: str, device: str, requests, replies) -> None:
             command, arguments = requests.recv()
             try:
                 reply = getattr(contender, command)(**arguments)
-                reply["changed"] = contender.changed_settings() if command not in ("time", "warm_up") else []
+                if command not in ("time", "warm_up"):
+                    now = settings()
+                    changed = [(name, was) for name, was in contender.settings.items() if now[name] != was]
+                    reply["changed"] = [f"changes {name} from {was} to {now[name]}" for name, was in changed]
                 if command not in ("time", "warm_up", "answer"):
                     settle(device)
             except RAISED as error:
-                failure = build_failure(error, at_import=command == "load")
+                at_import = contender.loaded is None
+                failure = build_failure(error, at_import)
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
-                reply = {"kind": kind, "said": f"build failed: {failure}" if failure else f"raised {last_line(error)}"}
+                said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
+                reply = {"kind": kind, "said": said + " at import" * at_import}
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             replies.send_bytes(json.dumps(reply).encode())
-
-
-# ---- the judge's side
-
-
-def start_server() -> None:
-    """Starts the process that the workers are copies of: it has loaded torch, and never touches the GPU."""
-    multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
-    multiprocessing.forkserver.ensure_running()
 
 
 class Worker:
     """A contender's process, as the judge sees it."""
 
     def __init__(self, role: str, device: str, timeout: float):
-        start_server()
         context = multiprocessing.get_context("forkserver")
         self.role, self.timeout, self._asked = role, timeout, None
         theirs, self._requests = context.Pipe(duplex=False)
@@ -552,14 +518,17 @@ class Worker:
     def reply(self) -> dict:
         """Waits for the answer, and stops the process again."""
         command, self._asked = self._asked, None
-        patience = self.timeout * (10 if command in ("load", "make", "ready") else 1)
+        patience = self.timeout * (10 if command in ("load", "ready") else 1)
         try:
-            if not connection.wait([self._replies, self._process.sentinel], patience):
+            if not self._replies.poll(patience):
                 self.kill()
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
             reply = json.loads(self._replies.recv_bytes(1 << 24))
         except EOFError as error:
-            raise Rejected(f"ended its process{self._ending()}, and gave no answer to '{command}'") from error
+            self._process.join(2)
+            code = self._process.exitcode or 0
+            ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            raise Rejected(f"ended its process {ending}, and gave no answer to '{command}'") from error
         except (OSError, ValueError):  # longer than a reply may be, not of the pipe's form, no JSON
             reply = None
         if not isinstance(reply, dict):
@@ -567,8 +536,8 @@ class Worker:
             raise Rejected("wrote something of its own into the pipe of its answers")
         self._signal(signal.SIGSTOP)
         if "kind" in reply:
-            raise Rejected(reply["said"] + " at import" * (command == "load"), kind=reply["kind"])
-        if (changed := reply.pop("changed")) and self.role == "new":
+            raise Rejected(reply["said"], kind=reply["kind"])
+        if (changed := reply.pop("changed", [])) and self.role == "new":
             self.kill()
             raise Rejected(*changed)
         return reply
@@ -607,8 +576,3 @@ class Worker:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, number)
-
-    def _ending(self) -> str:
-        self._process.join(2)
-        code = self._process.exitcode or 0
-        return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

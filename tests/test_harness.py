@@ -19,9 +19,9 @@ from in_turns import compare as compare_in_turns
 import harness
 from judge import bench, record, roofline
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
-from judge.check import CHUNK, Errors, compare, perturb, random_like
+from judge.check import CHUNK, Errors, compare, perturb
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
-from judge.worker import poison_memory, same_bits
+from judge.worker import Request, normal_like, poison_memory, same_bits
 
 ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
@@ -52,7 +52,7 @@ def judge(judges, tmp_path):
 def suite(tmp_path, monkeypatch):
     """`main` over a folder of pairs, with nothing measured that takes long."""
     monkeypatch.setattr(harness, "ROOT", tmp_path)
-    monkeypatch.setattr(harness, "SECONDS_EACH", {"cpu": 0.02, "cuda": 0.02})
+    monkeypatch.setattr(harness, "SECONDS_EACH", 0.02)
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: vars(self).update(vars(ceilings_of(self.device))))
 
     def add(name, new, model=MODEL):
@@ -232,11 +232,11 @@ def test_another_error_at_import_is_wrong(lines, judge):
 
 
 def errors(most: list, squares: list) -> Errors:
-    return Errors(torch.tensor([*most, 0.0]).double(), torch.tensor([*squares, 0.0, 0.0, 1.0]).double())
+    return Errors(torch.tensor([*most, 0.0]).double(), torch.tensor([*squares, 0.0]).double(), count=1)
 
 
 def far(*compared) -> int:
-    return int(compare(*compared).sums[3])
+    return compare(*compared).far
 
 
 def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
@@ -245,7 +245,7 @@ def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
     assert errors([2e-6, 1e-6, 1.0], squares).over_limit(torch.float32) == []
     assert len(errors([2.1e-6, 1e-6, 1.0], squares).over_limit(torch.float32)) == 1
     assert errors([ulp, 0.0, 2.0], [ulp**2, 0.0, 4.0]).over_limit(torch.float32) == []
-    assert "largest error" in errors([ulp, 0.0, 1.9], [ulp**2, 0.0, 4.0]).over_limit(torch.float32)[0]
+    assert "max error" in errors([ulp, 0.0, 1.9], [ulp**2, 0.0, 4.0]).over_limit(torch.float32)[0]
     assert errors([math.nan, 0.0, 0.0], [0.0] * 3).over_limit(torch.float32)
 
 
@@ -256,7 +256,8 @@ def test_compare_counts_across_chunks(device):
     new[-1] += 2e-3
     found = compare(new, eager, eager.double(), 1e-4)
     assert found.most.tolist() == pytest.approx([2e-3, 0, 1, 2e-3], rel=1e-3)
-    assert found.sums.tolist() == pytest.approx([5e-6, 0, found.sums[2].item(), 2, 0, eager.numel()], rel=1e-3)
+    assert found.squares.tolist() == pytest.approx([5e-6, 0, found.squares[2].item(), 5e-6], rel=1e-3)
+    assert (found.far, found.one_nan, found.count) == (2, 0, eager.numel())
 
 
 def test_gate_one_is_relative_to_the_scale_and_to_each_element():
@@ -269,7 +270,7 @@ def test_compare_takes_the_same_nan_and_infinity_as_equal():
     nan, inf = math.nan, math.inf
     special = torch.tensor([nan, inf, -inf, 1.0])
     found = compare(special, special, special.double(), 1e-4)
-    assert found.sums[3] == found.most[0] == 0 and found.most[2] == 1
+    assert found.far == found.most[0] == 0 and found.most[2] == 1
     for other in ([0.0, inf, -inf, 1.0], [nan, inf, inf, 1.0], [nan, 3e38, -inf, 1.0]):
         assert far(torch.tensor(other), special, None, 1e-4) == 1
 
@@ -296,7 +297,7 @@ def test_perturb_changes_every_floating_value_and_repeats(device):
 
 def test_incoming_gradients_are_the_same_in_every_dtype(device):
     drawn = [
-        random_like([torch.empty(1000, dtype=dtype, device=device)], 7)[0]
+        normal_like(torch.empty(1000, dtype=dtype, device=device), Request("", seed=7))
         for dtype in (torch.float16, torch.float32, torch.float64)
     ]
     assert torch.equal(drawn[1].double(), drawn[2]) and torch.allclose(drawn[0].double(), drawn[2], rtol=0, atol=1e-6)
@@ -404,13 +405,12 @@ def test_disturbed_rounds_are_said():
 
 
 def test_time_that_a_clock_leaves_out_is_found():
-    def hidden(new: list[float], eager=(0.40,) * 20) -> tuple:
-        return bench.hidden_time([Samples({"new": [1.0] * 20}, {"new": new, "eager": list(eager)}, calls=8)], "cuda")
+    def hidden(new: list[float], eager=(0.40,) * 20) -> str | None:
+        return bench.hidden_time(Samples({"new": [1.0] * 20}, {"new": new, "eager": list(eager)}, calls=8), "cuda")
 
-    assert hidden([0.45] * 20) == (None, True)
-    said, certain = hidden([1.45] * 20)
-    assert said.startswith("its own clock says 8.000 ms") and certain
-    assert not hidden([9.45] * 11 + [0.1] * 9)[1] and not hidden([1.45] * 20, [0.4] * 14 + [1.5] * 6)[1]
+    assert hidden([0.45] * 20) is hidden([1.2] * 20) is None
+    assert hidden([1.45] * 20).startswith("its own clock says 8.000 ms")
+    assert hidden([9.45] * 11 + [0.1] * 9) is hidden([1.45] * 20, [0.4] * 14 + [1.5] * 6) is None
 
 
 def test_what_a_gpu_says_of_its_clocks():
@@ -429,7 +429,6 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
         device="cuda",
     )
     assert run.ok and run.host_us["new"] > 1000 > run.host_us["eager"] and run.ms["new"] < 0.5
-    assert any(note.startswith("the host takes longer to launch a call") for note in run.notes)
 
 
 @pytest.mark.gpu
@@ -485,7 +484,7 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
     judge = harness.Judge(replace(HURRY, directions=("forward",)), ceilings_of("cpu"), lambda text: None)
     (run,) = judge.judge(write(tmp_path, "plain"))
     judge.close()
-    assert len(measured) == 2 and run.ok == ok
+    assert len(measured) == 1 and run.ok == ok
     assert ("above 100% of the floor" in run.notes[-1]) if ok else ("which is not possible" in run.reasons[0])
 
 
@@ -616,7 +615,7 @@ def test_no_gpu_is_a_usage_error(suite, monkeypatch, capsys):
 def test_a_model_that_exits_is_not_all_right(suite, capsys):
     suite.add("leaves", PLAIN, "raise SystemExit(0)")
     assert suite() == 1
-    assert "cannot be used: SystemExit: 0" in capsys.readouterr().out
+    assert "the Model itself raised SystemExit: 0" in capsys.readouterr().out
 
 
 def test_dtypes_and_precisions_make_a_record_each(suite, tmp_path):

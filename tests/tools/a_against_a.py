@@ -24,14 +24,14 @@ def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_
     contest = Contest(Problem(ROOT / "models" / f"{name}.py"), SMALL[name] if DEVICE == "cuda" else SMALL[name] // 4)
     verdicts, disturbed, ratios, widths = Counter(), 0, [], []
     for run in range(runs):
-        with contest.workers({"new": None, "eager": None}) as workers:
-            samples = contest.measure(workers, seconds)
+        with contest.contenders({"new": None, "eager": None}):
+            samples = contest.measure(seconds)
         ratio, (low, high) = bench.speedup(samples, "eager", DEVICE)
         verdicts[bench.verdict(low, high, False)] += 1
         disturbed += bool(bench.interference(samples))
         ratios.append(abs(ratio - 1))
         widths.append(high - low)
-        hidden = bench.hidden_time([samples], DEVICE)[0] or ""
+        hidden = bench.hidden_time(samples, DEVICE) or ""
         print(
             f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}",
             file=sys.stderr,

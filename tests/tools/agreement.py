@@ -30,9 +30,9 @@ def compare(name: str, constants: dict) -> bool:
     inputs = problem.inputs(problem.benchmark_batch, "cuda", torch.float32, 0)
     new = make(load(pair.new_path).ModelNew, problem.arguments(0), 0).to("cuda")
     modules, figures = {"new": new, "eager": contest.case.model}, {}
-    with contest.workers({"new": pair.new_path, "eager": None}) as workers:
+    with contest.contenders({"new": pair.new_path, "eager": None}):
         for _ in range(TURNS):
-            samples = contest.measure(workers, SECONDS)
+            samples = contest.measure(SECONDS)
             for which, module in modules.items():
                 judge, triton = figures.setdefault(which, ([], []))
                 judge.append(statistics.median(samples.ms[which]))

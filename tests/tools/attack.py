@@ -22,13 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from candidates import CANDIDATES, model_of, names, source  # noqa: E402
 
 from harness import Judge, Options  # noqa: E402
-from judge import bench, check  # noqa: E402
+from judge import bench  # noqa: E402
 from judge.record import Result  # noqa: E402
 from judge.roofline import Ceilings  # noqa: E402
 from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
 
 # In a hurry: this is about the judgement, not the figures.
-bench.MIN_ROUNDS, check.MOST_SLOTS = 8, 4
+bench.MIN_ROUNDS, bench.MOST_SLOTS = 8, 4
 HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0)
 
 

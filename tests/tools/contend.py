@@ -22,26 +22,21 @@ class Contest:
 
     def __init__(self, problem: Problem, batch: int | None, dtype: str = "float32", direction: str = "forward"):
         self.direction = direction
-        self.case = check.Case(problem, DEVICE, DEVICE == "cuda", DTYPES[dtype], "highest", batch, 0)
+        self.case = check.Case(problem, DEVICE, DEVICE == "cuda", DTYPES[dtype], "highest", batch, 0, {})
         self.case.model = problem.model(0).to(DEVICE, DTYPES[dtype])
 
     @contextlib.contextmanager
-    def workers(self, files: dict[str, Path | None]) -> Iterator[dict[str, Worker]]:
+    def contenders(self, files: dict[str, Path | None]) -> Iterator[None]:
         """Processes of their own, with the same weights; None stands for the Model."""
-        problem, workers = self.case.problem, {}
+        workers = self.case.workers = {}
         try:
             for name, path in files.items():
-                worker = workers[name] = Worker("eager" if path is None else "new", DEVICE, 600.0)
-                cls, constants = ("ModelNew", {}) if path else ("Model", problem.constants)
-                made = check.make_asked(self.case)
-                worker.send("load", path=path or problem.path, name=cls, constants=constants, made=made)
-            for worker in workers.values():
-                check.give_weights(self.case, worker=worker)
-            self.ring = check.Ring(self.case, self.direction)
-            yield workers
+                workers[name] = Worker("eager" if path is None else "new", DEVICE, 600.0)
+                self.case.load(workers[name], path)
+            yield
         finally:
             for worker in workers.values():
                 worker.kill()
 
-    def measure(self, workers: dict[str, Worker], seconds: float) -> bench.Samples:
-        return bench.measure(workers, self.ring, self.case, seconds)
+    def measure(self, seconds: float) -> bench.Samples:
+        return bench.measure(self.case, self.direction, seconds)

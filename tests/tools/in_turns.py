@@ -35,8 +35,8 @@ def compare(problem: Problem, files: list[Path], batch: int, seconds: float, dir
     """A line of each file; the first is what the others are held against."""
     names = ["new", *map(str, range(1, len(files)))]
     contest, lines = Contest(problem, batch, direction=direction), []
-    with contest.workers(dict(zip(names, files))) as workers:
-        samples = contest.measure(workers, seconds)
+    with contest.contenders(dict(zip(names, files))):
+        samples = contest.measure(seconds)
     for name, path in zip(names, files):
         ratio, (low, high) = bench.speedup(
             samples, name, DEVICE
