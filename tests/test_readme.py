@@ -70,6 +70,8 @@ def test_its_training_loop_learns(tmp_path):
     printed = run_python("sys.path.insert(0, '')\nimport loop", cwd=tmp_path, OMP_NUM_THREADS=2)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", printed)]
     assert len(losses) == 4 and losses[-1] < 0.05, printed
+    left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    assert left == {"loop.py", f"{stem}.py", "weights.pt"}  # and what is built is elsewhere
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     arguments = ast.literal_eval(re.search(r"ModelNew(\(.*\)),", loop)[1])
     model = problem(stem).Model(*arguments)  # what was trained there can go on here

@@ -135,13 +135,8 @@ def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if done.returncode == 0:
-            return "MISSED"
-        return (
-            f"caught by {failed[0].partition('::')[2].partition('[')[0]}"
-            if failed
-            else f"caught: exit {done.returncode}"
-        )
+        by = f" by {failed[0].partition('::')[2].partition('[')[0]}" if failed else f": exit {done.returncode}"
+        return "MISSED" if done.returncode == 0 else f"caught{by}"
 
 
 def main() -> int:
@@ -150,8 +145,7 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
     parser.add_argument("--cuda", action="store_true", help="the rows of CUDA text, on a GPU")
     parser.add_argument("--check", action="store_true", help="run nothing; name the rows whose text is not there")
-    options = parser.parse_args()
-    bad = 0
+    options, bad, caught = parser.parse_args(), 0, 0
     for path, old, new, tests, gpu in rows():
         if options.only not in f"{path} {old}":
             continue
@@ -163,7 +157,9 @@ def main() -> int:
             continue
         if said:
             bad += not said.startswith("caught")
+            caught += said.startswith("caught")
             print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
+    print(f"{caught} caught, {bad} missed or lost" if not options.check else f"{bad} lost")
     return int(bad > 0)
 
 
