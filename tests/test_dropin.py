@@ -231,19 +231,31 @@ def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
         torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
+def channels_of(norm: nn.InstanceNorm2d) -> int:
+    """Of the tensor it is given: instance_norm's has four, the rows of a Linear are one."""
+    return 4 if norm.num_features == 4 else 1
+
+
 def of_other_settings(norm):
     if isinstance(norm, nn.GroupNorm):
         norm.weight = norm.bias = None
-    elif norm.num_features == 4:  # instance_norm's own: only there the statistics are of as many channels as x has
-        return nn.InstanceNorm2d(norm.num_features, track_running_stats=True).eval()
-    else:
-        norm = nn.InstanceNorm2d(1, eps=0.5, affine=True)
-        nn.init.constant_(norm.weight, 2)
+        return norm
+    norm = nn.InstanceNorm2d(channels_of(norm), eps=0.5, affine=True)
+    nn.init.constant_(norm.weight, 2)
     return norm
 
 
+def with_statistics_of_its_own(norm):
+    if isinstance(norm, nn.GroupNorm):  # has none
+        return norm
+    return nn.InstanceNorm2d(channels_of(norm), track_running_stats=True).eval()
+
+
+NORMS = [of_other_settings, with_statistics_of_its_own, of_a_class_of_its_own, with_a_forward_of_its_own]
+
+
 @first_cases
-@pytest.mark.parametrize("way", [of_other_settings, of_a_class_of_its_own, with_a_forward_of_its_own])
+@pytest.mark.parametrize("way", NORMS)
 @torch.no_grad()
 def test_another_norm_in_the_place_of_the_models(case, way, device, request):
     if case.stem == "instance_norm" and way is with_a_forward_of_its_own:
