@@ -49,6 +49,7 @@ KERNELS = [
     (CONV, "activate((h + b) * s)", "activate(h * s + b)", "forward"),
     (CONV, "plane < end; ++plane", "plane + 1 < end; ++plane", "forward"),
     (CONV, "at::empty_like(h, {}, at::MemoryFormat::Contiguous)", "at::empty_like(h.transpose(0, 1))", "compile"),
+    (ROWS, ': {"forward", "backward"}) m.impl(name, torch::', ': {"backward"}) m.impl(name, torch::', "compile"),
     # Python
     (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
     (NORM, "and x.dim() in (3, 4)", "", "invalid"),
