@@ -134,7 +134,7 @@ def squeeze(module, inputs, output=None):
 
 @first_cases
 @pytest.mark.parametrize("on", ["the first module", "the norm", "every module"])
-@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook", "full_backward_pre_hook"])
 def test_hooks_of_the_modules_inside_count(case, kind, on, device, request):
     if case.stem == "instance_norm" and on == "every module" and (device.type != "cpu" or "forward" in kind):
         request.applymarker(pytest.mark.xfail(reason="its `fits` does not ask for hooks on every module", strict=True))

@@ -81,6 +81,7 @@ KERNELS = [
     (CONV, " or not _has_default_strides(weight)", "", "forward"),
     (CONV, " and rows * columns > 1", "", "invalid"),
     (CONV, "\"forward_pre\", ", "", "dropin"),
+    (CONV, "\"backward\", \"backward_pre\")", "\"backward\")", "dropin"),
     (CONV, "\"forward\" not in conv.__dict__ and", "", "dropin"),
     (CONV, "if valid and not needs_grad and not autocast:", "if valid and not needs_grad:", "forward"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
