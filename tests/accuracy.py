@@ -110,10 +110,8 @@ def assert_as_accurate_as_eager(
     def too_large() -> list[str]:
         found = []
         for name, dtype in dtypes.items():
-            worst = [
-                torch.tensor(v[name], dtype=torch.float64).max().item() for v in (ours, eagers, scales)
-            ]  # keeps NaN
-            error, eager_error, scale = worst
+            worst = (torch.tensor(v[name], dtype=torch.float64) for v in (ours, eagers, scales))
+            error, eager_error, scale = (t.max().item() for t in worst)  # which keeps NaN
             allowed = allowed_error(eager_error, scale, dtype, roundings)
             if not error <= allowed:
                 found.append(f"{name} in {dtype}: error {error:.3g}, eager's {eager_error:.3g}, allowed {allowed:.3g}")

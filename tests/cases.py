@@ -270,6 +270,8 @@ def build(
 ) -> tuple[torch.nn.Module, torch.nn.Module, list]:
     """The Model, a ModelNew with the same weights, and inputs; all drawn on the CPU, so the same on every device."""
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack once for each absent device
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     model = problem(case.stem).Model(*case.arguments())
     with torch.no_grad():
         for parameter in model.parameters():  # the ones and zeros of an untrained norm would hide that it was left out

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FIRST, KNOWN, ROOT, STEMS, solution
-from processes import PRELUDE, finish, run_python, save_case, start_python
+from processes import finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
@@ -242,23 +242,3 @@ def test_a_killed_build_does_not_stop_the_next_one(compiler, killed, saved, coun
 def kill(process: subprocess.Popen, names: str) -> None:
     """Those of the process's session that are called so; ninja gives each compiler a process group of its own."""
     subprocess.run(["pkill", f"-{signal.SIGKILL}", "-s", str(process.pid), names], check=False)
-
-
-def may_mount() -> bool:
-    """Whether a process here may have a file system of its own, which it sees alone."""
-    unshare = shutil.which("unshare")
-    return bool(unshare) and not subprocess.run([unshare, "-rm", "true"], check=False, capture_output=True).returncode
-
-
-def test_a_full_disk_is_named(counted, tmp_path):
-    """The source fits, in pages of 4 KB, what the compiler makes of it does not."""
-    if not may_mount():
-        pytest.skip("needs the right to mount a file system of its own")
-    (tmp_path / "built").mkdir()
-    size = len(strings(CASE.stem)["CPP_SOURCE"]) + 16384
-    mounted = f'mount -t tmpfs -o size={size} tmpfs built && exec "$@"'
-    command = ["unshare", "-rm", "sh", "-c", mounted, "sh", sys.executable, "-c", PRELUDE + IMPORT, FILE]
-    environment = {**os.environ, **{name: str(value) for name, value in counted.items()}}
-    options = {"env": environment, "capture_output": True, "text": True, "check": False, "timeout": 120}
-    done = subprocess.run(command, cwd=tmp_path, **options)
-    assert done.returncode == 1 and "No space left on device" in done.stderr, done.stderr

@@ -186,5 +186,10 @@ def test_operators_satisfy_opcheck(stem, device):
         def size(call):
             return max(t.numel() for t in tree_leaves(call[0]) if isinstance(t, torch.Tensor))
 
-        for args, kwargs in sorted(calls.values(), key=size)[:8]:
+        smallest = sorted(calls.values(), key=size)[:8]
+        for args, kwargs in smallest:
             library.opcheck(function, args, kwargs)
+        args, kwargs = smallest[-1]  # whoever differentiates the bare operator is told that he cannot
+        leaves = tree_map_only(torch.Tensor, lambda t: t.requires_grad_(t.is_floating_point()), args)
+        with pytest.raises(RuntimeError, match="not implemented"):
+            sum(t.sum() for t in tree_leaves(function(*leaves, **kwargs))).backward()

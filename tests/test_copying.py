@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shutil
 import symtable
 import sys
 
@@ -15,15 +14,6 @@ from sources import definitions, source
 CASE = next((case for case in FIRST if case.stem == "instance_norm"), FIRST[0])  # the quickest to build
 
 stems = pytest.mark.parametrize("stem", STEMS)
-
-
-def test_copied_alone_into_an_empty_folder(device, tmp_path):
-    saved = save_case(CASE, tmp_path / "case.pt", device)
-    folder = tmp_path / "project"
-    folder.mkdir()
-    shutil.copy(ROOT / "kernels" / f"{CASE.stem}.py", folder / "copied.py")
-    run_python("sys.path.insert(0, '')\nimport copied\ncheck(copied.ModelNew, sys.argv[1])", saved, cwd=folder)
-    assert [p.name for p in folder.iterdir() if p.name != "__pycache__"] == ["copied.py"]  # and it left nothing there
 
 
 @first_cases

@@ -75,11 +75,6 @@ def test_gradients_in_any_layout(case, dtype, layout, what, device):
         # The Model gets the same values contiguous: PyTorch 2.13's batch_norm on a CPU misreads a transposed gradient.
         return gradients(module, inputs, lay if isinstance(module, ours) else lambda grad: lay(grad).contiguous())
 
-    if device.type == "cpu" and what != "of inputs":  # the plain way may misread it as the Model does
-        model, new, inputs = next(draws(case, device, dtype))
-        theirs, found = (gradients(module, inputs, lay) for module in (model, new))
-        if all(torch.equal(found[name], theirs[name]) for name in theirs):
-            return
     assert_as_accurate_as_eager(run, draws(case, device, dtype, change), ROUNDINGS)
 
 

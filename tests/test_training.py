@@ -212,9 +212,11 @@ def test_per_sample_gradients(case, device):
 
 @slow_vmap
 @first_cases
-def test_forward_mode(case, device):
+@pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen"])
+def test_forward_mode(case, frozen, device):
     """A lost tangent would be a gradient of zero that nobody notices."""
     model, new, inputs = build(case, device)
+    new.requires_grad_(not frozen)
     tangents = tuple(torch.randn_like(t) for t in inputs)
     (_, expected), (_, tangent) = (torch.func.jvp(module, tuple(inputs), tangents) for module in (model, new))
     torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)

@@ -287,8 +287,8 @@ def miss(case: tuple[str, int, int, str]) -> str | None:
         return said
 
 
-def again(stem: str, seed: int, index: int, device: str) -> str:
-    return f"python tests/tools/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}"
+def again(stem: str, seed: int, index: int, device: str, said: str) -> str:
+    return f"python tests/tools/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}  # {said}"
 
 
 def shares(pairs: list[str], seed: int, cases: int, device: str, deadline: float) -> Iterator[list[tuple]]:
@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=120, help="seconds after which a case hangs")
     parser.add_argument("--json", type=Path, help="write what was done to this file")
     options = parser.parse_args(arguments)
-    pairs, ask = options.pair.split(","), (options.seed, options.cases, options.device)
+    pairs = options.pair.split(",")
     if unknown := set(pairs) - set(STEMS):
         parser.error(f"no pair {', '.join(unknown)}: there are {', '.join(STEMS)}")
     if options.index is not None:
@@ -329,29 +329,21 @@ def main(arguments: list[str] | None = None) -> int:
         return int(said is not None)
     build_all(pairs)
     start, done, missed = time.monotonic(), dict.fromkeys(pairs, 0), dict.fromkeys(pairs, 0)
-    asked = shares(pairs, *ask, start + options.seconds)
+    asked = shares(pairs, options.seed, options.cases, options.device, start + options.seconds)
     for case, said in in_processes(miss, asked, options.processes, options.patience, visible_gpus()):
         done[case[0]] += 1
         if said:
             missed[case[0]] += 1
-            print(f"{again(*case)}  # {said}", flush=True)
-    seconds = time.monotonic() - start
+            print(again(*case, said), flush=True)
+    seconds = round(time.monotonic() - start)  # of all pairs, which take turns
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
-    rows = [
-        {
-            "pair": stem,
-            "device": device,
-            "seed": options.seed,
-            "cases": done[stem],
-            "missed": missed[stem],
-            "seconds": round(seconds),  # of all pairs, which take turns
-            "source_sha256": code_sha256(ROOT / "kernels" / f"{stem}.py"),
-        }
-        for stem in pairs
-    ]
-    for row in rows:
-        print("{pair} on {device}, seed {seed}: {cases} cases, {missed} missed, {seconds} s".format(**row))
+    found = {"device": device, "seed": options.seed, "seconds": seconds}
+    hashes = {stem: code_sha256(ROOT / "kernels" / f"{stem}.py") for stem in pairs}
+    for stem in pairs:
+        print(f"{stem} on {device}, seed {options.seed}: {done[stem]} cases, {missed[stem]} missed, {seconds} s")
     if options.json:
+        by_pair = {"cases": done, "missed": missed, "source_sha256": hashes}
+        rows = [{"pair": stem, **found, **{key: of[stem] for key, of in by_pair.items()}} for stem in pairs]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(any(missed.values()))
 

@@ -1,23 +1,18 @@
 """How long an import takes: cold (compilers run) and warm (load_inline finds its work done). Wall-clock seconds.
 
-    python tests/tools/import_time.py [--json results/imports.json]
+    python tests/tools/import_time.py
 
 Cold is measured for each kernel file alone and for all at once, each time in an empty TORCH_EXTENSIONS_DIR. All figures
 are what the import adds to `import torch`, in a fresh process; warm, the median of three.
 """
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = sorted((ROOT / "kernels").glob("*.py"))
@@ -50,9 +45,6 @@ def seconds(process: subprocess.Popen) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
     alone, warm, together = {}, {}, {}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         seconds(start(FILES[0], first + "/unused"))  # what the disk has to read is read
@@ -67,23 +59,6 @@ def main() -> None:
     for stem in alone:
         print(f"{stem:32} cold {alone[stem]:5.1f} s alone, {together[stem]:5.1f} s at once; warm {warm[stem]:.2f} s")
     print(f"all at once, with import torch: {wall:.1f} s")
-    if options.json:
-        environment = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "cores": len(os.sched_getaffinity(0)),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-        }
-        record = {
-            "cold": alone,
-            "cold_at_once": together,
-            "warm": warm,
-            "wall_at_once": wall,
-            "environment": environment,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

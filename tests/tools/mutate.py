@@ -49,6 +49,7 @@ KERNELS = [
     (CONV, "activate((h + b) * s)", "activate(h * s + b)", "forward"),
     (CONV, "plane < end; ++plane", "plane + 1 < end; ++plane", "forward"),
     (CONV, "at::empty_like(h, {}, at::MemoryFormat::Contiguous)", "at::empty_like(h.transpose(0, 1))", "compile"),
+    (ROWS, ': {"forward", "backward"}) m.impl(name, torch::', ': {"backward"}) m.impl(name, torch::', "compile"),
     # Python
     (NORM, "and x.shape[-2] * x.shape[-1] != 1 ", "", "invalid"),
     (NORM, "and x.dim() in (3, 4)", "", "invalid"),
@@ -67,15 +68,20 @@ KERNELS = [
     (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
     (ROWS, "return torch.is_grad_enabled() and not", "return False and not", "compile"),
     (ROWS, "and not norm.affine and", "and", "dropin"),
+    (ROWS, " and not norm.track_running_stats", "", "dropin"),
+    (ROWS, "elif h.is_cpu and h.requires_grad:", "elif False:", "gradients"),
+    (ROWS, "type(t) in kinds and ", "", "distributed"),
     (SWISH, "any(t.requires_grad for t in tensors)", "tensors[0].requires_grad", "gradients"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
+    (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),
     (CONV, "conv.bias is None or norm.weight is None", "norm.weight is None", "dropin"),
     (CONV, "!= ((1, 1), (0, 0), (1, 1), 1)", "!= (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
     (CONV, " or not _has_default_strides(weight)", "", "forward"),
     (CONV, " and rows * columns > 1", "", "invalid"),
     (CONV, "\"forward_pre\", ", "", "dropin"),
+    (CONV, "\"backward\", \"backward_pre\")", "\"backward\")", "dropin"),
     (CONV, "\"forward\" not in conv.__dict__ and", "", "dropin"),
     (CONV, "if valid and not needs_grad and not autocast:", "if valid and not needs_grad:", "forward"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
@@ -135,13 +141,8 @@ def verdict(tree: Path, path: str, old: str, new: str, tests: list[str]) -> str:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
         failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if done.returncode == 0:
-            return "MISSED"
-        return (
-            f"caught by {failed[0].partition('::')[2].partition('[')[0]}"
-            if failed
-            else f"caught: exit {done.returncode}"
-        )
+        by = f" by {failed[0].partition('::')[2].partition('[')[0]}" if failed else f": exit {done.returncode}"
+        return "MISSED" if done.returncode == 0 else f"caught{by}"
 
 
 def main() -> int:
@@ -150,8 +151,7 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose files and tests are taken")
     parser.add_argument("--cuda", action="store_true", help="the rows of CUDA text, on a GPU")
     parser.add_argument("--check", action="store_true", help="run nothing; name the rows whose text is not there")
-    options = parser.parse_args()
-    bad = 0
+    options, bad, caught = parser.parse_args(), 0, 0
     for path, old, new, tests, gpu in rows():
         if options.only not in f"{path} {old}":
             continue
@@ -163,7 +163,9 @@ def main() -> int:
             continue
         if said:
             bad += not said.startswith("caught")
+            caught += said.startswith("caught")
             print(f"| {path} | `{old.strip()[:60]}` | `{new.strip()[:60]}` | {said} |".replace("\n", " "), flush=True)
+    print(f"{caught} caught, {bad} missed or lost" if not options.check else f"{bad} lost")
     return int(bad > 0)
 
 
