@@ -214,15 +214,18 @@ def main() -> int:
     for gpu, (tool, stem) in enumerate((t, s) for t in options.tools.split(",") for s in stems if not options.reach):
         log, asked = folder / f"{tool}, {stem}", ("--pairs", stem, "--call", folder / stem, "--until", until)
         running[tool, stem] = log, start(*asked, output=log, gpu=gpu, tool=tool)
-    while any(process.poll() is None for _, process in running.values()) and time.monotonic() < until + GRACE:
-        if all(process.poll() is not None or REACHED in log.read_text() for log, process in running.values()):
-            (folder / REACHED).touch()
-        time.sleep(0.5)
-    for (tool, stem), (log, process) in running.items():
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        right &= report(tool, stem, reach[stem], log.read_text())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # who stops this tool early is told what was found so far
+    try:
+        while any(process.poll() is None for _, process in running.values()) and time.monotonic() < until + GRACE:
+            if all(process.poll() is not None or REACHED in log.read_text() for log, process in running.values()):
+                (folder / REACHED).touch()
+            time.sleep(0.5)
+    finally:  # in sessions of their own, they would go on without this process
+        for (tool, stem), (log, process) in running.items():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            right &= report(tool, stem, reach[stem], log.read_text())
     return int(not right)
 
 
