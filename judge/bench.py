@@ -148,16 +148,19 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     return samples
 
 
-def hidden_time(samples: Samples, device: str) -> str | None:
+def hidden_time(measured: list[Samples], device: str) -> tuple[str | None, bool]:
     """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
-    answer is not what it seems. Three quarters of its turns must have more of it than three quarters of eager's: a busy
-    machine delays now one, now the other."""
-    claimed = samples.calls * statistics.median(samples.ms["new"])
-    more = quartiles(samples.beyond["new"])[0] - quartiles(samples.beyond["eager"])[1]
-    if more <= HIDDEN_SHARE * claimed + HIDDEN_MS[device]:
-        return None
+    answer is not what it seems. And whether that is certain: three quarters of the candidate's turns have more of it
+    than three quarters of eager's, each time it was measured. A busy machine delays now one, now the other."""
+    claimed = measured[0].calls * statistics.median(measured[0].ms["new"])
+    allowed = HIDDEN_SHARE * claimed + HIDDEN_MS[device]
+    new, eager = ([statistics.quantiles(each.beyond[name], n=4) for each in measured] for name in ("new", "eager"))
+    more = statistics.median(mine[1] - theirs[1] for mine, theirs in zip(new, eager))
+    if more <= allowed:
+        return None, True
+    certain = all(mine[0] - theirs[2] > allowed for mine, theirs in zip(new, eager))
     seen = f"in which the judge's clock sees {more:.3f} ms more than in eager's turns"
-    return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
+    return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}", certain
 
 
 def interval(values: list[float]) -> list[float]:

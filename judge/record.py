@@ -84,6 +84,9 @@ class Result:
                 ratio, (low, high) = bench.speedup(samples, name, self.device)
                 self.speedup[name], self.speedup_ci[name] = tidy(ratio), [tidy(low), tidy(high)]
                 self.verdict[name] = bench.verdict(low, high, bool(self.interference))
+        if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
+            times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
+            self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
 
     def set_roof(self, ceilings: roofline.Ceilings, problem: Problem) -> None:
         """How far from the limit; raises Rejected for a time that is not possible."""

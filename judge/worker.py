@@ -228,6 +228,7 @@ def settings() -> dict[str, object]:
         "determinism": [torch.are_deterministic_algorithms_enabled(), cudnn.deterministic],
         "the number of threads": torch.get_num_threads(),
         "whether gradients are recorded": torch.is_grad_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
         "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
         "the cores this process may use": sorted(os.sched_getaffinity(0)),
         "the trace or profile function": [sys.gettrace(), sys.getprofile()],

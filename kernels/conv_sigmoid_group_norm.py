@@ -45,6 +45,7 @@ CUDA_SOURCE = r"""
 
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
@@ -58,6 +59,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -65,17 +67,20 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
 template <int N> __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 template <int N> __device__ __forceinline__ void fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
 }
+
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
@@ -648,8 +653,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
 
-// pointers: x, out, of float32 the convolution's weight and bias, bias, scale, gamma, beta and the groups' statistics,
-// and the workspace.
+// pointers: x, out; in float32 conv_weight, conv_bias, bias, scale, gamma, beta; the statistics; the workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
     ConvArguments p = {};
     p.x = pointers[0], p.out = pointers[1];
@@ -1173,8 +1177,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// pointers as of conv_forward, but out unused; then grad, grad_x (null: not wanted), and the partial sums: see
-// BackwardArguments.
+// pointers as of conv_forward, out unused; then grad, grad_x (null: not wanted) and the partial sums.
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
