@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 import pickle
 
 import pytest
@@ -52,7 +53,17 @@ def test_is_made_as_the_model_is(case):
     assert repr(new) == repr(model).replace("Model(", "ModelNew(", 1)
 
 
-COPIES = {"pickle": lambda module: pickle.loads(pickle.dumps(module)), "deepcopy": copy.deepcopy}
+def through_a_file(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+COPIES = {
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_a_file,
+}
 
 
 @first_cases
@@ -100,6 +111,21 @@ def test_new_weights_are_used_at_once(case, device):
             change(other)
             one.data.copy_(other.data)
         assert_as_accurate_as_eager(forward, [(model, new, inputs)])
+
+
+CONVERSIONS = {
+    ".half()": (lambda m: m.half(), torch.float16),
+    ".half().float()": (lambda m: m.half().float(), torch.float32),
+    ".to(float64)": (lambda m: m.to(torch.float64), torch.float64),
+}
+
+
+@first_cases
+@pytest.mark.parametrize("way", CONVERSIONS)
+def test_conversions(case, way, device):
+    model, new, inputs = build(case, device)
+    convert, dtype = CONVERSIONS[way]
+    assert_as_accurate_as_eager(forward, [(convert(model), convert(new), converted(inputs, dtype=dtype))])
 
 
 @first_cases
