@@ -45,7 +45,6 @@ CUDA_SOURCE = r"""
 
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
@@ -59,7 +58,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -742,7 +740,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
     if (threadIdx.x == 0) sums[blockIdx.y] = all;
 }
 
-template <typename T, int PACK> static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
+template <typename T, int PACK = 16 / sizeof(T)>
+static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
     if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, sms, stream);
     const unsigned groups = unsigned(p.samples) * p.groups;
     const int64_t wanted = 2 * sms / groups, most = int64_t(p.height) * p.width / (4 * PACK * kGroupThreads);
@@ -754,8 +753,7 @@ template <typename T, int PACK> static int launch_tail(const ConvArguments& p, i
 // pointers and sizes as of conv_forward, but x is h.
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    const auto launch = [&](auto type) { return launch_tail<decltype(type), 16 / sizeof type>(p, sizes[6], stream); };
-    return by_type(sizes[8], launch);
+    return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type)>(p, sizes[6], stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1196,6 +1194,7 @@ CPP_SOURCE = r"""
 #include <torch/library.h>
 #ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
@@ -1204,7 +1203,7 @@ namespace {
 
 using at::Tensor;
 using Vec = at::vec::Vectorized<float>;
-// Everywhere `parameters` are the convolution's weight and bias, bias, scale, and the norm's weight and bias.
+// Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
@@ -1267,7 +1266,11 @@ struct Arguments {
               int64_t(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin),
               x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2} {
         add(aligned(x)), add(out);
-        for (const Tensor& t : parameters) add(t.to(at::kFloat).contiguous());
+        const bool converts = x.scalar_type() != at::kFloat;  // parameters have x's dtype; kernels take float32
+        for (const Tensor& t : parameters) {
+            add(converts ? at::empty(t.sizes(), t.options().dtype(at::kFloat)) : t.contiguous());
+        }
+        if (converts) at::_foreach_copy_(at::TensorList(held).slice(2), parameters);  // one kernel, not six
     }
     void add(const Tensor& t) { pointers.push_back(held.emplace_back(t).data_ptr()); }
     void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
@@ -1372,10 +1375,8 @@ def _load(name: str) -> str:
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _operators = getattr(torch.ops, NAMESPACE)
 _forward, _backward = _operators.forward, _operators.backward
-_SMS = [  # multiprocessors of each GPU that has wgmma, the kernel's instruction; 0 of others
-    torch.cuda.get_device_properties(gpu).multi_processor_count * (torch.cuda.get_device_capability(gpu)[0] == 9)
-    for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)
-]
+_GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
+_SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
