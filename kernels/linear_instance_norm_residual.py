@@ -7,9 +7,9 @@ The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pix
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
-without hooks, autocast or transforms. In strict float32 on sm_90, from 2^30 multiplications on, its product and its
-gradients run on fp16 tensor cores with the accuracy of float32; elsewhere it is ATen's product, followed by one kernel,
-and only if no gradient is recorded. Everything else is the plain way: the Model's own lines.
+without hooks, autocast or transforms; with gradients on a GPU only. In strict float32 on sm_90, from 2^30
+multiplications on, its products run on fp16 tensor cores with the accuracy of float32; elsewhere they are ATen's, and
+one kernel follows the forward's. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms; product 0.53, split_rows 0.15, norm 0.02.
@@ -838,6 +838,8 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/native_layer_norm.h>
+#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
@@ -851,10 +853,10 @@ CPP_SOURCE = r"""
 namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, what backward
-// reads: h = x weight^T + bias, and the exponents of x's and weight's scales (struct Exponents).
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
+// h = x weight^T + bias, and of float32 also the exponents of x's and weight's scales, zeros beside ATen's h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
-    bool, bool recorded) {
+    bool tf32, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
     TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == n, "bias (n)");
@@ -862,9 +864,10 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     for (const at::Tensor& t : {weight, bias, y}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
-    const at::Tensor out = at::empty_symint({m, n}, x.options()), none = at::empty({0}, x.options());
-    if (!recorded) return {out, none, none.clone()};
-    return {out, at::empty_like(out), at::empty_symint({1 + m}, x.options().dtype(at::kInt))};
+    const at::Tensor out = at::empty_symint({m, n}, x.options());
+    const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
+    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? 1 + m : 0;
+    return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
 // h, y and out (m, n) in float32. Statistics are added up in double.
 void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
@@ -896,7 +899,7 @@ Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Ten
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor&, const at::Tensor& y, double, std::array<bool, 4> needs) {
-    for (const at::Tensor& t : {grad, x, weight, h, y}) TORCH_CHECK(t.scalar_type() == at::kFloat, "float32 is wanted");
+    for (const at::Tensor& t : {grad, weight, h, y}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "one dtype");
     const auto result = [&](bool need, c10::SymIntArrayRef size) {
         return need ? at::empty_symint(size, x.options()) : at::empty({0}, x.options());
     };
@@ -954,26 +957,25 @@ extern "C" int split_row_gradient(const float* grad, const float* h, const float
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    const bool fits = x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k);
-    Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded && fits);
+    Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
+    auto& [out, h, exponents] = outputs;
     if (y.numel() == 0) return outputs;
     const c10::cuda::CUDAGuard guard(x.device());
-    const at::Tensor out = std::get<0>(outputs), other = aligned(y);
-    at::Tensor h;
-    if (fits) {
+    at::Tensor product = recorded ? h : at::empty_like(out);
+    if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        h = recorded ? std::get<1>(outputs) : at::empty_like(out);
-        const at::Tensor exponents = recorded ? std::get<2>(outputs) : at::empty({1 + m}, x.options().dtype(at::kInt));
+        const at::Tensor found = recorded ? exponents : at::empty({1 + m}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
-        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(h), scales.data_ptr(),
-            exponents.data_ptr<int>(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
+        check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
+            found.data_ptr<int>(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
     } else {
-        h = at::linear(x, weight, bias).contiguous();
+        at::linear_out(product, x, weight, bias);
+        exponents.zero_();  // where there are any: the same each time
     }
     const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
     check_launch(row_norm_residual(
-        dtype, h.data_ptr(), other.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+        dtype, product.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
     return outputs;
 }
 
@@ -982,9 +984,19 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     std::vector<at::Tensor> results =
         backward_meta(grad, x, weight, h, exponents, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
+    const int64_t m = h.size(0), n = h.size(1);
+    const at::Tensor given = aligned(grad), of_y = aligned(y);
+    if (exponents.numel() == 0 || n > 8192 || !product_fits(m, n, x.size(1))) {  // ATen's norm of rows, and products
+        const auto [z, mean, rstd] = at::native_layer_norm(h, {n}, {}, {}, eps);
+        const at::Tensor g = std::get<0>(
+            at::native_layer_norm_backward(given.mul(of_y), h, {n}, mean, rstd, {}, {}, {true, false, false}));
+        if (needs[0]) results[0] = g.mm(weight);
+        if (needs[1]) results[1] = g.t().mm(x);
+        if (needs[2]) results[2] = g.sum(0);
+        if (needs[3]) results[3] = given.mul(z.add(of_y, 2));
+        return results;
+    }
     product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {
-        const int64_t m = h.size(0), n = h.size(1);
-        const at::Tensor given = aligned(grad), of_y = aligned(y);
         const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
         const int error = split_row_gradient(floats(given), floats(h), floats(of_y),
             needs[3] ? floats(results[3]) : nullptr, floats(partials), m, n, float(eps), to, current_stream());
@@ -1097,14 +1109,6 @@ def _is_recorded(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and not _is_exporting() and any(t.requires_grad for t in tensors)
 
 
-def _has_gradients(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels compute gradients: strict float32 on sm_90, the shapes of `product_fits`, n at most 8192."""
-    if not x.is_cuda or x.dtype is not torch.float32 or x.device.index not in _HOPPERS or _allows_tf32():
-        return False
-    (m, k), n = x.shape, weight.shape[0]
-    return min(m, n, k) >= 128 and n % 4 == k % 4 == 0 and n <= 8192 and m * n * k >= 2**30 and max(m, k) < 2**24
-
-
 def _allows_tf32() -> bool:
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
@@ -1112,9 +1116,6 @@ def _allows_tf32() -> bool:
 
 # torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
-
-_HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
-
 
 NAMESPACE = _load("linear_instance_norm_residual")
 _forward = getattr(torch.ops, NAMESPACE).forward
@@ -1146,19 +1147,19 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
         return False
     n = weight.shape[0]
     shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n) and n % 8 == 0
-    return shapes and (not _is_recorded(x, weight, bias, y) or _has_gradients(x, weight))
+    return shapes and (x.is_cuda or not _is_recorded(x, weight, bias, y))
 
 
 class LinearRowNormResidual(torch.autograd.Function):
     """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(x, weight, bias, y, eps):
-        return _forward(x, weight, bias, y, eps, False, True)
+    def forward(x, weight, bias, y, eps, tf32):
+        return _forward(x, weight, bias, y, eps, tf32, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps = inputs
+        *tensors, ctx.eps, _ = inputs
         ctx.save_for_backward(*tensors, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # or these get gradients of zeros
@@ -1166,17 +1167,16 @@ class LinearRowNormResidual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, *_):
         if grad is None:
-            return (None,) * 5
+            return (None,) * 6
         (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if not torch.is_grad_enabled():
             found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)
         else:  # they are to be differentiated in turn
             wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
-            norm = nn.InstanceNorm2d(1, eps=ctx.eps)
-            out = _finish_plainly(norm, nn.functional.linear(x, weight, bias), y)
+            out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(x, weight, bias), y)
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             found = [next(of_wanted) if need else None for need in needs]
-        return *(own if need else None for own, need in zip(found, needs)), None
+        return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
 class ModelNew(nn.Module):
@@ -1194,7 +1194,7 @@ class ModelNew(nn.Module):
         linear, norm = self.bmm, self.instance_norm
         if not _fits(linear, norm, x, y):
             return _finish_plainly(norm, linear(x), y)
-        arguments = (x, linear.weight, linear.bias, y, norm.eps)
-        if _is_recorded(*arguments[:4]):
-            return LinearRowNormResidual.apply(*arguments)[0]
-        return _forward(*arguments, _allows_tf32(), False)[0]
+        tensors, others = (x, linear.weight, linear.bias, y), (norm.eps, _allows_tf32())
+        if _is_recorded(*tensors):
+            return LinearRowNormResidual.apply(*tensors, *others)[0]
+        return _forward(*tensors, *others, False)[0]

@@ -215,8 +215,8 @@ IMAGES = Case("instance_norm", "16 x 64 x 512 x 512", (64,), ((16, 64, 512, 512)
 @pytest.mark.parametrize("case", [c for c in (IMAGES, BENCHMARK, *BENCHMARK_PRODUCTS) if c.stem in STEMS], ids=str)
 @pytest.mark.parametrize("recorded", [False, True], ids=["forward", "forward and backward"])
 def test_takes_no_more_memory_than_eager(case, recorded):
-    """But for what a product's forward makes of its operands, fp16 pieces (four bytes a value) and scales (eight a row),
-    and what slices' sums take."""
+    """But for what a product's forward makes of its operands, fp16 pieces (four bytes a value) and scales (eight bytes
+    a row), and what slices' sums take."""
     model, new, inputs = build(case, "cuda")
     ours, eagers = (peak_memory(module, inputs, recorded) for module in (new, model))
     split = [inputs[0], *(m.weight for m in new.children() if isinstance(m, torch.nn.Linear))]
