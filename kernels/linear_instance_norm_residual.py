@@ -987,13 +987,13 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const int64_t m = h.size(0), n = h.size(1);
     const at::Tensor given = aligned(grad), of_y = aligned(y);
     if (exponents.numel() == 0 || n > 8192 || !product_fits(m, n, x.size(1))) {  // ATen's norm of rows, and products
-        const auto [z, mean, rstd] = at::native_layer_norm(h, {n}, {}, {}, eps);
+        auto [z, mean, rstd] = at::native_layer_norm(h, {n}, {}, {}, eps);
         const at::Tensor g = std::get<0>(
             at::native_layer_norm_backward(given.mul(of_y), h, {n}, mean, rstd, {}, {}, {true, false, false}));
+        if (needs[3]) results[3] = z.add_(of_y, 2).mul_(given);
         if (needs[0]) results[0] = g.mm(weight);
         if (needs[1]) results[1] = g.t().mm(x);
         if (needs[2]) results[2] = g.sum(0);
-        if (needs[3]) results[3] = given.mul(z.add(of_y, 2));
         return results;
     }
     product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {

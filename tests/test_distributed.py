@@ -50,7 +50,7 @@ def test_dtensors_are_right_or_refused_in_words(case, placement, recorded, mesh,
     try:
         out = over_the_mesh(new)
     except (NotImplementedError, RuntimeError) as refusal:
-        if "sharding strategy" in str(refusal):
+        if "sharding strategy" in str(refusal) and "aten." not in str(refusal):
             assert device.type == "cuda" or not recorded  # training on a CPU is the plain way
             assert "linear" not in case.stem  # these look at the type of their tensors
         else:  # no refusal of our operators: then it is one of the Model, too
