@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -67,6 +68,16 @@ def refuse(text: str) -> NoReturn:
     raise SystemExit(USAGE)
 
 
+@contextlib.contextmanager
+def rejecting(runs: list[Result]) -> Iterator[None]:
+    """What is found wrong in here is wrong with these runs, and ends no others."""
+    try:
+        yield
+    except RAISED as error:
+        for run in runs:
+            run.reject(error)
+
+
 class Judge:
     """Judges pair after pair. The processes of the baselines serve all of them."""
 
@@ -74,7 +85,7 @@ class Judge:
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's.
-        self.roles = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
+        self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -90,51 +101,38 @@ class Judge:
             what = {"model": pair.name, "source_sha256": source.code_sha256(pair.new_path), "device": options.device}
             what |= {"dtype": dtype, "precision": level, "seed": options.seed, "constants": constants or {}}
             runs, notes = [Result(direction=way, **what) for way in options.directions], []
-            try:
+            with rejecting(runs):
                 source.set_precision(level)
                 problem = Problem(pair.model_path, constants)
-                batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
-                for run in runs:
-                    run.batch = batch
-                told = f"{pair.name}: {dtype} {level}" + ("" if batch is None else f", batch {batch}")
-                form = DTYPES[dtype], level, batch, options.seed
+                batch = problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch
+                form = DTYPES[dtype], level, options.batch or batch, options.seed
                 case = check.Case(problem, options.device, self.by_ipc, *form, self.workers, notes)
-                case.tell = lambda text: self.tell(f"{told}: {text}")
-                self._judge(case, pair, runs)
-            except RAISED as error:
+                case.tell = lambda text: self.tell(f"{pair.name}: {dtype} {level}, batch {case.batch}: {text}")
+                shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
                 for run in runs:
-                    run.reject(Rejected(f"the Model itself raised {source.last_line(error)}"))
+                    run.batch, run.shapes = case.batch, shapes
+                self._judge(case, pair, runs)
             for run in runs:
-                run.notes += [note for note in notes if note not in run.notes]
-            source.set_precision("highest")
+                run.notes += notes
             yield from runs
 
     def _judge(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
-        right = []  # the directions that are, so far
-        for role in self.roles:
+        measure = self._profile if self.options.profile else self._time
+        for role in self.baselines:
             case.load(self._worker(role), pair.new_path if role == "cudagraph" else None)
-        try:
-            for run in runs:
+        for i, direction in enumerate([*self.options.directions, "after"]):
+            at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
+            if not at_stake:
+                continue
+            with rejecting(at_stake):
                 self._start(case, pair, runs)
-                check.check(case, run.direction)
-                self._profile(case, run) if self.options.profile else self._time(case, run)
-                right.append(run)
-        except Rejected as rejected:
-            for run in runs[len(right) :]:  # what builds upon it is wrong too
-                run.reject(rejected)
-        try:
-            if right:
-                self._start(case, pair, runs)
-                check.check(case, "after")
-                for run in right:
-                    run.set_errors(case.errors, case.dtype)
-        except Rejected as rejected:
-            for run in right:
-                run.reject(rejected)
+                check.check(case, direction)
+                if direction != "after":
+                    measure(case, runs[i])
 
     def _worker(self, role: str) -> Worker:
-        if not (role in self.workers and self.workers[role].alive()):
+        if role not in self.workers or not self.workers[role].alive():
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
 
@@ -145,8 +143,7 @@ class Judge:
             self._worker("new")
             seconds = check.start(case, pair.new_path)
             for run in runs:
-                run.import_seconds = round(seconds, 3)
-                run.shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
+                run.import_seconds = seconds
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
@@ -161,51 +158,39 @@ class Judge:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
+        run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
         run.interference = bench.interference(measured[-1]) + [hidden] * bool(hidden)
-        if clocks_before:
-            run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
-            if held := run.clocks["after"]["throttle"]:
-                run.interference.append(f"the GPU's clocks are held down: {held}")
-        run.set_times(measured[-1], self.options.baselines)
+        if held := run.clocks["after"].get("throttle"):
+            run.interference.append(f"the GPU's clocks are held down: {held}")
+        run.set_times(measured[-1])
+        run.set_errors(case.errors)
         run.set_roof(self.ceilings, case.problem)
 
     def _profile(self, case: check.Case, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
-        ring = bench.Ring(case, run.direction)
-        case.workers["new"].ask("ready", seconds=0.2, **ring.ready)
+        case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
         self.options.profile.mkdir(parents=True, exist_ok=True)
         path = self.options.profile.resolve() / f"{run.model}_{run.direction}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
 
 
-def shapes_of(pair: Pair, options: Options) -> list[dict]:
-    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
-    try:
-        problem = Problem(pair.model_path)
-    except RAISED:  # the run says what is wrong with the file
-        return [{}]
-    if options.batch and problem.benchmark_batch is None:
-        refuse(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
-    if options.sweep and not problem.sweep:
-        refuse(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
-    return problem.sweep if options.sweep else [{}]
-
-
 def pairs_of(names: tuple[str, ...]) -> list[Pair]:
-    if any(name.endswith(".py") for name in names):
-        if len(names) != 2:
-            refuse("files come in twos: MODEL.py NEW.py")
-        if missing := [name for name in names if not Path(name).is_file()]:
-            refuse(f"no file {missing[0]}")
+    if len(names) == 2 and all(Path(name).is_file() for name in names):
         model, new = (Path(name).resolve() for name in names)
         return [Pair(model.stem, model, new)]
     pairs = source.discover(ROOT)
     if unknown := [name for name in names if name not in pairs]:
-        refuse(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}")
-    if not pairs:
-        refuse("no pair here: a pair is models/NAME.py and kernels/NAME.py")
+        refuse(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}; or name two files, MODEL.py NEW.py")
     return [pairs[name] for name in dict.fromkeys(names or pairs)]
+
+
+def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
+    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
+    shapes = Problem(pair.model_path).sweep if sweep else [{}]
+    if not shapes:
+        refuse(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
+    return shapes
 
 
 def parts(value: str) -> tuple[str, ...]:
@@ -215,72 +200,62 @@ def parts(value: str) -> tuple[str, ...]:
 def parse(argv: list[str]) -> Options:
     layout, left_out = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS  # Options has the defaults
     parser = argparse.ArgumentParser("harness.py", None, __doc__, formatter_class=layout, argument_default=left_out)
-    add = parser.add_argument
-    add("names", nargs="*", default=[], metavar="NAME", help="pairs to run (all), or the two files of one pair")
+    add, gpu = parser.add_argument, torch.cuda.is_available()
+    add("names", nargs="*", default=(), metavar="NAME", help="pairs to run (all), or the two files of one pair")
     add("--list", action="store_true", help="name the pairs and stop")
-    gpu = torch.cuda.is_available()
     add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: cuda if there is a GPU")
-    add("--dtype", type=parts, metavar="LIST", help=f"comma separated, of {','.join(DTYPES)} (float32)")
-    levels = "highest: strict float32 (default); high: TF32 allowed; comma separated"
-    add("--precision", type=parts, metavar="LIST", help=levels)
-    rivals = f"comma separated, of {','.join(BASELINES)} (eager,compile)"
-    add("--baselines", type=parts, metavar="LIST", help=rivals)
-    add("--backward", action="store_true", default=False, help="also with gradients recorded, and forward + backward")
-    add("--batch", type=int, metavar="N", help="default: the file's batch_size, or cpu_batch_size on a CPU")
-    add("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
-    add("--seed", type=int, metavar="N", help="of weights and inputs (0)")
-    add("--timeout", type=float, metavar="S", help="seconds for a call; ten times that to build (120)")
+    add("--dtype", type=parts, help=f"comma separated, of {','.join(DTYPES)} (float32)")
+    add("--precision", type=parts, help="highest: strict float32 (default); high: TF32 allowed; comma separated")
+    add("--baselines", type=parts, help=f"beside eager; comma separated, of {','.join(BASELINES)} (compile)")
+    backward = "also with gradients recorded, and forward + backward"
+    add("--backward", dest="directions", action="store_const", const=DIRECTIONS, help=backward)
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--batch", type=int, help="default: the file's batch_size, or cpu_batch_size on a CPU")
+    sweep = "at the shapes listed as `sweep` in the Model's file, each for less time"
+    either.add_argument("--sweep", action="store_true", help=sweep)
+    add("--seed", type=int, help="of weights and inputs (0)")
+    add("--timeout", type=float, help="seconds for a call; ten times that to build (120)")
     add("--profile", type=Path, metavar="FOLDER", help="time nothing: table and trace of the candidate's kernels")
     add("--json", type=Path, metavar="FILE", help="write the records")
     asked = vars(parser.parse_args(argv))
     for name, choices in (("dtype", DTYPES), ("precision", PRECISIONS), ("baselines", BASELINES)):
         if unknown := [part for part in asked.get(name, ()) if part not in choices]:
-            parser.error(f"--{name}: unknown '{unknown[0]}': there are: {', '.join(choices)}")
+            refuse(f"--{name}: unknown '{unknown[0]}': there are: {', '.join(choices)}")
     for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
-        if name in asked and not least <= asked[name] < 1 << 32:
-            parser.error(f"--{name} {asked[name]} is not at least {least} and below {1 << 32}")
+        if not least <= asked.get(name, least) < 1 << 32:
+            refuse(f"--{name} {asked[name]} is not at least {least} and below {1 << 32}")
     if asked["device"] == "cuda" and not gpu:
-        parser.error("--device cuda: PyTorch sees no GPU here")
-    if "sweep" in asked and "batch" in asked:
-        parser.error("--batch and --sweep: a sweep's shapes have batches of their own")
+        refuse("--device cuda: PyTorch sees no GPU here")
     if path := asked.get("json"):
         try:  # known before anything is measured
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
-            parser.error(f"{path} cannot be written: {error.strerror}")
-    asked["directions"] = DIRECTIONS if asked.pop("backward") else DIRECTIONS[:1]
-    return Options(names=tuple(asked.pop("names")), seconds=SECONDS_EACH / (8 if "sweep" in asked else 1), **asked)
+            refuse(f"{path} cannot be written: {error.strerror}")
+    return Options(seconds=SECONDS_EACH / (8 if "sweep" in asked else 1), **asked)
 
 
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
-    try:
-        options = parse(argv)
-        if options.list:
-            print("\n".join(source.discover(ROOT)))
-            return ALL_RIGHT
-        shapes = [(pair, constants) for pair in pairs_of(options.names) for constants in shapes_of(pair, options)]
-    except SystemExit as leaving:  # all has been said
-        return leaving.code
+    options = parse(argv)
+    if options.list:
+        print("\n".join(source.discover(ROOT)))
+        return ALL_RIGHT
+    shapes = [(pair, constants) for pair in pairs_of(options.names) for constants in shapes_of(pair, options.sweep)]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
-    table, judge = record.Table(options.baselines), Judge(options, ceilings)
-    if device == "cuda" and not judge.by_ipc:
-        say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
-    try:
+    with contextlib.closing(Judge(options, ceilings)) as judge:
+        if device == "cuda" and not judge.by_ipc:
+            say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
         for run in (run for pair, constants in shapes for run in judge.judge(pair, constants)):
+            record.show(run, judge.baselines, header=not runs)
             runs.append(run)
-            table.row(run)
             if options.json:  # after every row: what is measured is not lost
                 environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
                 records = {"runs": [asdict(run) for run in runs], "environment": environment}
                 options.json.write_text(json.dumps(records, indent=1) + "\n")
-    finally:
-        judge.close()
-    table.end()
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
