@@ -22,7 +22,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,28 +35,38 @@ from judge.worker import Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
+Names = tuple[str, ...]
 BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
-SECONDS_EACH = 1.0  # of timing, for each contender in each direction; in a sweep an eighth
+BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
+
+
+def option(default, told: str, **how):
+    """A field of Options that the command line sets; `how` is for argparse."""
+    return field(default=default, metadata={"help": told, **how})
+
+
+def parts(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """What is asked for, and how the command line asks."""
 
-    names: tuple[str, ...] = ()
-    device: str = "cpu"
-    dtype: tuple[str, ...] = ("float32",)
-    precision: tuple[str, ...] = ("highest",)
-    directions: tuple[str, ...] = ("forward",)
-    baselines: tuple[str, ...] = ("eager", "compile")
-    batch: int | None = None
-    sweep: bool = False
-    seed: int = 0
-    seconds: float = SECONDS_EACH
-    timeout: float = 120.0  # seconds that one call may take; an import or a compilation ten times as long
-    profile: Path | None = None
-    json: Path | None = None
-    list: bool = False
+    names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
+    list: bool = option(False, "name the pairs and stop", action="store_true")
+    device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
+    dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
+    precision: Names = option(("highest",), "highest: strict float32 (default); high: TF32 allowed", type=parts)
+    baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
+    directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
+    batch: int | None = option(None, "default: the file's batch_size, or cpu_batch_size on a CPU", type=int)
+    sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
+    seed: int = option(0, "of weights and inputs (0)", type=int)
+    seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
+    timeout: float = option(120.0, "seconds for a call; ten times that to build (120)", type=float)
+    profile: Path | None = option(None, "a folder: time nothing; table and trace of the candidate's kernels", type=Path)
+    json: Path | None = option(None, "a file for the records", type=Path)
 
 
 def say(text: str) -> None:
@@ -84,7 +94,7 @@ class Judge:
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
-        # The candidate's clock is held against eager's.
+        # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
@@ -94,62 +104,55 @@ class Judge:
 
     def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options = self.options
         if "new" in self.workers:
             self.workers.pop("new").kill()
+        options, sha256 = self.options, source.code_sha256(pair.new_path)
         for dtype, level in itertools.product(options.dtype, options.precision):
-            what = {"model": pair.name, "source_sha256": source.code_sha256(pair.new_path), "device": options.device}
-            what |= {"dtype": dtype, "precision": level, "seed": options.seed, "constants": constants or {}}
-            runs, notes = [Result(direction=way, **what) for way in options.directions], []
+            what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
+            runs = [Result(direction, *what) for direction in options.directions]
             with rejecting(runs):
-                source.set_precision(level)
-                problem = Problem(pair.model_path, constants)
-                batch = problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch
-                form = DTYPES[dtype], level, options.batch or batch, options.seed
-                case = check.Case(problem, options.device, self.by_ipc, *form, self.workers, notes)
-                case.tell = lambda text: self.tell(f"{pair.name}: {dtype} {level}, batch {case.batch}: {text}")
-                shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
-                for run in runs:
-                    run.batch, run.shapes = case.batch, shapes
-                self._judge(case, pair, runs)
-            for run in runs:
-                run.notes += notes
+                self._judge(pair, runs)
             yield from runs
 
-    def _judge(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
+    def _judge(self, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
-        measure = self._profile if self.options.profile else self._time
+        options, first, seconds = self.options, runs[0], None
+        source.set_precision(first.precision)
+        problem = Problem(pair.model_path, first.constants)
+        batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
+        form = DTYPES[first.dtype], first.precision, batch, options.seed
+        case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
+        case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
+        shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
         for role in self.baselines:
             case.load(self._worker(role), pair.new_path if role == "cudagraph" else None)
-        for i, direction in enumerate([*self.options.directions, "after"]):
+        for i, direction in enumerate([*options.directions, "after"]):
             at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
             if not at_stake:
                 continue
             with rejecting(at_stake):
-                self._start(case, pair, runs)
+                if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
+                    case.tell(f"importing {pair.new_path.name}")
+                    self._worker("new")
+                    seconds = check.start(case, pair.new_path)
                 check.check(case, direction)
                 if direction != "after":
-                    measure(case, runs[i])
+                    self._profile(case, runs[i]) if options.profile else self._time(case, runs[i])
+        for run in runs:
+            run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
+            run.notes += case.notes
 
     def _worker(self, role: str) -> Worker:
         if role not in self.workers or not self.workers[role].alive():
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
 
-    def _start(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
-        """A process for the candidate, where there is none or it has ended, and the module in it."""
-        if case.model is None or not case.workers["new"].alive():
-            case.tell(f"importing {pair.new_path.name}")
-            self._worker("new")
-            seconds = check.start(case, pair.new_path)
-            for run in runs:
-                run.import_seconds = seconds
-
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
+        seconds = self.options.seconds / (8 if self.options.sweep else 1)
         clocks_before, measured = record.clocks(case.device), []
         for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
-            measured.append(bench.measure(case, run.direction, self.options.seconds))
+            measured.append(bench.measure(case, run.direction, seconds))
             check.seeds(case, run.direction, check.SEEDS)
             hidden, certain = bench.hidden_time(measured, case.device)
             if not hidden:
@@ -160,11 +163,10 @@ class Judge:
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
         run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
         run.interference = bench.interference(measured[-1]) + [hidden] * bool(hidden)
-        if held := run.clocks["after"].get("throttle"):
-            run.interference.append(f"the GPU's clocks are held down: {held}")
-        run.set_times(measured[-1])
-        run.set_errors(case.errors)
-        run.set_roof(self.ceilings, case.problem)
+        if held := [name for name, value in run.clocks["after"].items() if value == "Active"]:
+            run.interference.append(f"the GPU's clocks are held down: {', '.join(held)}")
+        run.set_figures(measured[-1], case.errors)
+        run.set_roof(self.ceilings, case)
 
     def _profile(self, case: check.Case, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
@@ -185,54 +187,32 @@ def pairs_of(names: tuple[str, ...]) -> list[Pair]:
     return [pairs[name] for name in dict.fromkeys(names or pairs)]
 
 
-def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
-    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
-    shapes = Problem(pair.model_path).sweep if sweep else [{}]
-    if not shapes:
-        refuse(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
-    return shapes
-
-
-def parts(value: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-
-
 def parse(argv: list[str]) -> Options:
-    layout, left_out = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS  # Options has the defaults
-    parser = argparse.ArgumentParser("harness.py", None, __doc__, formatter_class=layout, argument_default=left_out)
-    add, gpu = parser.add_argument, torch.cuda.is_available()
-    add("names", nargs="*", default=(), metavar="NAME", help="pairs to run (all), or the two files of one pair")
-    add("--list", action="store_true", help="name the pairs and stop")
-    add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: cuda if there is a GPU")
-    add("--dtype", type=parts, help=f"comma separated, of {','.join(DTYPES)} (float32)")
-    add("--precision", type=parts, help="highest: strict float32 (default); high: TF32 allowed; comma separated")
-    add("--baselines", type=parts, help=f"beside eager; comma separated, of {','.join(BASELINES)} (compile)")
-    backward = "also with gradients recorded, and forward + backward"
-    add("--backward", dest="directions", action="store_const", const=DIRECTIONS, help=backward)
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument("--batch", type=int, help="default: the file's batch_size, or cpu_batch_size on a CPU")
-    sweep = "at the shapes listed as `sweep` in the Model's file, each for less time"
-    either.add_argument("--sweep", action="store_true", help=sweep)
-    add("--seed", type=int, help="of weights and inputs (0)")
-    add("--timeout", type=float, help="seconds for a call; ten times that to build (120)")
-    add("--profile", type=Path, metavar="FOLDER", help="time nothing: table and trace of the candidate's kernels")
-    add("--json", type=Path, metavar="FILE", help="write the records")
-    asked = vars(parser.parse_args(argv))
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout)
+    for each in fields(Options):
+        how = dict(each.metadata)
+        parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    options = Options(**vars(parser.parse_args(argv)))
     for name, choices in (("dtype", DTYPES), ("precision", PRECISIONS), ("baselines", BASELINES)):
-        if unknown := [part for part in asked.get(name, ()) if part not in choices]:
+        if unknown := [part for part in getattr(options, name) if part not in choices]:
             refuse(f"--{name}: unknown '{unknown[0]}': there are: {', '.join(choices)}")
     for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
-        if not least <= asked.get(name, least) < 1 << 32:
-            refuse(f"--{name} {asked[name]} is not at least {least} and below {1 << 32}")
-    if asked["device"] == "cuda" and not gpu:
+        value = getattr(options, name)
+        if value is not None and not least <= value < 1 << 32:
+            refuse(f"--{name} {value} is not at least {least} and below {1 << 32}")
+    if options.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: PyTorch sees no GPU here")
-    if path := asked.get("json"):
+    if options.sweep and options.batch:
+        refuse("--batch and --sweep: a sweep's shapes have batches of their own")
+    if path := options.json:
         try:  # known before anything is measured
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
             refuse(f"{path} cannot be written: {error.strerror}")
-    return Options(seconds=SECONDS_EACH / (8 if "sweep" in asked else 1), **asked)
+    return options
 
 
 def main(argv: list[str]) -> int:
@@ -241,16 +221,17 @@ def main(argv: list[str]) -> int:
     if options.list:
         print("\n".join(source.discover(ROOT)))
         return ALL_RIGHT
-    shapes = [(pair, constants) for pair in pairs_of(options.names) for constants in shapes_of(pair, options.sweep)]
+    pairs = pairs_of(options.names)
+    shapes = [(pair, shape) for pair in pairs for shape in (Problem(pair.model_path).sweep if options.sweep else [{}])]
+    if not shapes:
+        refuse("no shapes to sweep: no Model's file has a list of constants `sweep`")
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
-        if device == "cuda" and not judge.by_ipc:
-            say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
         for run in (run for pair, constants in shapes for run in judge.judge(pair, constants)):
-            record.show(run, judge.baselines, header=not runs)
+            record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
                 environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)

@@ -9,37 +9,33 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from judge import bench, roofline
-from judge.check import Errors
-from judge.source import BUILD, DTYPES, Problem, last_line
+from judge.check import Case, Errors
+from judge.source import BUILD, last_line
 from judge.worker import Rejected
 
 OK, WRONG = "ok", "wrong"
 CALLED = {"cudagraph": "new_cudagraph"}  # here: it is the candidate's, and no rival of its own
-# What nvidia-smi is asked for: the state, and what may hold the clocks down.
-STATE = ("driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
-THROTTLES = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")
 
 
 @dataclass
 class Result:
     """One record, as it goes into the JSON file."""
 
+    direction: str
     model: str
     source_sha256: str
     device: str
     dtype: str
     precision: str
-    direction: str
     seed: int
+    constants: dict  # of the Model's file, where a sweep replaced them
     batch: int | None = None
-    constants: dict = field(default_factory=dict)  # of the Model's file, where a sweep replaced them
     status: str = OK
     ok: bool = True
     reasons: list[str] = field(default_factory=list)
@@ -68,7 +64,8 @@ class Result:
         reasons = error.args if isinstance(error, Rejected) else [f"the Model itself raised {last_line(error)}"]
         self.reasons += [re.sub(r"(?<![\w./])/[^\s'\"]*/", "", reason) for reason in reasons]
 
-    def set_times(self, samples: bench.Samples) -> None:
+    def set_figures(self, samples: bench.Samples, errors: dict[str, Errors]) -> None:
+        """Times, and errors: of the outputs the largest of each figure. In float64 the Model counts as exact."""
         self.rounds, self.calls = len(samples.ms["new"]), samples.calls
         for role, values in samples.ms.items():
             name = CALLED.get(role, role)
@@ -83,12 +80,18 @@ class Result:
         if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
             times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
             self.notes.append(f"the host takes longer to launch a call than the GPU for its work, in us: {times}")
+        for name, found in errors.items():
+            kinds = found.figures().items()
+            figures = {f"{whose}_{kind}": value for kind, each in kinds for whose, value in zip(("new", "eager"), each)}
+            if name.startswith("gradient of "):
+                self.gradient_error[name.removeprefix("gradient of ")] = figures
+            else:
+                self.error = {key: max(value, self.error.get(key, value)) for key, value in figures.items()}
 
-    def set_roof(self, ceilings: roofline.Ceilings, problem: Problem) -> None:
+    def set_roof(self, ceilings: roofline.Ceilings, case: Case) -> None:
         """How far from the limit; raises Rejected for a time that is not possible."""
         try:
-            backward = self.direction == "forward_backward"
-            work = roofline.count_work(problem, self.batch, DTYPES[self.dtype], backward)
+            work = roofline.count_work(case.problem, case.batch, case.dtype, self.direction == "forward_backward")
         except Exception as error:
             self.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
             return
@@ -96,57 +99,31 @@ class Result:
         if floor > ms:  # the machine may be faster now than it was
             ceilings.measure()
             floor = ceilings.floor_ms(work, self.dtype, self.precision)
-        cached = work.bytes <= 2 * roofline.cache_bytes(self.device)
-        if floor / ms > roofline.IMPOSSIBLE[self.device] and not cached:
+        if floor / ms > roofline.IMPOSSIBLE[self.device] and work.bytes > roofline.CACHED_BYTES:
             least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
             raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
         self.roof = {"bytes": work.bytes, "flops": work.flops, "floor_ms": floor, "percent": 100 * floor / ms}
-        if floor > ms:
-            self.notes.append("above 100% of the floor, whose bandwidth is that of a copy")
-
-    def set_errors(self, errors: dict[str, Errors]) -> None:
-        """Of the outputs the largest of each figure; each gradient's. In float64 the Model counts as exact."""
-        for name, found in errors.items():
-            figures = {}
-            for kind, (new, eager, _) in found.figures().items():
-                figures |= {f"new_{kind}": new, f"eager_{kind}": eager}
-            if name.startswith("gradient of "):
-                self.gradient_error[name.removeprefix("gradient of ")] = figures
-            else:
-                self.error = {key: max(value, self.error.get(key, value)) for key, value in figures.items()}
 
     def way(self) -> str:
-        shape = [] if self.batch is None else [f"b{self.batch}"]
-        shape += [f"{name} {n}" for name, n in self.constants.items() if isinstance(n, int) and name != "batch_size"]
-        return " ".join([self.device, self.dtype, self.precision, self.direction, *shape])
-
-    def cells(self, roles: tuple[str, ...]) -> dict[str, str]:
-        """A row of the table: what stands under each title, which is as wide as usual figures need."""
-        names = ["new", *(CALLED.get(role, role) for role in roles)]
-        found = {f"{'model':29}": self.model, f"{'run':43}": self.way(), f"{'result':12}": self.status}
-        for name in names:
-            found[f"{name + ' ms':9}"] = f"{self.ms[name]:.4g}" if name in self.ms else "-"
-        for name in names:
-            if not name.startswith("new"):
-                low, high = self.speedup_ci.get(name, (0, 0))
-                known = (
-                    name in self.speedup and f"{self.speedup[name]:.2f} [{low:.2f}, {high:.2f}] {self.verdict[name]}"
-                )
-                found[f"{f'x {name} [95%]':30}"] = known or "-"
-        found["of floor"] = f"{self.roof['percent']:.0f}%" if self.roof else "-"
-        errors = [self.error.get(key) for key in ("new_max", "eager_max")]
-        found["error new / eager"] = " / ".join("-" if error is None else f"{error:.1e}" for error in errors)
-        return found
+        shape = {"batch_size": self.batch} | self.constants
+        numbers = [f"{name} {value}" for name, value in shape.items() if isinstance(value, int)]
+        return " ".join([self.device, self.dtype, self.precision, self.direction, *numbers])
 
 
-def show(run: Result, roles: tuple[str, ...], header: bool) -> None:
+def show(run: Result) -> None:
     """Prints a row of the table, and below it what is to be said."""
-    cells = run.cells(roles)
-    for line in [cells.keys()] * header + [cells.values()]:
-        print("  ".join(text.ljust(len(title)) for title, text in zip(cells, line)).rstrip())
-    for remark in [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]:
-        print(f"    {remark}")
-    sys.stdout.flush()
+    cells = [f"{run.model:29}", f"{run.way():43}", f"{run.status:5}"]
+    for name, ms in run.ms.items():
+        cells.append(f"{f'{name} {ms:.4g} ms':20}")
+        if name in run.speedup:
+            low, high = run.speedup_ci[name]
+            cells.append(f"{f'{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}] {run.verdict[name]}':32}")
+    if run.roof:
+        cells.append(f"{run.roof['percent']:4.0f}% of the floor")
+    if run.error:
+        cells.append(f"error {run.error['new_max']:.1e}, eager's {run.error['eager_max']:.1e}")
+    remarks = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
+    print("  ".join(cells), *remarks, sep="\n    ", flush=True)
 
 
 def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path, before: dict) -> dict:
@@ -187,11 +164,12 @@ def device_name(device: str) -> str:
 
 
 def clocks(device: str) -> dict[str, str]:
-    """Clocks in MHz, degrees Celsius, watts, and what holds the clocks down; nothing where nvidia-smi cannot say."""
+    """MHz, degrees Celsius, watts, and what may hold the clocks down; nothing where nvidia-smi cannot say."""
     if device == "cpu":
         return {}
-    fields = [*STATE, *(f"clocks_event_reasons.{name}" for name in THROTTLES)]
+    asked = ["driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"]
+    reasons = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")
+    asked += [f"clocks_event_reasons.{reason}" for reason in reasons]
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-    said = said_by("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", gpu).split(", ")
-    held = [name for name, value in zip(THROTTLES, said[len(STATE) :]) if value == "Active"]
-    return dict(zip(STATE, said)) | {"throttle": ", ".join(held)}
+    said = said_by("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits", gpu)
+    return dict(zip(asked, said.split(", "))) if said else {}

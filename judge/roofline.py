@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 # No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
+CACHED_BYTES = 256 << 20  # may come from a cache, faster than from memory
 
 
 class Work(NamedTuple):
@@ -84,22 +84,10 @@ class Ceilings:
         return rates[dtype]
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """As contenders are timed: on a GPU by events."""
-        if self.device == "cpu":
-            begin = time.perf_counter()
+        """Of a call, one of a few in a row: the launch and the wait for the end are little beside them."""
+        begin = time.perf_counter()
+        for _ in range(4):
             call()
-            return time.perf_counter() - begin
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-
-def cache_bytes(device: str) -> int:
-    """Of the last cache: what is larger than twice as much is not served from there."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).L2_cache_size
-    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(path.read_text().strip().rstrip("K")) << 10 for path in found), default=64 << 20)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / 4

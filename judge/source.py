@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import inspect
 import io
-import itertools
 import re
 import sys
 import tokenize
@@ -26,8 +25,6 @@ DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 BUILD = "build failed"
 RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
 
-_serial = itertools.count()
-
 
 class Pair(NamedTuple):
     name: str
@@ -44,7 +41,7 @@ def discover(root: Path) -> dict[str, Pair]:
 
 def load(path: Path) -> ModuleType:
     """The file as a module under a name of its own, so that no two files see each other's."""
-    spec = importlib.util.spec_from_file_location(f"judged_{next(_serial)}", path)
+    spec = importlib.util.spec_from_file_location(f"judged_{len(sys.modules)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pickle, dataclasses and inspect look for it
     spec.loader.exec_module(module)
