@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -34,7 +33,7 @@ from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Pr
 from judge.worker import Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
-ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
+ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
 Names = tuple[str, ...]
 BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
@@ -73,21 +72,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def refuse(text: str) -> NoReturn:
-    say(f"harness.py: {text}")
-    raise SystemExit(USAGE)
-
-
-@contextlib.contextmanager
-def rejecting(runs: list[Result]) -> Iterator[None]:
-    """What is found wrong in here is wrong with these runs, and ends no others."""
-    try:
-        yield
-    except RAISED as error:
-        for run in runs:
-            run.reject(error)
-
-
 class Judge:
     """Judges pair after pair. The processes of the baselines serve all of them."""
 
@@ -110,8 +94,11 @@ class Judge:
         for dtype, level in itertools.product(options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
             runs = [Result(direction, *what) for direction in options.directions]
-            with rejecting(runs):
+            try:
                 self._judge(pair, runs)
+            except RAISED as error:
+                for run in runs:
+                    run.reject(error)
             yield from runs
 
     def _judge(self, pair: Pair, runs: list[Result]) -> None:
@@ -130,7 +117,7 @@ class Judge:
             at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
             if not at_stake:
                 continue
-            with rejecting(at_stake):
+            try:
                 if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
                     case.tell(f"importing {pair.new_path.name}")
                     self._worker("new")
@@ -138,6 +125,9 @@ class Judge:
                 check.check(case, direction)
                 if direction != "after":
                     self._profile(case, runs[i]) if options.profile else self._time(case, runs[i])
+            except RAISED as error:
+                for run in at_stake:
+                    run.reject(error)
         for run in runs:
             run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
             run.notes += case.notes
@@ -177,54 +167,41 @@ class Judge:
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
 
 
-def pairs_of(names: tuple[str, ...]) -> list[Pair]:
-    if len(names) == 2 and all(Path(name).is_file() for name in names):
-        model, new = (Path(name).resolve() for name in names)
-        return [Pair(model.stem, model, new)]
-    pairs = source.discover(ROOT)
-    if unknown := [name for name in names if name not in pairs]:
-        refuse(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}; or name two files, MODEL.py NEW.py")
-    return [pairs[name] for name in dict.fromkeys(names or pairs)]
-
-
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
+    """The options, and the pairs they name."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout)
     for each in fields(Options):
         how = dict(each.metadata)
         parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
-    options = Options(**vars(parser.parse_args(argv)))
-    for name, choices in (("dtype", DTYPES), ("precision", PRECISIONS), ("baselines", BASELINES)):
-        if unknown := [part for part in getattr(options, name) if part not in choices]:
-            refuse(f"--{name}: unknown '{unknown[0]}': there are: {', '.join(choices)}")
-    for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
-        value = getattr(options, name)
-        if value is not None and not least <= value < 1 << 32:
-            refuse(f"--{name} {value} is not at least {least} and below {1 << 32}")
+    options, pairs = Options(**vars(parser.parse_args(argv))), source.discover(ROOT)
+    if len(options.names) == 2 and all(Path(name).is_file() for name in options.names):
+        model, new = (Path(name).resolve() for name in options.names)
+        pairs = dict.fromkeys(options.names, Pair(model.stem, model, new))
+    asked = {"pair": (options.names, pairs), "dtype": (options.dtype, DTYPES)}
+    asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
+    for what, (names, choices) in asked.items():
+        if unknown := [name for name in names if name not in choices]:
+            parser.error(f"unknown {what} '{unknown[0]}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: PyTorch sees no GPU here")
-    if options.sweep and options.batch:
-        refuse("--batch and --sweep: a sweep's shapes have batches of their own")
+        parser.error("--device cuda: PyTorch sees no GPU here")
     if path := options.json:
         try:  # known before anything is measured
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
-            refuse(f"{path} cannot be written: {error.strerror}")
-    return options
+            parser.error(f"{path} cannot be written: {error.strerror}")
+    return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
-    options = parse(argv)
+    options, pairs = parse(argv)
     if options.list:
-        print("\n".join(source.discover(ROOT)))
+        print(*source.discover(ROOT), sep="\n")
         return ALL_RIGHT
-    pairs = pairs_of(options.names)
     shapes = [(pair, shape) for pair in pairs for shape in (Problem(pair.model_path).sweep if options.sweep else [{}])]
-    if not shapes:
-        refuse("no shapes to sweep: no Model's file has a list of constants `sweep`")
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
@@ -239,7 +216,7 @@ def main(argv: list[str]) -> int:
                 options.json.write_text(json.dumps(records, indent=1) + "\n")
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
-    return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
+    return ALL_RIGHT if runs and all(run.ok for run in runs) else ANY_WRONG
 
 
 if __name__ == "__main__":

@@ -91,28 +91,26 @@ class Result:
     def set_roof(self, ceilings: roofline.Ceilings, case: Case) -> None:
         """How far from the limit; raises Rejected for a time that is not possible."""
         try:
-            work = roofline.count_work(case.problem, case.batch, case.dtype, self.direction == "forward_backward")
+            backward = self.direction == "forward_backward"
+            nbytes, flops = roofline.count_work(case.problem, case.batch, case.dtype, backward)
         except Exception as error:
             self.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
             return
-        ms, floor = self.ms["new"], ceilings.floor_ms(work, self.dtype, self.precision)
+        ms, floor = self.ms["new"], ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
         if floor > ms:  # the machine may be faster now than it was
             ceilings.measure()
-            floor = ceilings.floor_ms(work, self.dtype, self.precision)
-        if floor / ms > roofline.IMPOSSIBLE[self.device] and work.bytes > roofline.CACHED_BYTES:
+            floor = ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
+        if floor / ms > roofline.IMPOSSIBLE[self.device] and nbytes > roofline.CACHED_BYTES:
             least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
             raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
-        self.roof = {"bytes": work.bytes, "flops": work.flops, "floor_ms": floor, "percent": 100 * floor / ms}
-
-    def way(self) -> str:
-        shape = {"batch_size": self.batch} | self.constants
-        numbers = [f"{name} {value}" for name, value in shape.items() if isinstance(value, int)]
-        return " ".join([self.device, self.dtype, self.precision, self.direction, *numbers])
+        self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
 
 
 def show(run: Result) -> None:
     """Prints a row of the table, and below it what is to be said."""
-    cells = [f"{run.model:29}", f"{run.way():43}", f"{run.status:5}"]
+    shape = run.constants | {"batch_size": run.batch}
+    way = [run.dtype, run.precision, run.direction, *(f"{k} {v}" for k, v in shape.items() if isinstance(v, int))]
+    cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):43}", f"{run.status:5}"]
     for name, ms in run.ms.items():
         cells.append(f"{f'{name} {ms:.4g} ms':20}")
         if name in run.speedup:

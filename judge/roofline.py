@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -26,12 +25,8 @@ IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
 CACHED_BYTES = 256 << 20  # may come from a cache, faster than from memory
 
 
-class Work(NamedTuple):
-    bytes: int
-    flops: int
-
-
-def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> Work:
+def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> tuple[int, int]:
+    """Bytes and FLOPs."""
     with torch.device("meta"):
         model = problem.model(seed=0).to(dtype)
     inputs = problem.inputs(batch, "meta", dtype, seed=0)
@@ -45,7 +40,7 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     tensors = [*inputs, *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
     moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
     written = sum(x.nbytes for x in [*floating, *model.parameters()])
-    return Work(2 * moved + written if backward else moved, counter.get_total_flops())
+    return 2 * moved + written if backward else moved, counter.get_total_flops()
 
 
 class Ceilings:
@@ -66,8 +61,8 @@ class Ceilings:
             seconds = min(self._seconds(lambda: torch.mm(left, right)) for _ in range(8))
             self.matrix_rate[name] = max(self.matrix_rate[name], 2 * side**3 / seconds)
 
-    def floor_ms(self, work: Work, dtype: str, level: str) -> float:
-        return 1e3 * max(work.bytes / self.copy_bandwidth, work.flops / self.flop_rate(dtype, level))
+    def floor_ms(self, nbytes: int, flops: int, dtype: str, level: str) -> float:
+        return 1e3 * max(nbytes / self.copy_bandwidth, flops / self.flop_rate(dtype, level))
 
     def flop_rate(self, dtype: str, level: str) -> float:
         """FLOP/s of the best known way to multiply in this dtype at this precision.

@@ -54,7 +54,7 @@ class Problem:
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
         vars(self.module).update(self.constants)
-        self.sweep: list[dict] = getattr(self.module, "sweep", [])  # other shapes worth a measurement
+        self.sweep: list[dict] = getattr(self.module, "sweep", [{}])  # the shapes worth a measurement
         batch = getattr(self.module, "batch_size", None)
         self.benchmark_batch: int | None = batch
         # The files name one that a CPU computes in well under a second.
