@@ -111,11 +111,11 @@ def show(run: Result) -> None:
     shape = run.constants | {"batch_size": run.batch}
     way = [run.dtype, run.precision, run.direction, *(f"{k} {v}" for k, v in shape.items() if isinstance(v, int))]
     cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):43}", f"{run.status:5}"]
-    for name, ms in run.ms.items():
+    for name, ms in sorted(run.ms.items(), key=lambda timed: not timed[0].startswith("new")):
         cells.append(f"{f'{name} {ms:.4g} ms':20}")
         if name in run.speedup:
             low, high = run.speedup_ci[name]
-            cells.append(f"{f'{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}] {run.verdict[name]}':32}")
+            cells.append(f"{f'{run.speedup[name]:.2f}x {name} [{low:.2f}, {high:.2f}] {run.verdict[name]}':38}")
     if run.roof:
         cells.append(f"{run.roof['percent']:4.0f}% of the floor")
     if run.error:
@@ -131,9 +131,7 @@ def environment(device: str, ceilings: roofline.Ceilings, command: list[str], ro
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(part).name if os.path.isabs(part) else part for part in command],
-        "git": {"revision": revision.removesuffix("-dirty"), "dirty": revision.endswith("-dirty")}
-        if revision
-        else None,
+        "git": {"revision": revision.removesuffix("-dirty"), "dirty": revision.endswith("-dirty")},
         "device": device_name(device),
         "driver": after.get("driver_version"),
         "clocks": {"before": before, "after": after},
@@ -166,7 +164,7 @@ def clocks(device: str) -> dict[str, str]:
     if device == "cpu":
         return {}
     asked = ["driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"]
-    reasons = ("sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown")
+    reasons = ("sw_power_cap", "sw_thermal_slowdown", "hw_slowdown")
     asked += [f"clocks_event_reasons.{reason}" for reason in reasons]
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
     said = said_by("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits", gpu)

@@ -7,7 +7,6 @@ parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta devi
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 
@@ -19,7 +18,7 @@ from judge.source import DTYPES, Problem
 from judge.worker import roots_of
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
-MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
+MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 # No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
 CACHED_BYTES = 256 << 20  # may come from a cache, faster than from memory
@@ -54,35 +53,36 @@ class Ceilings:
         """Measures, and keeps the better of this time and any time before."""
         source = torch.ones(COPIED_BYTES[self.device], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        seconds = min(self._seconds(lambda: target.copy_(source)) for _ in range(8))
+        seconds = self._least_seconds(lambda: target.copy_(source))
         self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / seconds)
-        for name, side in itertools.product(self.matrix_rate, MATRIX_SIDES[self.device]):
+        side = MATRIX_SIDE[self.device]
+        for name, before in self.matrix_rate.items():
             left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
-            seconds = min(self._seconds(lambda: torch.mm(left, right)) for _ in range(8))
-            self.matrix_rate[name] = max(self.matrix_rate[name], 2 * side**3 / seconds)
+            seconds = self._least_seconds(lambda: torch.mm(left, right))
+            self.matrix_rate[name] = max(before, 2 * side**3 / seconds)
 
     def floor_ms(self, nbytes: int, flops: int, dtype: str, level: str) -> float:
         return 1e3 * max(nbytes / self.copy_bandwidth, flops / self.flop_rate(dtype, level))
 
     def flop_rate(self, dtype: str, level: str) -> float:
-        """FLOP/s of the best known way to multiply in this dtype at this precision.
-
-        Strict float32 on tensor cores takes at least three half-precision products (hi*hi + hi*lo + lo*hi of operands
-        split in two), the fewest known to keep float32's accuracy; one is enough where TF32 is allowed. A CPU without
-        half-precision units does best in float32.
-        """
+        """FLOP/s of the best known way to multiply in this dtype at this precision."""
         rates = self.matrix_rate
+        # Strict float32 takes tensor cores at least three half-precision products, of operands split in two: hi * hi +
+        # hi * lo + lo * hi; one is enough for TF32. A CPU without half-precision units does best in float32.
         if self.device == "cuda" and dtype == "float32":
             return max(rates["float32"], rates["float16"] / (3 if level == "highest" else 1))
         if self.device == "cpu" and dtype != "float64":
             return max(rates[dtype], rates["float32"])
         return rates[dtype]
 
-    def _seconds(self, call: Callable[[], object]) -> float:
-        """Of a call, one of a few in a row: the launch and the wait for the end are little beside them."""
-        begin = time.perf_counter()
+    def _least_seconds(self, call: Callable[[], object]) -> float:
+        """Of a call, made twice in a row: the launch and the wait for the end are little beside that."""
+        seconds = []
         for _ in range(4):
+            begin = time.perf_counter()
             call()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - begin) / 4
+            call()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append((time.perf_counter() - begin) / 2)
+        return min(seconds)

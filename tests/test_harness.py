@@ -415,7 +415,7 @@ def test_time_that_a_clock_leaves_out_is_found():
 
 
 def test_what_a_gpu_says_of_its_clocks(monkeypatch):
-    said = "570.1, 1980, 3201, 40, 300.5, Active, Not Active, Active, Not Active"
+    said = "570.1, 1980, 3201, 40, 300.5, Active, Active, Not Active"
     monkeypatch.setattr(record, "said_by", lambda *command: said)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="x"))
     assert record.clocks("cpu") == {}
@@ -491,7 +491,7 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
 
 
 def test_ceilings_of_this_machine(monkeypatch):
-    monkeypatch.setattr(roofline, "MATRIX_SIDES", {"cpu": (256,)})
+    monkeypatch.setattr(roofline, "MATRIX_SIDE", {"cpu": 256})
     ceilings = roofline.Ceilings("cpu", ("float32",))
     ceilings.measure()
     assert 1e8 < ceilings.copy_bandwidth < 1e13 and 1e8 < ceilings.matrix_rate["float32"] < 1e15
