@@ -104,6 +104,7 @@ class Judge:
     def _judge(self, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
         options, first, seconds = self.options, runs[0], None
+        measure = self._profile if options.profile else self._time
         source.set_precision(first.precision)
         problem = Problem(pair.model_path, first.constants)
         batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
@@ -124,7 +125,7 @@ class Judge:
                     seconds = check.start(case, pair.new_path)
                 check.check(case, direction)
                 if direction != "after":
-                    self._profile(case, runs[i]) if options.profile else self._time(case, runs[i])
+                    measure(case, runs[i])
             except RAISED as error:
                 for run in at_stake:
                     run.reject(error)
@@ -139,8 +140,7 @@ class Judge:
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-        seconds = self.options.seconds / (8 if self.options.sweep else 1)
-        clocks_before, measured = record.clocks(case.device), []
+        seconds, measured = self.options.seconds / (8 if self.options.sweep else 1), []
         for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
             measured.append(bench.measure(case, run.direction, seconds))
             check.seeds(case, run.direction, check.SEEDS)
@@ -151,9 +151,9 @@ class Judge:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
-        run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
+        run.clocks = record.clocks(case.device)
         run.interference = bench.interference(measured[-1]) + [hidden] * bool(hidden)
-        if held := [name for name, value in run.clocks["after"].items() if value == "Active"]:
+        if held := [name for name, value in run.clocks.items() if value == "Active"]:
             run.interference.append(f"the GPU's clocks are held down: {', '.join(held)}")
         run.set_figures(measured[-1], case.errors)
         run.set_roof(self.ceilings, case)
@@ -203,7 +203,6 @@ def main(argv: list[str]) -> int:
         return ALL_RIGHT
     shapes = [(pair, shape) for pair in pairs for shape in (Problem(pair.model_path).sweep if options.sweep else [{}])]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
-    clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
@@ -211,7 +210,7 @@ def main(argv: list[str]) -> int:
             record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
                 records = {"runs": [asdict(run) for run in runs], "environment": environment}
                 options.json.write_text(json.dumps(records, indent=1) + "\n")
     if any(run.status == BUILD for run in runs):

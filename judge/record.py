@@ -52,7 +52,7 @@ class Result:
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
     verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
-    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing
+    clocks: dict[str, str] = field(default_factory=dict)  # after the timing, on a GPU
     interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Result:
         self.status, self.ok = BUILD if getattr(error, "kind", "") == BUILD else WRONG, False
         self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
         reasons = error.args if isinstance(error, Rejected) else [f"the Model itself raised {last_line(error)}"]
-        self.reasons += [re.sub(r"(?<![\w./])/[^\s'\"]*/", "", reason) for reason in reasons]
+        self.reasons += [re.sub(r"(?<![\w.:/])/[^\s'\"]*/", "", reason) for reason in reasons]
 
     def set_figures(self, samples: bench.Samples, errors: dict[str, Errors]) -> None:
         """Times, and errors: of the outputs the largest of each figure. In float64 the Model counts as exact."""
@@ -124,17 +124,17 @@ def show(run: Result) -> None:
     print("  ".join(cells), *remarks, sep="\n    ", flush=True)
 
 
-def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path, before: dict) -> dict:
-    """The machine and its state, before and after."""
+def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path) -> dict:
+    """The machine and its state."""
     revision = said_by("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    after = clocks(device)
+    state = clocks(device)
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(part).name if os.path.isabs(part) else part for part in command],
         "git": {"revision": revision.removesuffix("-dirty"), "dirty": revision.endswith("-dirty")},
         "device": device_name(device),
-        "driver": after.get("driver_version"),
-        "clocks": {"before": before, "after": after},
+        "driver": state.get("driver_version"),
+        "clocks": state,
         "copy_bandwidth": ceilings.copy_bandwidth,
         "matrix_rate": ceilings.matrix_rate,
         "torch": torch.__version__,

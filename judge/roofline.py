@@ -7,7 +7,7 @@ parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta devi
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -77,12 +77,11 @@ class Ceilings:
 
     def _least_seconds(self, call: Callable[[], object]) -> float:
         """Of a call, made twice in a row: the launch and the wait for the end are little beside that."""
-        seconds = []
-        for _ in range(4):
-            begin = time.perf_counter()
+
+        def twice() -> None:
             call()
             call()
             if self.device == "cuda":
                 torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - begin) / 2)
-        return min(seconds)
+
+        return min(timeit.repeat(twice, number=1, repeat=4)) / 2
