@@ -110,7 +110,7 @@ def show(run: Result) -> None:
     """Prints a row of the table, and below it what is to be said."""
     shape = run.constants | {"batch_size": run.batch}
     way = [run.dtype, run.precision, run.direction, *(f"{k} {v}" for k, v in shape.items() if isinstance(v, int))]
-    cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):43}", f"{run.status:5}"]
+    cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):54}", f"{run.status:5}"]
     for name, ms in sorted(run.ms.items(), key=lambda timed: not timed[0].startswith("new")):
         cells.append(f"{f'{name} {ms:.4g} ms':20}")
         if name in run.speedup:
