@@ -16,14 +16,14 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
@@ -33,38 +33,43 @@ from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Pr
 from judge.worker import Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
-ALL_RIGHT, ANY_WRONG, USAGE, NOT_BUILT = 0, 1, 2, 3
+ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
+Names = tuple[str, ...]
 BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
-SECONDS_EACH = 1.0  # of timing, for each contender in each direction; in a sweep an eighth
+BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
+
+
+def option(default, told: str, **how):
+    """A field of Options that the command line sets; `how` is for argparse."""
+    return field(default=default, metadata={"help": told, **how})
+
+
+def parts(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for."""
+    """What is asked for, and how the command line asks."""
 
-    names: tuple[str, ...] = ()
-    device: str = "cpu"
-    dtype: tuple[str, ...] = ("float32",)
-    precision: tuple[str, ...] = ("highest",)
-    directions: tuple[str, ...] = ("forward",)
-    baselines: tuple[str, ...] = ("eager", "compile")
-    batch: int | None = None
-    sweep: bool = False
-    seed: int = 0
-    seconds: float = SECONDS_EACH
-    timeout: float = 120.0  # seconds that one call may take; an import or a compilation ten times as long
-    profile: Path | None = None
-    json: Path | None = None
-    list: bool = False
+    names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
+    list: bool = option(False, "name the pairs and stop", action="store_true")
+    device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
+    dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
+    precision: Names = option(("highest",), "highest: strict float32 (default); high: TF32 allowed", type=parts)
+    baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
+    directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
+    batch: int | None = option(None, "default: the file's batch_size, or cpu_batch_size on a CPU", type=int)
+    sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
+    seed: int = option(0, "of weights and inputs (0)", type=int)
+    seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
+    timeout: float = option(120.0, "seconds for a call; ten times that to build (120)", type=float)
+    profile: Path | None = option(None, "a folder: time nothing; table and trace of the candidate's kernels", type=Path)
+    json: Path | None = option(None, "a file for the records", type=Path)
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def refuse(text: str) -> NoReturn:
-    say(f"harness.py: {text}")
-    raise SystemExit(USAGE)
 
 
 class Judge:
@@ -73,8 +78,8 @@ class Judge:
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
-        # The candidate's clock is held against eager's.
-        self.roles = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
+        # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
+        self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -83,76 +88,61 @@ class Judge:
 
     def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options = self.options
         if "new" in self.workers:
             self.workers.pop("new").kill()
+        options, sha256 = self.options, source.code_sha256(pair.new_path)
         for dtype, level in itertools.product(options.dtype, options.precision):
-            what = {"model": pair.name, "source_sha256": source.code_sha256(pair.new_path), "device": options.device}
-            what |= {"dtype": dtype, "precision": level, "seed": options.seed, "constants": constants or {}}
-            runs, notes = [Result(direction=way, **what) for way in options.directions], []
+            what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
+            runs = [Result(direction, *what) for direction in options.directions]
             try:
-                source.set_precision(level)
-                problem = Problem(pair.model_path, constants)
-                batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
-                for run in runs:
-                    run.batch = batch
-                told = f"{pair.name}: {dtype} {level}" + ("" if batch is None else f", batch {batch}")
-                form = DTYPES[dtype], level, batch, options.seed
-                case = check.Case(problem, options.device, self.by_ipc, *form, self.workers, notes)
-                case.tell = lambda text: self.tell(f"{told}: {text}")
-                self._judge(case, pair, runs)
+                self._judge(pair, runs)
             except RAISED as error:
                 for run in runs:
-                    run.reject(Rejected(f"the Model itself raised {source.last_line(error)}"))
-            for run in runs:
-                run.notes += [note for note in notes if note not in run.notes]
-            source.set_precision("highest")
+                    run.reject(error)
             yield from runs
 
-    def _judge(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
+    def _judge(self, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
-        right = []  # the directions that are, so far
-        for role in self.roles:
+        options, first, seconds = self.options, runs[0], None
+        measure = self._profile if options.profile else self._time
+        source.set_precision(first.precision)
+        problem = Problem(pair.model_path, first.constants)
+        batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
+        form = DTYPES[first.dtype], first.precision, batch, options.seed
+        case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
+        case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
+        shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
+        for role in self.baselines:
             case.load(self._worker(role), pair.new_path if role == "cudagraph" else None)
-        try:
-            for run in runs:
-                self._start(case, pair, runs)
-                check.check(case, run.direction)
-                self._profile(case, run) if self.options.profile else self._time(case, run)
-                right.append(run)
-        except Rejected as rejected:
-            for run in runs[len(right) :]:  # what builds upon it is wrong too
-                run.reject(rejected)
-        try:
-            if right:
-                self._start(case, pair, runs)
-                check.check(case, "after")
-                for run in right:
-                    run.set_errors(case.errors, case.dtype)
-        except Rejected as rejected:
-            for run in right:
-                run.reject(rejected)
+        for i, direction in enumerate([*options.directions, "after"]):
+            at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
+            if not at_stake:
+                continue
+            try:
+                if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
+                    case.tell(f"importing {pair.new_path.name}")
+                    self._worker("new")
+                    seconds = check.start(case, pair.new_path)
+                check.check(case, direction)
+                if direction != "after":
+                    measure(case, runs[i])
+            except RAISED as error:
+                for run in at_stake:
+                    run.reject(error)
+        for run in runs:
+            run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
+            run.notes += case.notes
 
     def _worker(self, role: str) -> Worker:
-        if not (role in self.workers and self.workers[role].alive()):
+        if role not in self.workers or not self.workers[role].alive():
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
 
-    def _start(self, case: check.Case, pair: Pair, runs: list[Result]) -> None:
-        """A process for the candidate, where there is none or it has ended, and the module in it."""
-        if case.model is None or not case.workers["new"].alive():
-            case.tell(f"importing {pair.new_path.name}")
-            self._worker("new")
-            seconds = check.start(case, pair.new_path)
-            for run in runs:
-                run.import_seconds = round(seconds, 3)
-                run.shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
-
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-        clocks_before, measured = record.clocks(case.device), []
+        seconds, measured = self.options.seconds / (8 if self.options.sweep else 1), []
         for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
-            measured.append(bench.measure(case, run.direction, self.options.seconds))
+            measured.append(bench.measure(case, run.direction, seconds))
             check.seeds(case, run.direction, check.SEEDS)
             hidden, certain = bench.hidden_time(measured, case.device)
             if not hidden:
@@ -161,129 +151,73 @@ class Judge:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
+        run.clocks = record.clocks(case.device)
         run.interference = bench.interference(measured[-1]) + [hidden] * bool(hidden)
-        if clocks_before:
-            run.clocks = {"before": clocks_before, "after": record.clocks(case.device)}
-            if held := run.clocks["after"]["throttle"]:
-                run.interference.append(f"the GPU's clocks are held down: {held}")
-        run.set_times(measured[-1], self.options.baselines)
-        run.set_roof(self.ceilings, case.problem)
+        if held := [name for name, value in run.clocks.items() if value == "Active"]:
+            run.interference.append(f"the GPU's clocks are held down: {', '.join(held)}")
+        run.set_figures(measured[-1], case.errors)
+        run.set_roof(self.ceilings, case)
 
     def _profile(self, case: check.Case, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
-        ring = bench.Ring(case, run.direction)
-        case.workers["new"].ask("ready", seconds=0.2, **ring.ready)
+        case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
         self.options.profile.mkdir(parents=True, exist_ok=True)
         path = self.options.profile.resolve() / f"{run.model}_{run.direction}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
 
 
-def shapes_of(pair: Pair, options: Options) -> list[dict]:
-    """The module constants to replace, a run of the pair for each: none, or those of the file's sweep."""
-    try:
-        problem = Problem(pair.model_path)
-    except RAISED:  # the run says what is wrong with the file
-        return [{}]
-    if options.batch and problem.benchmark_batch is None:
-        refuse(f"{pair.name}: --batch has no effect: get_inputs takes none and reads no batch_size")
-    if options.sweep and not problem.sweep:
-        refuse(f"{pair.name}: no shapes to sweep: {pair.model_path.name} has no list of constants `sweep`")
-    return problem.sweep if options.sweep else [{}]
-
-
-def pairs_of(names: tuple[str, ...]) -> list[Pair]:
-    if any(name.endswith(".py") for name in names):
-        if len(names) != 2:
-            refuse("files come in twos: MODEL.py NEW.py")
-        if missing := [name for name in names if not Path(name).is_file()]:
-            refuse(f"no file {missing[0]}")
-        model, new = (Path(name).resolve() for name in names)
-        return [Pair(model.stem, model, new)]
-    pairs = source.discover(ROOT)
-    if unknown := [name for name in names if name not in pairs]:
-        refuse(f"unknown pair '{unknown[0]}': there are: {', '.join(pairs)}")
-    if not pairs:
-        refuse("no pair here: a pair is models/NAME.py and kernels/NAME.py")
-    return [pairs[name] for name in dict.fromkeys(names or pairs)]
-
-
-def parts(value: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in value.split(",")))
-
-
-def parse(argv: list[str]) -> Options:
-    layout, left_out = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS  # Options has the defaults
-    parser = argparse.ArgumentParser("harness.py", None, __doc__, formatter_class=layout, argument_default=left_out)
-    add = parser.add_argument
-    add("names", nargs="*", default=[], metavar="NAME", help="pairs to run (all), or the two files of one pair")
-    add("--list", action="store_true", help="name the pairs and stop")
-    gpu = torch.cuda.is_available()
-    add("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu", help="default: cuda if there is a GPU")
-    add("--dtype", type=parts, metavar="LIST", help=f"comma separated, of {','.join(DTYPES)} (float32)")
-    levels = "highest: strict float32 (default); high: TF32 allowed; comma separated"
-    add("--precision", type=parts, metavar="LIST", help=levels)
-    rivals = f"comma separated, of {','.join(BASELINES)} (eager,compile)"
-    add("--baselines", type=parts, metavar="LIST", help=rivals)
-    add("--backward", action="store_true", default=False, help="also with gradients recorded, and forward + backward")
-    add("--batch", type=int, metavar="N", help="default: the file's batch_size, or cpu_batch_size on a CPU")
-    add("--sweep", action="store_true", help="at the shapes listed as `sweep` in the Model's file, each for less time")
-    add("--seed", type=int, metavar="N", help="of weights and inputs (0)")
-    add("--timeout", type=float, metavar="S", help="seconds for a call; ten times that to build (120)")
-    add("--profile", type=Path, metavar="FOLDER", help="time nothing: table and trace of the candidate's kernels")
-    add("--json", type=Path, metavar="FILE", help="write the records")
-    asked = vars(parser.parse_args(argv))
-    for name, choices in (("dtype", DTYPES), ("precision", PRECISIONS), ("baselines", BASELINES)):
-        if unknown := [part for part in asked.get(name, ()) if part not in choices]:
-            parser.error(f"--{name}: unknown '{unknown[0]}': there are: {', '.join(choices)}")
-    for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
-        if name in asked and not least <= asked[name] < 1 << 32:
-            parser.error(f"--{name} {asked[name]} is not at least {least} and below {1 << 32}")
-    if asked["device"] == "cuda" and not gpu:
+def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
+    """The options, and the pairs they name."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout)
+    for each in fields(Options):
+        how = dict(each.metadata)
+        parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
+    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    options, pairs = Options(**vars(parser.parse_args(argv))), source.discover(ROOT)
+    if len(options.names) == 2 and all(Path(name).is_file() for name in options.names):
+        model, new = (Path(name).resolve() for name in options.names)
+        pairs = dict.fromkeys(options.names, Pair(model.stem, model, new))
+    asked = {"pair": (options.names, pairs), "dtype": (options.dtype, DTYPES)}
+    asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
+    for what, (names, choices) in asked.items():
+        if unknown := [name for name in names if name not in choices]:
+            parser.error(f"unknown {what} '{unknown[0]}': there are: {', '.join(choices)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    if "sweep" in asked and "batch" in asked:
-        parser.error("--batch and --sweep: a sweep's shapes have batches of their own")
-    if path := asked.get("json"):
+    if options.batch is not None and options.batch < 1:
+        parser.error(f"--batch {options.batch} is not at least 1")
+    if path := options.json:
         try:  # known before anything is measured
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
             parser.error(f"{path} cannot be written: {error.strerror}")
-    asked["directions"] = DIRECTIONS if asked.pop("backward") else DIRECTIONS[:1]
-    return Options(names=tuple(asked.pop("names")), seconds=SECONDS_EACH / (8 if "sweep" in asked else 1), **asked)
+    return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
-    try:
-        options = parse(argv)
-        if options.list:
-            print("\n".join(source.discover(ROOT)))
-            return ALL_RIGHT
-        shapes = [(pair, constants) for pair in pairs_of(options.names) for constants in shapes_of(pair, options)]
-    except SystemExit as leaving:  # all has been said
-        return leaving.code
+    options, pairs = parse(argv)
+    if options.list:
+        print(*source.discover(ROOT), sep="\n")
+        return ALL_RIGHT
+    shapes = [(pair, shape) for pair in pairs for shape in (Problem(pair.model_path).sweep if options.sweep else [{}])]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
-    clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
-    table, judge = record.Table(options.baselines), Judge(options, ceilings)
-    if device == "cuda" and not judge.by_ipc:
-        say("no CUDA IPC between processes here: tensors go through the host's memory, outside the clock")
-    try:
+    with contextlib.closing(Judge(options, ceilings)) as judge:
         for run in (run for pair, constants in shapes for run in judge.judge(pair, constants)):
+            record.show(run)
             runs.append(run)
-            table.row(run)
             if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
                 records = {"runs": [asdict(run) for run in runs], "environment": environment}
                 options.json.write_text(json.dumps(records, indent=1) + "\n")
-    finally:
-        judge.close()
-    table.end()
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
-    return ALL_RIGHT if all(run.ok for run in runs) else ANY_WRONG
+    return ALL_RIGHT if runs and all(run.ok for run in runs) else ANY_WRONG
 
 
 if __name__ == "__main__":

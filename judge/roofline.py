@@ -7,9 +7,8 @@ parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta devi
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import NamedTuple
+import timeit
+from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -18,23 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from judge.source import DTYPES, Problem
 from judge.worker import roots_of
 
-GIB = 1 << 30
-# Strict float32 on tensor cores takes at least three half-precision products (hi*hi + hi*lo + lo*hi of operands split
-# in two): the fewest known to keep float32's accuracy. Where TF32 is allowed, one is enough.
-PRODUCTS_PER_FLOAT32 = {"highest": 3, "high": 1}
-# What else a product may be made of, by device and dtype. A CPU without half-precision units does best in float32.
-OTHER_PRODUCT = {("cuda", "float32"): "float16", ("cpu", "float16"): "float32", ("cpu", "bfloat16"): "float32"}
-MATRIX_SIDES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
+COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 # No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
+CACHED_BYTES = {"cuda": 128 << 20, "cpu": 256 << 20}  # may come from a cache, faster than from memory
 
 
-class Work(NamedTuple):
-    bytes: int
-    flops: int
-
-
-def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> Work:
+def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> tuple[int, int]:
+    """Bytes and FLOPs."""
     with torch.device("meta"):
         model = problem.model(seed=0).to(dtype)
     inputs = problem.inputs(batch, "meta", dtype, seed=0)
@@ -48,55 +39,49 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     tensors = [*inputs, *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
     moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
     written = sum(x.nbytes for x in [*floating, *model.parameters()])
-    return Work(2 * moved + written if backward else moved, counter.get_total_flops())
+    return 2 * moved + written if backward else moved, counter.get_total_flops()
 
 
 class Ceilings:
     """What this machine reached in this run: bytes/s copied, read + written, and matrix FLOP/s by dtype."""
 
     def __init__(self, device: str, dtypes: tuple[str, ...]):
-        self.device, self.dtypes, self.copy_bandwidth = device, dtypes, 0.0
-        self.matrix_rate: dict[str, float] = {}
+        self.device, self.copy_bandwidth = device, 0.0
+        self.matrix_rate = dict.fromkeys([*dtypes, "float16" if device == "cuda" else "float32"], 0.0)
 
     def measure(self) -> None:
         """Measures, and keeps the better of this time and any time before."""
-        source = torch.ones(4 * GIB if self.device == "cuda" else GIB // 4, dtype=torch.uint8, device=self.device)
+        source = torch.ones(COPIED_BYTES[self.device], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        best = self._best_seconds(lambda: target.copy_(source))
-        self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / best)
-        for name in sorted({product for dtype in self.dtypes for product in self._products_of(dtype)}):
-            for side in MATRIX_SIDES[self.device]:
-                left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
-                seconds = self._best_seconds(lambda left=left, right=right: torch.mm(left, right))
-                self.matrix_rate[name] = max(self.matrix_rate.get(name, 0.0), 2 * side**3 / seconds)
+        seconds = self._least_seconds(lambda: target.copy_(source))
+        self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / seconds)
+        side = MATRIX_SIDE[self.device]
+        for name, before in self.matrix_rate.items():
+            left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
+            seconds = self._least_seconds(lambda: torch.mm(left, right))
+            self.matrix_rate[name] = max(before, 2 * side**3 / seconds)
 
-    def floor_ms(self, work: Work, dtype: str, level: str) -> float:
-        return 1e3 * max(work.bytes / self.copy_bandwidth, work.flops / self.flop_rate(dtype, level))
+    def floor_ms(self, nbytes: int, flops: int, dtype: str, level: str) -> float:
+        return 1e3 * max(nbytes / self.copy_bandwidth, flops / self.flop_rate(dtype, level))
 
     def flop_rate(self, dtype: str, level: str) -> float:
         """FLOP/s of the best known way to multiply in this dtype at this precision."""
-        split = PRODUCTS_PER_FLOAT32[level] if self.device == "cuda" and dtype == "float32" else 1
-        rates = {product: self.matrix_rate[product] for product in self._products_of(dtype)}
-        return max(rate / (split if product == "float16" else 1) for product, rate in rates.items())
+        rates = self.matrix_rate
+        # Strict float32 takes tensor cores at least three half-precision products, of operands split in two: hi * hi +
+        # hi * lo + lo * hi; one is enough for TF32. A CPU without half-precision units does best in float32.
+        if self.device == "cuda" and dtype == "float32":
+            return max(rates["float32"], rates["float16"] / (3 if level == "highest" else 1))
+        if self.device == "cpu" and dtype != "float64":
+            return max(rates[dtype], rates["float32"])
+        return rates[dtype]
 
-    def _products_of(self, dtype: str) -> set[str]:
-        return {dtype, OTHER_PRODUCT.get((self.device, dtype), dtype)}
+    def _least_seconds(self, call: Callable[[], object]) -> float:
+        """Of a call, made twice in a row: the launch and the wait for the end are little beside that."""
 
-    def _best_seconds(self, call, repeats: int = 8) -> float:
-        best, gpu = float("inf"), self.device == "cuda"
-        for _ in range(repeats):
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
-            begin = time.perf_counter()
-            gpu and events[0].record()
+        def twice() -> None:
             call()
-            gpu and (events[1].record(), torch.cuda.synchronize())
-            best = min(best, events[0].elapsed_time(events[1]) / 1e3 if gpu else time.perf_counter() - begin)
-        return best
+            call()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
 
-
-def cache_bytes(device: str) -> int:
-    """Of the last cache: what is larger than twice as much is not served from there."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).L2_cache_size
-    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max((int(path.read_text().strip().rstrip("K")) << 10 for path in found), default=64 << 20)
+        return min(timeit.repeat(twice, number=1, repeat=4)) / 2

@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import inspect
 import io
-import itertools
 import re
 import sys
 import tokenize
@@ -25,10 +24,6 @@ DIRECTIONS = ("forward", "forward_recorded", "forward_backward")
 
 BUILD = "build failed"
 RAISED = (Exception, SystemExit)  # what a file may raise: sys.exit() does not end the judgement
-# Words of a failed build, in an exception at import. Whatever else is raised at import is a wrong candidate.
-BUILD_WORDS = re.compile(r"\b(ninja|nvcc|cuda_home|g\+\+|clang|cl\.exe|compiler|building)(?!\w)", re.IGNORECASE)
-
-_serial = itertools.count()
 
 
 class Pair(NamedTuple):
@@ -46,7 +41,7 @@ def discover(root: Path) -> dict[str, Pair]:
 
 def load(path: Path) -> ModuleType:
     """The file as a module under a name of its own, so that no two files see each other's."""
-    spec = importlib.util.spec_from_file_location(f"judged_{next(_serial)}", path)
+    spec = importlib.util.spec_from_file_location(f"judged_{len(sys.modules)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pickle, dataclasses and inspect look for it
     spec.loader.exec_module(module)
@@ -59,16 +54,11 @@ class Problem:
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
         vars(self.module).update(self.constants)
-        self.sweep: list[dict] = getattr(self.module, "sweep", [])  # other shapes worth a measurement
-        # The batch size is an optional argument of get_inputs or, where it takes none, the module constant it reads.
-        arguments = inspect.signature(self.module.get_inputs).parameters.values()
-        default = next((argument.default for argument in arguments), getattr(self.module, "batch_size", None))
-        default = self.constants.get("batch_size", default)
-        self._batch_is_argument = bool(arguments)
-        self.benchmark_batch: int | None = default if isinstance(default, int) else None
-        self.cpu_batch: int | None = self.benchmark_batch
-        if not self.constants:  # the files name one that a CPU computes in well under a second
-            self.cpu_batch = getattr(self.module, "cpu_batch_size", self.benchmark_batch)
+        self.sweep: list[dict] = getattr(self.module, "sweep", [{}])  # the shapes worth a measurement
+        batch = getattr(self.module, "batch_size", None)
+        self.benchmark_batch: int | None = batch
+        # The files name one that a CPU computes in well under a second.
+        self.cpu_batch: int | None = batch if constants else getattr(self.module, "cpu_batch_size", batch)
 
     def arguments(self, seed: int) -> list:
         torch.manual_seed(seed)
@@ -80,10 +70,11 @@ class Problem:
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
         """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
         torch.manual_seed(seed)
-        if batch is not None and not self._batch_is_argument:
-            self.module.batch_size = batch
+        chosen = {} if batch is None else {"batch_size": batch}
+        vars(self.module).update(chosen)  # get_inputs reads this constant, or takes an argument of its name
+        is_argument = "batch_size" in inspect.signature(self.module.get_inputs).parameters
         with torch.device(device):
-            inputs = self.module.get_inputs(*[batch] * (self._batch_is_argument and batch is not None))
+            inputs = self.module.get_inputs(**chosen if is_argument else {})
         return [to_dtype(x, dtype, device) for x in inputs]
 
 
@@ -113,40 +104,35 @@ def last_line(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[-1].strip().partition("\n")[0]
 
 
-def build_failure(error: BaseException, at_import: bool = False) -> str | None:
-    """The compiler's first complaint, or None where no build failed. At import, a message about compilers counts."""
+def build_failure(error: BaseException) -> str | None:
+    """The compiler's first complaint, or None where no build failed."""
     trace = "".join(traceback.format_exception(error))  # with all that caused it
-    failed = "CalledProcessError" in trace or "cpp_extension.py" in trace
-    of_a_kind = at_import and isinstance(error, (RuntimeError, ImportError, OSError))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [last_line(error)]
-    complaints = [line for line in lines if re.search(r"\berror\b\s*:", line, re.IGNORECASE)]
-    return (complaints or lines)[0] if failed or of_a_kind and BUILD_WORDS.search(str(error)) else None
+    of_a_tool = re.search(r"CalledProcessError|cpp_extension\.py", trace)
+    if not of_a_tool and not re.search(r"\b(ninja|nvcc|cuda_home|building)\b", str(error), re.IGNORECASE):
+        return None
+    complaints = re.findall(r".*\berror\s*:.*", str(error), re.IGNORECASE)
+    return complaints[0].strip() if complaints else last_line(error)
 
 
 def code_of(text: str) -> str:
     """A kernel file without comments, docstrings and blank lines, in Python and in its C++ and CUDA strings."""
-    lines, docstrings = text.splitlines(), set()
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            docstrings.add(node.body[0].value)
+    tree, lines = ast.parse(text), text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.end_lineno > node.lineno:
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        elif isinstance(node, ast.Constant) and node.end_lineno > node.lineno:
             for row in range(node.lineno - 1, node.end_lineno):
-                line = "" if node in docstrings else lines[row]
-                lines[row] = re.sub(r'("(?:\\.|[^"\\])*")|//.*', lambda match: match[1] or "", line)
-        elif node in docstrings:
-            lines[node.lineno - 1] = ""
+                lines[row] = re.sub(r'("(?:\\.|[^"\\])*")|//.*', lambda match: match[1] or "", lines[row])
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def code_sha256(path: Path) -> str:
     """What a record calls the file it measured: a changed comment leaves it as it is."""
-    text = path.read_text()
-    with contextlib.suppress(SyntaxError):  # then it is the whole text
-        text = code_of(text)
-    return hashlib.sha256(text.encode()).hexdigest()
+    code = path.read_bytes()
+    with contextlib.suppress(SyntaxError, ValueError):  # it is no Python text: all of it, then
+        code = code_of(code.decode()).encode()
+    return hashlib.sha256(code).hexdigest()

@@ -482,7 +482,7 @@ def serve(role: str, device: str, requests, replies) -> None:
                     settle(device)
             except RAISED as error:
                 at_import = contender.loaded is None
-                failure = build_failure(error, at_import)
+                failure = build_failure(error)
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
                 reply = {"kind": kind, "said": said + " at import" * at_import}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,6 @@ def judge(judges, tmp_path):
 def suite(tmp_path, monkeypatch):
     """`main` over a folder of pairs, with nothing measured that takes long."""
     monkeypatch.setattr(harness, "ROOT", tmp_path)
-    monkeypatch.setattr(harness, "SECONDS_EACH", 0.02)
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: vars(self).update(vars(ceilings_of(self.device))))
 
     def add(name, new, model=MODEL):
@@ -61,7 +61,7 @@ def suite(tmp_path, monkeypatch):
             (tmp_path / sub / f"{name}.py").write_text(text)
 
     def main(*arguments):
-        return harness.main(["--device", "cpu", "--baselines", "eager", *arguments])
+        return harness.main(["--device", "cpu", "--baselines", "eager", "--seconds", "0.02", *arguments])
 
     main.add = add
     return main
@@ -112,7 +112,7 @@ def test_accepts_an_honest_one_in(dtype, judge, device):
     assert [run.reasons for run in runs] == [[], [], []]
     for run in runs:
         assert run.rounds >= bench.MIN_ROUNDS and run.ms["new"] > 0 and run.ms["eager"] > 0 and run.shapes == [[32, 96]]
-        assert (run.error["eager_max"] is None) == (dtype == "float64")
+        assert (run.error["eager_max"] == 0) == (dtype == "float64")
     assert set(runs[2].gradient_error) == {
         "input 0",
         "bias",
@@ -414,12 +414,11 @@ def test_time_that_a_clock_leaves_out_is_found():
     assert not hidden([9.45] * 11 + [0.1] * 9)[1] and not hidden([1.45] * 20, [0.4] * 14 + [1.5] * 6)[1]
 
 
-def test_what_a_gpu_says_of_its_clocks():
-    assert record.clocks("cpu") is None
-    assert (
-        record.throttle_reasons("0x0000000000000001") == record.throttle_reasons("[N/A]") == ""
-    )  # idle; a GPU that does not say
-    assert record.throttle_reasons("0x0000000000000024") == "power cap, thermal slowdown"
+def test_what_a_gpu_says_of_its_clocks(monkeypatch):
+    monkeypatch.setattr(record, "said_by", lambda *command: "570.1, 1980, 3201, 40, 300.5, Active, Active, Not Active")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="x"))
+    state = record.clocks("cuda")
+    assert state["clocks_event_reasons.sw_thermal_slowdown"] == "Active" and record.clocks("cpu") == {}
 
 
 @pytest.mark.gpu
@@ -454,13 +453,13 @@ def test_times_the_candidate_in_a_cuda_graph(judge):
 )
 def test_work_at_the_benchmark_shapes(name, gigabytes, gigaflop):
     problem = Problem(ROOT / "models" / f"{name}.py")
-    work, half, both = (
+    (nbytes, flops), half, both = (
         roofline.count_work(problem, problem.benchmark_batch, dtype, backward)
         for dtype, backward in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True))
     )
-    assert work.bytes / 1e9 == pytest.approx(gigabytes, abs=6e-4) and work.flops / 1e9 == gigaflop
-    assert (work.bytes, work.flops) == (2 * half.bytes, half.flops)
-    assert both.flops == 3 * work.flops and 2 * work.bytes < both.bytes < 3 * work.bytes
+    assert nbytes / 1e9 == pytest.approx(gigabytes, abs=6e-4) and flops / 1e9 == gigaflop
+    assert (nbytes, flops) == (2 * half[0], half[1])
+    assert both[1] == 3 * flops and 2 * nbytes < both[0] < 3 * nbytes
 
 
 def test_a_strict_float32_product_counts_as_three_halves_or_one_float32():
@@ -469,14 +468,14 @@ def test_a_strict_float32_product_counts_as_three_halves_or_one_float32():
     assert ceilings.flop_rate("float32", "highest") == 200e12 and ceilings.flop_rate("float32", "high") == 600e12
     ceilings.matrix_rate["float32"] = 250e12
     assert ceilings.flop_rate("float32", "highest") == 250e12 and ceilings.flop_rate("float64", "highest") == 60e12
-    assert ceilings.floor_ms(roofline.Work(8_000_000_000, 1), "float32", "highest") == pytest.approx(2.0)
-    assert ceilings.floor_ms(roofline.Work(1, 25 * 10**10), "float32", "highest") == pytest.approx(1.0)
+    assert ceilings.floor_ms(8_000_000_000, 1, "float32", "highest") == pytest.approx(2.0)
+    assert ceilings.floor_ms(1, 25 * 10**10, "float32", "highest") == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("share", "ok"), [(1.2, True), (2.0, False)])
 def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, monkeypatch, share, ok):
     measured = []
-    monkeypatch.setattr(roofline, "cache_bytes", lambda device: 1)
+    monkeypatch.setitem(roofline.CACHED_BYTES, "cpu", 1)
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: measured.append(1))
     monkeypatch.setattr(roofline.Ceilings, "floor_ms", lambda self, *work: share * now["ms"])
     now = {}
@@ -487,11 +486,11 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
     (run,) = judge.judge(write(tmp_path, "plain"))
     judge.close()
     assert len(measured) == 1 and run.ok == ok
-    assert ("above 100% of the floor" in run.notes[-1]) if ok else ("which is not possible" in run.reasons[0])
+    assert run.roof["percent"] == pytest.approx(120) if ok else "which is not possible" in run.reasons[0]
 
 
 def test_ceilings_of_this_machine(monkeypatch):
-    monkeypatch.setattr(roofline, "MATRIX_SIDES", {"cpu": (256,)})
+    monkeypatch.setattr(roofline, "MATRIX_SIDE", {"cpu": 256})
     ceilings = roofline.Ceilings("cpu", ("float32",))
     ceilings.measure()
     assert 1e8 < ceilings.copy_bandwidth < 1e13 and 1e8 < ceilings.matrix_rate["float32"] < 1e15
@@ -502,7 +501,7 @@ def test_the_shapes_to_sweep_are_the_models(path):
     """Each runs, on the meta device, and together they span three orders of magnitude of work."""
     problems = [Problem(path, constants) for constants in Problem(path).sweep]
     works = [roofline.count_work(problem, problem.benchmark_batch, torch.float32, False) for problem in problems]
-    sizes = [work.flops or work.bytes for work in works]
+    sizes = [flops or nbytes for nbytes, flops in works]
     assert len(works) >= 12 and max(sizes) >= 1000 * min(sizes)
 
 
@@ -552,7 +551,7 @@ def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     records = tmp_path / "sweep.json"
     assert suite("--sweep", "--json", str(records)) == 0
     out = capsys.readouterr().out
-    assert "b4 features 16" in out and "b8 features 24" in out
+    assert "batch_size 4 features 16" in out and "batch_size 8 features 24" in out
     runs = json.loads(records.read_text())["runs"]
     assert [(run["batch"], run["shapes"]) for run in runs] == [(4, [[4, 16]]), (8, [[8, 24]])]
     assert runs[0]["constants"] == {"batch_size": 4, "features": 16} and runs[0]["roof"]["flops"] == 2 * 4 * 16 * 64
@@ -574,43 +573,38 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     suite.add("unbuilt", BUILD_FAILURES["compiler"])
     assert suite("--timeout", "5") == 3
     rows = [row for row in capsys.readouterr().out.splitlines() if row and "timed under" not in row]
-    rows = rows[-7:]  # of the last run: four, and three reasons
-    assert "it hangs" in rows[-3] and "SIGSEGV" in rows[-2] and "build failed: x.cpp:3: error: expected ;" in rows[-1]
-    shown = [
-        (row.split()[0], next(word for word in row.split() if word in ("ok", "WRONG", "BUILD"))) for row in rows[:4]
-    ]
-    assert shown == [("good", "ok"), ("hanging", "WRONG"), ("lost", "WRONG"), ("unbuilt", "BUILD")]
+    _, _, hangs, _, crashes, _, fails = rows = rows[-7:]  # of the last run: four, and three reasons
+    assert "it hangs" in hangs and "SIGSEGV" in crashes and "build failed: x.cpp:3: error: expected ;" in fails
+    words = [set(row.split()) & {"good", "hanging", "lost", "unbuilt", "ok", "wrong", "build"} for row in rows]
+    assert words[:2] == [{"good", "ok"}, {"hanging", "wrong"}]
+    assert words[3] == {"lost", "wrong"} and words[5] == {"unbuilt", "build"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["instnce_norm"], "unknown pair 'instnce_norm': there are: instance_norm"),
-        (["instance_norm", "--dtype", "float23"], "unknown 'float23': there are: float32"),
-        (["instance_norm", "--precision", "hihg"], "unknown 'hihg': there are: highest"),
-        (["instance_norm", "--baselines", "eager,compil"], "unknown 'compil': there are: eager"),
-        (["instance_norm", "--batch", "0"], "0 is not at least 1"),
-        (["instance_norm", "--sweep"], "no shapes to sweep"),
-        (["--sweep", "--batch", "3"], "batches of their own"),
-        (["model.py"], "files come in twos"),
-        (["model.py", "none.py"], "no file model.py"),
-        (["--seed", "-1"], "is not at least 0"),
-        (["--seed", str(1 << 64)], "is not at least 0"),
-        (["--timeout", "0"], "0 is not at least 0.1"),
+        (["instance_norm", "--dtype", "float23"], "unknown dtype 'float23': there are: float32"),
+        (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
+        (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
+        (["model.py", "none.py"], "unknown pair 'model.py'"),
+        (["--seed", "one"], "invalid int value"),
         (["--json", str(ROOT)], "cannot be written: Is a directory"),
         (["--json", f"{__file__}/x.json"], "cannot be written"),
     ],
 )
 def test_usage_errors(arguments, message, suite, capsys):
     suite.add("instance_norm", PLAIN)
-    assert suite(*arguments) == 2
+    with pytest.raises(SystemExit, match="2"):
+        suite(*arguments)
     assert message in capsys.readouterr().err
 
 
 def test_no_gpu_is_a_usage_error(suite, monkeypatch, capsys):
     suite.add("good", PLAIN)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert suite("--device", "cuda") == 2
+    with pytest.raises(SystemExit, match="2"):
+        suite("--device", "cuda")
     assert "sees no GPU" in capsys.readouterr().err
 
 
@@ -647,12 +641,13 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].split()[:2] == ["fifth", "cpu"]
+    assert done.stdout.split()[:2] == ["fifth", "cpu"]
     assert json.loads((tmp_path / "elsewhere" / "o.json").read_text())["runs"][0]["model"] == "fifth"
 
 
 def test_lists_the_pairs_of_this_suite_and_documents_the_exit_codes(capsys):
     assert harness.main(["--list"]) == 0
     assert set(capsys.readouterr().out.split()) == {path.stem for path in (ROOT / "kernels").glob("*.py")}
-    assert harness.main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        harness.main(["--help"])
     assert "0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build" in capsys.readouterr().out
