@@ -25,7 +25,7 @@ MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs 
 MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
-WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+WIDE_SPREAD = 0.1  # of the middle half of a contender's times: beyond it the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # By so much a turn may exceed its claims more than eager's. On a CPU that others use, by a time slice of its scheduler.
@@ -57,7 +57,8 @@ class Ring:
         count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
         self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
-        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers}
+        state = case.share(dict(case.model.state_dict()))
+        self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
         self.renew(count)
 
     def renew(self, calls: int) -> None:
@@ -92,13 +93,6 @@ class Ring:
                 self.kept.pop(secret.randrange(self.most_kept))
             self.kept.append((reply["forms"], [x.clone() for x in self.answers], self.draws[index]))
 
-    def inspect(self) -> None:
-        """Both gates for the answers that were kept; raises Rejected where one is wrong."""
-        for forms, given, draw in self.kept:
-            (expected,) = answers_of(self.case.model, [draw()], self.request)
-            inspect(self.case, self.request, expected, forms, given, draw, self.case.model)
-            settle(self.case.device)
-
 
 def measure(case: Case, direction: str, seconds: float) -> Samples:
     """Rounds until the time is up, of all of the case's contenders; a baseline that fails leaves them, with a note.
@@ -109,7 +103,6 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     ring, samples = Ring(case, direction), Samples()
     for name, worker in list(case.workers.items()):
         try:
-            case.give_weights(worker)
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
         except Rejected as failed:
             if name == "new":
@@ -133,7 +126,10 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             ring.take_turn(name, samples, flushes)
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
-    ring.inspect()
+    for forms, given, draw in ring.kept:
+        (expected,) = answers_of(case.model, [draw()], ring.request)
+        inspect(case, ring.request, expected, forms, given, draw, case.model)
+        settle(case.device)
     return samples
 
 
@@ -178,16 +174,10 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def interference(samples: Samples) -> list[str]:
-    """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+    """Signs that something else ran meanwhile: rounds that spread."""
     found = []
     for name, values in samples.ms.items():
         low, high = quartiles(values)
         if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
             found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
-    relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
-    rounds = [statistics.fmean(times) for times in zip(*relative)]
-    third = len(rounds) // 3
-    drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
-    if abs(drift) > WIDE_DRIFT:
-        found.append(f"the last third of the rounds took {1 + drift:.2f} of the time of the first")
     return found

@@ -134,12 +134,6 @@ class Case:
         made = {"arguments": self.share(problem.arguments(self.seed)), "level": self.precision, "dtype": self.dtype}
         return worker.ask("load", **file, **made, seed=self.seed)
 
-    def give_weights(self, worker: Worker, model: torch.nn.Module | None = None, instance: int | None = None) -> None:
-        """The Model's, or this model's, to one instance of a process's module or to all."""
-        state = self.share(dict((model or self.model).state_dict()))
-        settle(self.device)
-        worker.ask("set_weights", state=state, instance=instance)
-
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
         if self.dtype == torch.float64:
@@ -179,7 +173,6 @@ def shift_biases(model: torch.nn.Module) -> None:
 
 
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
-IN_TURNS = partial(Request, "two instances with other weights in turns")
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
@@ -190,15 +183,12 @@ LAYOUTS = {
 # Asked at the shape and in the layout that is timed; and what a compiler may make anew, after it was timed.
 REQUESTS = {
     "forward": [
-        # Nothing made from the weights of one may serve the other. Both were given weights equally often until here:
-        # a count of writes does not tell them apart.
-        IN_TURNS(instance=1, weights=lambda model: perturb(model, 22)),
-        IN_TURNS(),
+        Request("two instances with other weights in turns", twin=True),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         Request("after the weights moved in memory, as .to moves them", move=True),
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
-        Request("in training mode", mode="train", weights=lambda model: None),  # running means move, in both alike
+        Request("in training mode", mode="train"),
         FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs),
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
@@ -259,7 +249,6 @@ def seeds(case: Case, direction: str, first: int = 0) -> None:
             raise Rejected(*over)
         case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
         perturb(case.model, case.seed + turn)
-        case.give_weights(case.workers["new"])
         # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: no gate 2 there.
         ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
         ask(case, Request(f"seed {turn}", direction, turn, strict=True))
@@ -272,7 +261,8 @@ def ask(case: Case, request: Request) -> None:
     """
     if request.stream and case.device != "cuda":
         return
-    worker, model, layout = case.workers["new"], copy.deepcopy(case.model), LAYOUTS[request.layout]
+    model, other, layout = copy.deepcopy(case.model), copy.deepcopy(case.model), LAYOUTS[request.layout]
+    perturb(other, request.seed + 1)
     if request.weights:
         with torch.no_grad():
             request.weights(model)
@@ -290,12 +280,11 @@ def ask(case: Case, request: Request) -> None:
         return
     del drawn  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
+    states = [case.share(dict(each.state_dict())) for each in (model, other)]
     settle(case.device)
-    if request.weights:
-        case.give_weights(worker, model, request.instance)
     try:
         asked = replace(request, change=None, weights=None)
-        reply = worker.ask("call", request=asked, sets=sets, answers=places)
+        reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
     except Rejected as error:
         if error.kind != "raised" or not request.refusable:
             raise
@@ -310,8 +299,6 @@ def ask(case: Case, request: Request) -> None:
     if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.note("gives other bits when it is called again with the same inputs, within the gates")
     settle(case.device)
-    if request.weights:
-        case.give_weights(worker)
 
 
 def reject(request: Request, wrong: list[str]) -> None:

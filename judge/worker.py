@@ -78,11 +78,11 @@ class Request:
     direction: str = "forward"
     seed: int = 0  # of the inputs
     change: Callable | None = None  # of each floating input
-    weights: Callable | None = None  # of the Model's weights, which the instance is given then
+    weights: Callable | None = None  # of the Model's weights
     batch: int | None = None
     layout: str = "dense"
     order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
-    instance: int = 0
+    twin: bool = False  # another instance, with other weights, is called first
     mode: str = "eval"  # or "train" or "inference"
     whose: str = ""  # "nobody's", "parameters", "inputs" or "all": gradients are asked of; those of the direction
     strict: bool = False  # both gates, and the Model must have an answer; otherwise it is enough to pass one of them
@@ -207,11 +207,6 @@ def rng_state() -> list:
     return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def settle(device: str) -> None:
     """Waits for the GPU, and gives unused memory back to it: the other processes need it."""
     if device == "cuda":
@@ -244,6 +239,7 @@ class Contender:
 
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.settings = role, device, device == "cuda", settings()
+        self.wait = torch.cuda.synchronize if self.gpu else lambda: None
         self.loaded = None
         self.rest()
 
@@ -272,16 +268,17 @@ class Contender:
         self.graph = self.buffer = None
         return {}
 
-    def set_weights(self, state: dict, instance: int | None) -> dict:
-        for module in self.modules if instance is None else [self.modules[instance]]:
-            module.load_state_dict(self._own(state), strict=True)
-        return {}
-
-    def call(self, request: Request, sets: list, answers: list) -> dict:
+    def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        module, inputs = self.modules[request.instance].train(request.mode == "train"), self._own(sets)
+        inputs, module = self._own(sets), self.modules[0].train(request.mode == "train")
+        # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
+        # writes does not tell them apart.
+        for instance, state in zip(self.modules, states):
+            instance.load_state_dict(self._own(state), strict=True)
+        if request.twin:
+            answers_of(self.modules[1], inputs, request)
         if request.move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.detach().clone()
@@ -296,9 +293,10 @@ class Contender:
         module.eval()
         return {"forms": [answer.forms for answer in found], "tree": found[0].tree, "did": found[0].did}
 
-    def ready(self, request: Request, ring: list, answers: list, seconds: float) -> dict:
+    def ready(self, request: Request, state: dict, ring: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
+        self.modules[0].load_state_dict(self._own(state), strict=True)
         self.request, self.given, self.answers = request, ring, answers
         # CUDA graphs, which max-autotune makes too, read the inputs where they lay first: one set serves all calls.
         self.ring = self._own(ring[:1] if self.role in ("cudagraph", "max-autotune") else ring)
@@ -340,7 +338,7 @@ class Contender:
         for mine, given in zip(tree_leaves(self.ring), tree_leaves(self.given)):
             if isinstance(mine, torch.Tensor) and mine.numel():
                 mine.untyped_storage().copy_(given.untyped_storage())
-        wait(self.device)
+        self.wait()
         return {}
 
     def time(self, count: int, flushes: int) -> dict:
@@ -359,7 +357,7 @@ class Contender:
         with torch.profiler.profile() as found:
             for i in range(10):
                 self._timed_call(i)
-            wait(self.device)
+            self.wait()
         found.export_chrome_trace(path)
         by = "self_device_time_total" if self.gpu else "self_cpu_time_total"
         return {"table": found.key_averages().table(sort_by=by, row_limit=20)}
@@ -429,7 +427,7 @@ class Contender:
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
-        wait(self.device)
+        self.wait()
 
 
 def serve(role: str, device: str, requests, replies) -> None:
