@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -34,7 +35,9 @@ from judge.source import BUILD, RAISED, build_failure, last_line, load, make, se
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
-FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
+# Written before each timed call: more than twice a GPU's last cache, and so often that the GPU is busy until the call
+# is launched. A process that was stopped takes several times as long to launch its first.
+FLUSH_BYTES, FLUSHES = {"cuda": 256 << 20, "cpu": 64 << 20}, {"cuda": 32, "cpu": 1}
 IN_A_TURN = ("warm_up", "time", "answer")  # commands with nothing around them that takes time
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
@@ -50,22 +53,23 @@ class Rejected(Exception):
         self.kind = kind
 
 
-def copied(x: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A copy on this storage, of the same shape, strides and offset: as far off any alignment."""
-    if x.untyped_storage().nbytes():
+def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
+    """A copy on a new storage of so many bytes, with the same shape, strides and offset: as far off any alignment."""
+    nbytes = x.untyped_storage().nbytes()
+    storage = new(max(1, nbytes))
+    if nbytes:
         storage.copy_(x.untyped_storage())
-    empty = torch.empty(0, dtype=x.dtype, device=storage.device)
-    return empty.set_(storage, x.storage_offset(), x.shape, x.stride())
+    return torch.empty(0, dtype=x.dtype, device=storage.device).set_(storage, x.storage_offset(), x.shape, x.stride())
 
 
 def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
     """A copy that another process can open: on the GPU by CUDA IPC, on the host as a file without a name."""
-    size = max(1, x.untyped_storage().nbytes())
     if by_ipc and x.is_cuda:
-        return copied(x, torch.UntypedStorage(size, device="cuda"))
+        return copied(x, partial(torch.UntypedStorage, device=x.device))
     file = os.memfd_create("judge")  # in a container /dev/shm, which PyTorch takes, may be small
-    os.truncate(file, size)
-    copy = copied(x, torch.UntypedStorage.from_file(f"/proc/{os.getpid()}/fd/{file}", True, size))
+    copy = copied(
+        x, partial(torch.UntypedStorage.from_file, f"/proc/{os.getpid()}/fd/{file}", True)
+    )  # makes it as long
     weakref.finalize(copy, os.close, file)
     return copy
 
@@ -187,12 +191,13 @@ def form_of(leaf, output_of: Request | None = None) -> str:
 
 
 def state_of(module: torch.nn.Module) -> list[str]:
-    """Of each tensor in the state_dict its form and a hash of its bits. A buffer has no requires_grad: None."""
-    trained, found = {name: p.requires_grad for name, p in module.named_parameters()}, []
-    for name, x in module.state_dict().items():
-        x = x.detach().cpu().contiguous()
-        bits = hashlib.sha256(ctypes.string_at(x.data_ptr(), x.nbytes)).hexdigest()
-        found.append(f"{name} of {x.dtype}, shape {list(x.shape)}, requires_grad {trained.get(name)}, bits {bits[:16]}")
+    """Of each tensor in the state_dict, whether it is a parameter, its form and a hash of its bits."""
+    found = []
+    for name, x in module.state_dict(keep_vars=True).items():
+        host = x.detach().cpu().contiguous()
+        bits = hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()[:16]
+        form = f"{type(x).__name__} of {x.dtype}, shape {list(x.shape)}, requires_grad {x.requires_grad}"
+        found.append(f"{name}: a {form}, bits {bits}")
     return found
 
 
@@ -263,7 +268,7 @@ class Contender:
         return {"seconds": self.seconds, "state": state_of(self.modules[0])}
 
     def rest(self, given=None) -> dict:
-        """Forgets what was timed; as after every request, much unused memory goes back to the device."""
+        """Forgets what was timed; as after every request, unused memory goes back to the device."""
         self.ring, self.given, self.answers, self.kept, self.incoming = [], [], [], [], []
         self.graph = self.buffer = None
         return {}
@@ -315,19 +320,15 @@ class Contender:
             with torch.cuda.graph(graph):
                 answer = self._timed_call(0)
             self.graph = graph, answer
-        self._claims(1, 1)
-        begin, marks = perf_counter(), []
-        while len(marks) < 9 or perf_counter() - begin < seconds:
-            marks += self._claims(1, 1)
-        reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
+        self._claims(1)
+        self.kept = []
         if self.gpu:
-            self.kept = []
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self._timed_call(0)
-            torch.cuda.synchronize()
-            reply["peak"] = torch.cuda.max_memory_allocated() - before
-        return reply
+        before, begin, marks = torch.cuda.memory_allocated(), perf_counter(), []
+        while len(marks) < 9 or perf_counter() - begin < seconds:
+            marks += self._claims(1)
+        ms, host_us = (statistics.median(column) for column in zip(*marks))
+        return {"ms": ms, "host_us": host_us, "peak": torch.cuda.max_memory_allocated() - before}
 
     def warm_up(self) -> dict:
         """One call on the inputs of the turn before; then takes the new ones.
@@ -341,9 +342,9 @@ class Contender:
         self.wait()
         return {}
 
-    def time(self, count: int, flushes: int) -> dict:
+    def time(self, count: int) -> dict:
         """Milliseconds of so many calls, by this process's own clock. The judge holds its own against their sum."""
-        return {"ms": [ms for ms, _, _ in self._claims(count, flushes)]}
+        return {"ms": [ms for ms, _ in self._claims(count)]}
 
     def answer(self, index: int) -> dict:
         """Hands one of the answers just timed over."""
@@ -374,29 +375,25 @@ class Contender:
             result = torch.autograd.grad(roots_of(result), self.wanted[index], self.incoming, allow_unused=True)
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
 
-    def _claims(self, count: int, flushes: int) -> list[tuple]:
-        """Of each call its milliseconds, the host's microseconds, the flush's milliseconds. On a GPU all are queued."""
+    def _claims(self, count: int) -> list[tuple[float, float]]:
+        """Of each call its milliseconds, and the host's microseconds until it returned. On a GPU all are queued."""
         self.kept, marks = [], []
+        start, end = ([Event(enable_timing=True) for _ in range(count if self.gpu else 0)] for _ in range(2))
         for i in range(count):
-            events = [Event(enable_timing=True) for _ in range(3)] if self.gpu else []
-            if events:
-                # Lines that a kernel marked to be evicted last would outlive the flush.
+            if self.gpu:  # lines that a kernel marked to be evicted last would outlive the flush
                 ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache()
-                events[0].record()
-            for _ in range(flushes):  # overwrites at least twice what the last cache holds
+            for _ in range(FLUSHES[self.device]):
                 self.buffer.zero_()
-            if events:
-                events[1].record()
+            if self.gpu:
+                start[i].record()
             begin = perf_counter()
             self.kept.append(self._timed_call(i))
-            host = perf_counter() - begin
-            if events:
-                events[2].record()
-            marks.append((events, host))
-        if not self.gpu:
-            return [(1e3 * host, 1e6 * host, 0.0) for _, host in marks]
-        torch.cuda.synchronize()
-        return [(start.elapsed_time(end), 1e6 * host, begin.elapsed_time(start)) for (begin, start, end), host in marks]
+            marks.append(perf_counter() - begin)
+            if self.gpu:
+                end[i].record()
+        self.wait()
+        ms = [s.elapsed_time(e) for s, e in zip(start, end)] if self.gpu else [1e3 * seconds for seconds in marks]
+        return [(each, 1e6 * seconds) for each, seconds in zip(ms, marks)]
 
     @contextlib.contextmanager
     def _late(self, sets: list):
@@ -415,15 +412,12 @@ class Contender:
 
     def _own(self, given):
         """Copies in this process's own memory."""
-
-        def own(x: torch.Tensor) -> torch.Tensor:
-            return copied(x, torch.UntypedStorage(max(1, x.untyped_storage().nbytes()), device=self.device))
-
+        own = partial(copied, new=partial(torch.UntypedStorage, device=self.device))
         return tree_map_only(torch.Tensor, own, given)
 
-    def _hand_over(self, leaves: list, forms: list[dict], answers: list) -> None:
+    def _hand_over(self, leaves: list, forms: list[str], answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
-        tensors = [leaf.detach() for leaf, form in zip(leaves, forms) if form.startswith("Tensor of")]
+        tensors = [leaf for leaf, form in zip(leaves, forms) if form.startswith("Tensor of")]
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
