@@ -126,11 +126,9 @@ class Case:
 
     def load(self, worker: Worker, new_path: Path | None) -> dict:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
-        problem = self.problem
-        file = {"path": problem.path, "name": "Model", "constants": problem.constants}
-        file = {"path": new_path, "name": "ModelNew", "constants": {}} if new_path else file
-        made = {"arguments": self.share(problem.arguments(self.seed)), "level": self.precision, "dtype": self.dtype}
-        return worker.ask("load", **file, **made, seed=self.seed)
+        path, constants = (new_path, {}) if new_path else (self.problem.path, self.problem.constants)
+        made = {"arguments": self.share(self.problem.arguments(self.seed)), "seed": self.seed}
+        return worker.ask("load", path=path, constants=constants, **made, level=self.precision, dtype=self.dtype)
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -269,8 +267,8 @@ def ask(case: Case, request: Request) -> None:
     sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
     try:  # in training mode a copy, whose running means move
         expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
-    except Exception:
-        if request.strict:
+    except Exception as error:
+        if request.strict or isinstance(error, torch.OutOfMemoryError):
             raise
         return
     finite = all(bool(x.isfinite().all()) for x in expected[0].tensors().values())

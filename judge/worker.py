@@ -248,7 +248,7 @@ class Contender:
         self.loaded = None
         self.rest()
 
-    def load(self, path: Path, name: str, constants: dict, arguments: list, level: str, dtype, seed: int) -> dict:
+    def load(self, path: Path, constants: dict, arguments: list, level: str, dtype, seed: int) -> dict:
         """Imports a contender's file, the build included, if that is not done; makes two instances of its module."""
         self.rest()
         set_precision(level)
@@ -257,7 +257,7 @@ class Contender:
             self.loaded, begin = None, perf_counter()
             module = load(path)
             vars(module).update(constants)
-            self.cls = getattr(module, name)
+            self.cls = getattr(module, "ModelNew" if self.role in ("new", "cudagraph") else "Model")
             self.loaded, self.seconds = (path, constants), perf_counter() - begin
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
