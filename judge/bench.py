@@ -8,6 +8,7 @@ claims is the same for all, so a candidate that takes more than eager there clai
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -23,6 +24,7 @@ MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
 MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
+LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD = 0.1  # of the middle half of a contender's times: beyond it the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
@@ -68,7 +70,7 @@ class Ring:
                 if isinstance(x, torch.Tensor) and x.numel():
                     x.untyped_storage().copy_(new.untyped_storage())
 
-    def take_turn(self, name: str, samples: Samples) -> None:
+    def take_turn(self, name: str, samples: Samples, flushes: int) -> None:
         """A turn of one contender. Of its answers one is handed over, drawn when they are all there."""
         worker = self.case.workers[name]
         for x in self.answers:
@@ -77,7 +79,7 @@ class Ring:
             torch.cuda.synchronize()
         worker.ask("warm_up")
         start = time.perf_counter()
-        claimed = worker.ask("time", count=samples.calls)["ms"]
+        claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
         # Of a baseline the last: in CUDA graphs of torch.compile's a call overwrites the answers before it.
         index = secret.randrange(samples.calls) if name == "new" else samples.calls - 1
         reply = worker.ask("answer", index=index)
@@ -110,15 +112,18 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             case.note(f"no {name} baseline: {failed}")
             case.workers.pop(name).kill()
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))
-    longest = max(said["ms"] for said in samples.ready.values())
-    samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / longest)))
+    ms, host_us, flush_ms = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us", "flush_ms"))
+    samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
+    # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
+    launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
+    flushes = math.ceil(launch_us / (1e3 * min(flush_ms))) if case.device == "cuda" else 1
     deadline = time.perf_counter() + seconds * len(case.workers)
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
         for name in secret.sample(list(case.workers), len(case.workers)):
-            ring.take_turn(name, samples)
+            ring.take_turn(name, samples, flushes)
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
     for forms, given, draw in ring.kept:

@@ -35,9 +35,7 @@ from judge.source import BUILD, RAISED, build_failure, last_line, load, make, se
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
-# Written before each timed call: more than twice a GPU's last cache, and so often that the GPU is busy until the call
-# is launched. A process that was stopped takes several times as long to launch its first.
-FLUSH_BYTES, FLUSHES = {"cuda": 256 << 20, "cpu": 64 << 20}, {"cuda": 32, "cpu": 1}
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 IN_A_TURN = ("warm_up", "time", "answer")  # commands with nothing around them that takes time
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
@@ -320,15 +318,15 @@ class Contender:
             with torch.cuda.graph(graph):
                 answer = self._timed_call(0)
             self.graph = graph, answer
-        self._claims(1)
+        self._claims(1, 1)
         self.kept = []
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
         before, begin, marks = torch.cuda.memory_allocated(), perf_counter(), []
         while len(marks) < 9 or perf_counter() - begin < seconds:
-            marks += self._claims(1)
-        ms, host_us = (statistics.median(column) for column in zip(*marks))
-        return {"ms": ms, "host_us": host_us, "peak": torch.cuda.max_memory_allocated() - before}
+            marks += self._claims(1, 1)
+        reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
+        return reply | {"peak": torch.cuda.max_memory_allocated() - before}
 
     def warm_up(self) -> dict:
         """One call on the inputs of the turn before; then takes the new ones.
@@ -342,9 +340,9 @@ class Contender:
         self.wait()
         return {}
 
-    def time(self, count: int) -> dict:
+    def time(self, count: int, flushes: int) -> dict:
         """Milliseconds of so many calls, by this process's own clock. The judge holds its own against their sum."""
-        return {"ms": [ms for ms, _ in self._claims(count)]}
+        return {"ms": [ms for ms, _, _ in self._claims(count, flushes)]}
 
     def answer(self, index: int) -> dict:
         """Hands one of the answers just timed over."""
@@ -375,25 +373,28 @@ class Contender:
             result = torch.autograd.grad(roots_of(result), self.wanted[index], self.incoming, allow_unused=True)
         return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(result)]
 
-    def _claims(self, count: int) -> list[tuple[float, float]]:
-        """Of each call its milliseconds, and the host's microseconds until it returned. On a GPU all are queued."""
+    def _claims(self, count: int, flushes: int) -> list[tuple]:
+        """Of each call its milliseconds, the host's microseconds, the flush's milliseconds. On a GPU all are queued."""
         self.kept, marks = [], []
-        start, end = ([Event(enable_timing=True) for _ in range(count if self.gpu else 0)] for _ in range(2))
         for i in range(count):
+            events = [Event(enable_timing=True) for _ in range(3)] if self.gpu else []
             if self.gpu:  # lines that a kernel marked to be evicted last would outlive the flush
                 ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache()
-            for _ in range(FLUSHES[self.device]):
+                events[0].record()
+            for _ in range(flushes):  # overwrites at least twice what the last cache holds
                 self.buffer.zero_()
             if self.gpu:
-                start[i].record()
+                events[1].record()
             begin = perf_counter()
             self.kept.append(self._timed_call(i))
-            marks.append(perf_counter() - begin)
+            host = perf_counter() - begin
             if self.gpu:
-                end[i].record()
+                events[2].record()
+            marks.append((events, host))
         self.wait()
-        ms = [s.elapsed_time(e) for s, e in zip(start, end)] if self.gpu else [1e3 * seconds for seconds in marks]
-        return [(each, 1e6 * seconds) for each, seconds in zip(ms, marks)]
+        if not self.gpu:
+            return [(1e3 * host, 1e6 * host, 0.0) for _, host in marks]
+        return [(start.elapsed_time(end), 1e6 * host, begin.elapsed_time(start)) for (begin, start, end), host in marks]
 
     @contextlib.contextmanager
     def _late(self, sets: list):
