@@ -114,7 +114,7 @@ class Judge:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
         right = []  # the directions that are, so far
         for role in self.roles:
-            with contextlib.suppress(Rejected):  # it says so again where it is to be timed
+            with contextlib.suppress(Rejected):  # it fails again where it is to be timed
                 case.load(self._worker(role), pair.new_path if role == "cudagraph" else None)
         try:
             for run in runs:

@@ -60,6 +60,7 @@ class Ring:
         state = case.share(dict(case.model.state_dict()))
         self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
         self.renew(count)
+        settle(case.device)  # what others are to read is there
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
@@ -75,7 +76,7 @@ class Ring:
         worker = self.case.workers[name]
         for x in self.answers:
             blank(x)
-        if self.case.device == "cuda":  # which keeps its memory: the driver would clear it while the next is timed
+        if self.case.device == "cuda":  # memory that `settle` gives back the driver would clear during the next turns
             torch.cuda.synchronize()
         worker.ask("warm_up")
         start = time.perf_counter()

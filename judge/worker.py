@@ -250,7 +250,7 @@ class Contender:
         """Imports a contender's file, the build included, if that is not done; makes two instances of its module."""
         self.rest()
         set_precision(level)
-        self.settings = settings()
+        self.settings, self.modules = settings(), []
         if self.loaded != (path, constants):
             self.loaded, begin = None, perf_counter()
             module = load(path)
