@@ -17,16 +17,15 @@ from functools import partial
 
 import torch
 
-from judge.check import Case, blank, wrong_forms, wrong_values
+from judge.check import Case, blank, inspect
 from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
-MOST_KEPT, KEPT_BYTES = 8, {"cuda": 8 << 30, "cpu": 1 << 30}  # of the timed answers that are looked at
+MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
-KEPT_SHARE = 1 / 4  # of the rounds, as long as there is room, are those whose answer is looked at
-WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
+WIDE_SPREAD = 0.1  # of the middle half of a contender's times: beyond it the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # By so much a turn may exceed its claims more than eager's. On a CPU that others use, by a time slice of its scheduler.
@@ -49,16 +48,19 @@ class Ring:
     """The inputs of one turn, drawn anew for each round, and where the answers go."""
 
     def __init__(self, case: Case, direction: str):
-        self.case, self.request = case, Request("while it was timed", direction, gate="both", timed=True)
-        inputs, device = case.inputs(0), case.device
+        self.case, self.request = case, Request("while it was timed", direction, strict=True, timed=True)
+        inputs = case.inputs(0)
         (expected,) = answers_of(case.model, [inputs], self.request)
         self.answers = case.room(expected)
-        nbytes = sum(x.nbytes for x in [*inputs, *self.answers] if isinstance(x, torch.Tensor))
+        size = sum(x.nbytes for x in self.answers)
+        nbytes = size + sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor))
         count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
         self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
-        self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES[device] // max(1, sum(x.nbytes for x in self.answers))))
-        self.ready = {"request": self.request, "ring": self.slots, "answers": self.answers}
+        self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
+        state = case.share(dict(case.model.state_dict()))
+        self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
         self.renew(count)
+        settle(case.device)  # what others are to read is there
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
@@ -68,14 +70,14 @@ class Ring:
             for new, x in zip(self.draws[i](), slot):
                 if isinstance(x, torch.Tensor) and x.numel():
                     x.untyped_storage().copy_(new.untyped_storage())
-        self._synchronize()
 
-    def take_turn(self, name: str, samples: Samples, flushes: int, keep: bool) -> None:
-        """A turn of one contender. Of the candidate's answers one is handed over, drawn when they are all there."""
+    def take_turn(self, name: str, samples: Samples, flushes: int) -> None:
+        """A turn of one contender. Of its answers one is handed over, drawn when they are all there."""
         worker = self.case.workers[name]
         for x in self.answers:
             blank(x)
-        self._synchronize()
+        if self.case.device == "cuda":  # memory that `settle` gives back the driver would clear during the next turns
+            torch.cuda.synchronize()
         worker.ask("warm_up")
         start = time.perf_counter()
         claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
@@ -87,27 +89,10 @@ class Ring:
             raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
         samples.ms[name].append(statistics.median(claimed))
         samples.beyond[name].append(taken - sum(claimed))
-        if keep:  # a copy, and how to draw its inputs again; drops one if there are many
+        if name == "new":  # kept: a copy, and how to draw its inputs again; drops one if there are many
             if len(self.kept) == self.most_kept:
                 self.kept.pop(secret.randrange(self.most_kept))
-            self.kept.append((self.draws[index], reply["forms"], [x.clone() for x in self.answers]))
-            self._synchronize()
-
-    def inspect(self) -> None:
-        """Both gates for the answers that were kept; raises Rejected where one is wrong."""
-        case, request = self.case, self.request
-        while self.kept:
-            draw, forms, given = self.kept.pop()
-            (expected,) = answers_of(case.model, [draw()], request)
-            wrong = wrong_forms(case, request, expected, forms, expected.tree)
-            wrong = wrong or wrong_values(case, request, expected, given, draw, case.model)
-            if reasons := [f"{what} ({request.when})" for what in wrong]:
-                raise Rejected(*reasons)
-            settle(case.device)
-
-    def _synchronize(self) -> None:  # and keeps the memory: the driver would clear it while the next is timed
-        if self.case.device == "cuda":
-            torch.cuda.synchronize()
+            self.kept.append((reply["forms"], [x.clone() for x in self.answers], self.draws[index]))
 
 
 def measure(case: Case, direction: str, seconds: float) -> Samples:
@@ -119,7 +104,6 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     ring, samples = Ring(case, direction), Samples()
     for name, worker in list(case.workers.items()):
         try:
-            case.give_weights(worker)
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
         except Rejected as failed:
             if name == "new":
@@ -135,16 +119,18 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
     flushes = math.ceil(launch_us / (1e3 * min(flush_ms))) if case.device == "cuda" else 1
     deadline = time.perf_counter() + seconds * len(case.workers)
-    sure = {0, *secret.sample(range(1, MIN_ROUNDS), 4)}  # rounds whose answer is kept in any case
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
         for name in secret.sample(list(case.workers), len(case.workers)):
-            ring.take_turn(name, samples, flushes, name == "new" and (turn in sure or secret.random() < KEPT_SHARE))
+            ring.take_turn(name, samples, flushes)
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
-    ring.inspect()
+    for forms, given, draw in ring.kept:
+        (expected,) = answers_of(case.model, [draw()], ring.request)
+        inspect(case, ring.request, expected, forms, given, draw, case.model)
+        settle(case.device)
     return samples
 
 
@@ -189,16 +175,10 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def interference(samples: Samples) -> list[str]:
-    """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
+    """Signs that something else ran meanwhile: rounds that spread."""
     found = []
     for name, values in samples.ms.items():
         low, high = quartiles(values)
         if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
             found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
-    relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
-    rounds = [statistics.fmean(times) for times in zip(*relative)]
-    third = len(rounds) // 3
-    drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
-    if abs(drift) > WIDE_DRIFT:
-        found.append(f"the last third of the rounds took {1 + drift:.2f} of the time of the first")
     return found

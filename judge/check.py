@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count, zip_longest
 from math import inf, nan
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from judge.source import Problem, last_line, to_dtype
-from judge.worker import Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
+from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
 SEEDS, MOST_SEEDS = 3, 16  # more where few do not meet gate 2: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
@@ -29,12 +30,8 @@ CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
 # Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
 # Model and the exact result. There gate 2 is the sharp one.
-TOLERANCE = {
-    torch.float64: {"highest": 1e-10, "high": 1e-10},
-    torch.float32: {"highest": 1e-4, "high": 5e-3},
-    torch.float16: {"highest": 4e-2, "high": 4e-2},
-    torch.bfloat16: {"highest": 3e-1, "high": 3e-1},
-}
+HIGHEST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
+TOLERANCE = {"highest": HIGHEST, "high": HIGHEST | {torch.float32: 5e-3}}
 
 
 @dataclass
@@ -48,11 +45,10 @@ class Errors:
     squares: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
     count: int = 0  # of elements
     far: int = 0  # beyond gate 1
-    one_nan: int = 0  # NaN in one only
 
     def __add__(self, other: Errors) -> Errors:
         most, squares = torch.maximum(self.most, other.most), self.squares + other.squares
-        return Errors(most, squares, self.count + other.count, self.far + other.far, self.one_nan + other.one_nan)
+        return Errors(most, squares, self.count + other.count, self.far + other.far)
 
     def figures(self) -> dict[str, list[float]]:
         """Of the candidate, of eager and of the exact result itself."""
@@ -60,13 +56,11 @@ class Errors:
 
     def over_limit(self, dtype: torch.dtype) -> list[str]:
         """Gate 2. Half an ulp at the output's scale is allowed: where the Model is exact, rounding is no error."""
-        complaints = []
-        for kind, (new, eager, scale) in self.figures().items():
-            limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
-            if not new <= limit:
-                said = f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
-                complaints.append(said)
-        return complaints
+        return [
+            f"{kind} error against float64 {new:.2e}, eager's is {eager:.2e}"
+            for kind, (new, eager, scale) in self.figures().items()
+            if not new <= max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
+        ]
 
 
 def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
@@ -82,15 +76,10 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
         apart, of_eager = distance(n, e), distance(e, r)
         overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
         errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)]
-        figures = torch.stack([*errors, finite(r.abs()), apart])
-        far, one_nan = apart > tolerance * (scale + finite(e.abs())), n.isnan() != e.isnan()
-        most, squares = figures.amax(1).cpu(), figures.square().sum(1).cpu()
-        total += Errors(most, squares, n.numel(), int(far.sum()), int(one_nan.sum()))
+        figures = torch.stack([*errors, r.abs().nan_to_num(0.0, 0.0), apart])
+        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0))
+        total += Errors(figures.amax(1).cpu(), figures.square().sum(1).cpu(), len(n), int(far.sum()))
     return total
-
-
-def finite(x: torch.Tensor) -> torch.Tensor:
-    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -128,26 +117,18 @@ class Case:
         return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
 
     def room(self, answer: Answer) -> list[torch.Tensor]:
-        """Shared memory for an answer, full of NaN."""
-        like = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in answer.tensors()]
-        return self.share([blank(x) for x in like])
+        """Shared memory for the tensors of an answer."""
+        tensors = answer.tensors().values()
+        return self.share([blank(torch.empty_like(x, memory_format=torch.contiguous_format)) for x in tensors])
 
     def note(self, text: str) -> None:
         self.notes += [text] if text not in self.notes else []
 
-    def load(self, worker: Worker, new_path: Path | None, like: dict | None = None) -> None:
-        """Has a process import a candidate's file, or None for the Model's. Nobody waits for that here."""
-        problem = self.problem
-        file = {"path": problem.path, "name": "Model", "constants": problem.constants}
-        file = {"path": new_path, "name": "ModelNew", "constants": {}} if new_path else file
-        made = {"arguments": problem.arguments(self.seed), "level": self.precision, "dtype": self.dtype}
-        worker.send("load", **file, **made, seed=self.seed, like=like)
-
-    def give_weights(self, worker: Worker, model: torch.nn.Module | None = None, instance: int | None = None) -> None:
-        """The Model's, or this model's, to one instance of a process's module or to all."""
-        state = self.share(dict((model or self.model).state_dict()))
-        settle(self.device)
-        worker.ask("set_weights", state=state, instance=instance)
+    def load(self, worker: Worker, new_path: Path | None) -> dict:
+        """Has a process import a candidate's file, or None for the Model's, and make its module."""
+        path, constants = (new_path, {}) if new_path else (self.problem.path, self.problem.constants)
+        made = {"arguments": self.share(self.problem.arguments(self.seed)), "seed": self.seed}
+        return worker.ask("load", path=path, constants=constants, **made, level=self.precision, dtype=self.dtype)
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
@@ -160,11 +141,6 @@ class Case:
         except Exception as error:  # a Model for one dtype, or too little memory
             self.note(f"gate 2 was not asked of every answer: in float64 the Model raised {last_line(error)}")
             return None
-
-    def over_limit(self) -> list[str]:
-        """Gate 2 over all answers so far."""
-        found = {} if self.dtype == torch.float64 else self.errors
-        return [f"{name}: {said}" for name, errors in found.items() for said in errors.over_limit(self.dtype)]
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -192,30 +168,30 @@ def shift_biases(model: torch.nn.Module) -> None:
             module.bias.add_(100.0)
 
 
-# The same values in other memory.
+FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
-FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 
 # Asked at the shape and in the layout that is timed; and what a compiler may make anew, after it was timed.
 REQUESTS = {
     "forward": [
+        Request("two instances with other weights in turns", twin=True),
         Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
         Request("after the weights moved in memory, as .to moves them", move=True),
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
-        Request("in training mode", mode="train", weights=lambda model: None),  # running means move, in both alike
+        Request("in training mode", mode="train"),
         FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs),
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
         Request("one NaN in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(nan)),
-        Request("one infinity in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(inf), gate="finite"),
+        Request("one infinity in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(inf)),
         Request("on another stream", stream=True),
     ],
     "forward_recorded": [],
@@ -239,161 +215,115 @@ def start(case: Case, new_path: Path) -> float:
     The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
     """
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
-    state = case.share(dict(case.model.state_dict()))  # others can open it for as long as it lives
-    case.load(case.workers["new"], new_path, state)
-    reply, theirs = case.workers["new"].reply(), state_of(case.model)
-    if list(reply["state"]) != list(theirs):
-        raise Rejected(f"state_dict: its keys are {list(reply['state'])}, the Model's are {list(theirs)}")
-    for name, form in theirs.items():
-        if reply["state"][name] != form:
-            raise Rejected(f"state_dict: {name} has {reply['state'][name]}, the Model's has {form}")
-    if reply["other"]:
-        raise Rejected(f"state_dict: the same seed does not give the Model's {', '.join(reply['other'])}")
+    reply = case.load(case.workers["new"], new_path)
+    for mine, theirs in zip_longest(reply["state"], state_of(case.model)):
+        if mine != theirs:
+            raise Rejected(f"state_dict: has {mine}; the Model's, made from the same seed, has {theirs}")
     return reply["seconds"]
 
 
 def check(case: Case, direction: str) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
+    requests, secret, batch = REQUESTS[direction], random.SystemRandom(), case.batch
     if direction != "after":
         seeds(case, direction)
-    for seed, request in enumerate(REQUESTS[direction], 20):
-        ask(case, replace(request, seed=seed))
-    if direction == "forward":
-        # Two modules with weights of their own take turns: nothing made from one's weights may serve the other. Weights
-        # are given to one as often as to the other: a count of writes does not tell them apart.
-        other, request = copy.deepcopy(case.model), Request("two instances with other weights in turns")
-        perturb(other, case.seed + 22)
-        case.give_weights(case.workers["new"], instance=0)
-        case.give_weights(case.workers["new"], other, instance=1)
-        ask(case, replace(request, instance=1), other)
-        ask(case, request)
-    if direction == "after" and case.batch:
-        batch, secret = case.batch, random.SystemRandom()
+    elif batch:
         drawn = {0, 1, batch - batch // 3, batch + 1, secret.randint(1, batch + 1), secret.randint(1, batch + 1)}
-        for other in sorted(drawn - {batch}):
-            ask(case, Request(f"batch {other}", batch=other))
+        requests = [*requests, *(Request(f"batch {other}", batch=other) for other in sorted(drawn - {batch}))]
+    for seed, request in enumerate(requests, 20):
+        ask(case, replace(request, seed=seed))
 
 
 def seeds(case: Case, direction: str, first: int = 0) -> None:
     """Both gates over several seeds, with weights and inputs drawn anew: as many more as gate 2 needs to be met."""
-    for turn in range(first, MOST_SEEDS):
-        if turn >= SEEDS and not case.over_limit():
+    for turn in count(first):
+        pooled = {} if case.dtype == torch.float64 else case.errors
+        over = [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.dtype)]
+        if turn >= SEEDS and not over:
             return
+        if turn == MOST_SEEDS:
+            raise Rejected(*over)
         case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
         perturb(case.model, case.seed + turn)
-        case.give_weights(case.workers["new"])
-        request = Request(f"seed {turn}", direction, turn, gate="both")
         # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: no gate 2 there.
-        ask(case, replace(request, when=f"from memory full of NaN, seed {turn}", gate="one", poison=True))
-        ask(case, request)
-    raise Rejected(*case.over_limit())
+        ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
+        ask(case, Request(f"seed {turn}", direction, turn, strict=True))
 
 
-def ask(case: Case, request: Request, model: torch.nn.Module | None = None) -> None:
-    """Puts a request to both, where there is room for it; raises Rejected where the candidate's answers are wrong."""
-    model = model or case.model
+def ask(case: Case, request: Request) -> None:
+    """Puts a request to both; raises Rejected where the candidate's answers are wrong.
+
+    Nothing is asked where the Model has no answer to compare with: it may refuse what it likes.
+    """
     if request.stream and case.device != "cuda":
         return
-    must, reasons = request.gate in ("both", "one"), []
-    try:
-        if request.weights:
-            model = copy.deepcopy(model)
-            with torch.no_grad():
-                request.weights(model)
-            case.give_weights(case.workers["new"], model)
-        reasons = ask_both(case, request, model)
-    except (Rejected, torch.OutOfMemoryError) as error:
-        kind = getattr(error, "kind", "memory")
-        if must or kind not in ("memory", "raised") or kind == "raised" and not request.refusable:
-            raise
-        memory = f"not asked for want of memory: {request.when}"
-        case.note(memory if kind == "memory" else f"refuses {request.when}: {error}")
-    if reasons:
-        raise Rejected(*(f"{reason} ({request.when})" for reason in dict.fromkeys(reasons)))
-    settle(case.device)
+    model, other, layout = copy.deepcopy(case.model), copy.deepcopy(case.model), LAYOUTS[request.layout]
+    perturb(other, request.seed + 1)
     if request.weights:
-        case.give_weights(case.workers["new"])
-
-
-def ask_both(case: Case, request: Request, model: torch.nn.Module) -> list[str]:
-    """What is wrong with the candidate's answers; nothing where the Model has none to compare them with."""
+        with torch.no_grad():
+            request.weights(model)
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
-    drawn, layout = [draw() for draw in draws], LAYOUTS[request.layout]
+    drawn = [draw() for draw in draws]
     sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
-    model.train(request.mode == "train")
-    try:
-        expected = answers_of(model, drawn, request)
-    except Exception as error:  # a Model may refuse what it likes
-        if request.gate in ("both", "one") or isinstance(error, torch.OutOfMemoryError):
+    try:  # in training mode a copy, whose running means move
+        expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
+    except Exception as error:
+        if request.strict or isinstance(error, torch.OutOfMemoryError):
             raise
-        return []
-    finally:
-        model.eval()
-    infinite = request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors())
-    if infinite or request.mode == "train" and expected[-1].draws:
-        return []
-
+        return
+    finite = all(bool(x.isfinite().all()) for x in expected[0].tensors().values())
+    if request.finite and not finite or request.mode == "train" and RANDOM in expected[0].did:
+        return
     del drawn  # a gigabyte or ten
-    answers = [case.room(answer) for answer in expected]
+    places = [case.room(answer) for answer in expected]
+    states = [case.share(dict(each.state_dict())) for each in (model, other)]
     settle(case.device)
-    asked = replace(request, change=None, weights=None)
-    reply = case.workers["new"].ask("call", request=asked, sets=sets, answers=answers)
-    reasons = reply["wrong"]
-    if reply["draws"] and not expected[-1].draws:
-        reasons.append("changes PyTorch's random state, which the Model leaves alone")
-    for answer, forms, tensors in zip(expected, reply["forms"], answers, strict=True):
-        reasons += wrong_forms(case, request, answer, forms, reply["tree"])
-        reasons = reasons or list(wrong_values(case, request, answer, tensors, draws[answer.inputs], model))
-    if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*answers[:2])):
+    try:
+        asked = replace(request, change=None, weights=None)
+        reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
+    except Rejected as error:
+        if error.kind != "raised" or not request.refusable:
+            raise
+        case.note(f"refuses {request.when}: {error}")
+        return
+    wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
+    if reply["tree"] != expected[0].tree:
+        wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
+    reject(request, wrong)
+    for answer, forms, given in zip(expected, reply["forms"], places, strict=True):
+        inspect(case, request, answer, forms, given, draws[answer.inputs], model)
+    if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.note("gives other bits when it is called again with the same inputs, within the gates")
-    return reasons
+    settle(case.device)
 
 
-def wrong_forms(case: Case, request: Request, answer: Answer, forms: list[dict], tree: str) -> list[str]:
-    """Type, dtype, shape, device, layout and stride, as they were before anything touched the answer."""
-    if tree != answer.tree or len(forms) != len(answer.forms):
-        return [f"gives {len(forms)} values as {tree}, the Model {len(answer.forms)} as {answer.tree}"]
-    remark = request.direction == "forward_recorded" and request.gate == "either"  # where it is timed it is wrong
-    skipped = {"stride"} if request.layout != "dense" or request.expanded else set()
-    skipped |= {"requires_grad"} if request.timed or remark else set()
-    for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
-        if remark and theirs.get("requires_grad") and not mine.get("requires_grad"):
-            case.note("outputs carry no gradient, the Model's do")
-        ignored = {"stride", "requires_grad"} if name.startswith("gradient") else skipped
-        for what, value in theirs.items():
-            if mine.get(what) != value and what not in ignored:
-                verb, article = ("is", "a ") if what == "type" else (f"has {what}", "")
-                return [f"{name} {verb} {article}{mine.get(what)}, the Model's {verb.split()[0]} {article}{value}"]
-    return []
+def reject(request: Request, wrong: list[str]) -> None:
+    if wrong:
+        raise Rejected(*(f"{what} ({request.when})" for what in wrong))
 
 
-def wrong_values(case: Case, request: Request, answer: Answer, given: list, draw: Callable, model) -> Iterator[str]:
-    """Both gates for each tensor of an answer. Numbers and strings were compared with its form."""
-    gate, given = request.gate, iter(given)
-    exact = case.exact(request, draw(), model) if gate == "both" else None
-    for name, eager in answer.leaves.items():
-        if not isinstance(eager, torch.Tensor):
-            continue
-        new, scale, inexact = next(given).to(case.device), 1.0, eager.is_floating_point() or eager.is_complex()
-        tolerance = TOLERANCE[case.dtype][case.precision] if inexact else 0.0
+def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
+    """Raises Rejected where an answer is wrong: the form of its values, which numbers are part of, or its tensors."""
+    pairs = zip(answer.leaves, forms, answer.forms)
+    reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
+    wrong, exact = [], case.exact(request, draw(), model) if request.strict else None
+    for (name, eager), new in zip(answer.tensors().items(), given):
+        new, inexact, scale = new.to(case.device), eager.is_floating_point() or eager.is_complex(), 1.0
+        tolerance = TOLERANCE[case.precision][case.dtype] if inexact else 0.0
         if name.startswith("gradient"):  # a sum over a batch: where it is large, errors count relative to its size
-            norm = torch.linalg.vector_norm(finite(eager), dtype=torch.float64).item()
+            norm = torch.linalg.vector_norm(eager.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64).item()
             scale = max(1.0, norm / max(1, eager.numel()) ** 0.5)
-        if gate == "finite" and inexact:
+        if inexact and not request.strict:  # NaN or an infinity: the order of operations may decide
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
-        if gate != "both" and torch.allclose(new, eager, tolerance, tolerance * scale, equal_nan=True):
-            continue
         found = compare(new, eager, exact and exact[name], tolerance, scale)
-        if gate == "both" and inexact and (exact or case.dtype == torch.float64):
+        if inexact and request.strict and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if found.far and gate in ("either", "finite") and inexact and not found.one_nan:
+        if inexact and found.far and not request.strict and bool((new.isnan() == eager.isnan()).all()):
             exact = exact or case.exact(request, draw(), model)
             if exact and not compare(new, eager, exact[name], tolerance, scale).over_limit(case.dtype):
-                continue
-        if found.one_nan:
-            yield f"{name}: {found.one_nan} of {found.count} elements are NaN in one and not in the other"
-        elif found.far and (new == new.flatten()[0]).all() and not (eager == eager.flatten()[0]).all():
-            yield f"{name} is constant, the Model's is not"
-        elif found.far:
-            said = f"largest difference {found.most[3]:.2e}, tolerance {tolerance * scale:.1e}"
-            yield f"{name}: {found.far} of {found.count} elements are not close to the Model's, {said}"
+                continue  # the Model is far off itself
+        if found.far:
+            said = f"by up to {found.most[3]:.2e}, the tolerance is {tolerance * scale:.1e}"
+            said = "NaN or infinite in one and not in the other" if found.most[3] == inf else said
+            wrong.append(f"{name}: {found.far} of {found.count} elements are not close to the Model's, {said}")
+    reject(request, wrong)

@@ -94,7 +94,7 @@ def test_what_is_wrong_is_not_timed(judge):
 def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
     runs = judge(source("no_gradient"), directions=DIRECTIONS)
     assert [run.ok for run in runs] == [True, False, False], [run.reasons for run in runs]
-    assert runs[0].notes == ["outputs carry no gradient, the Model's do"] and runs[0].ms["new"] > 0
+    assert runs[0].notes == [] and runs[0].ms["new"] > 0
 
 
 def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
@@ -257,7 +257,7 @@ def test_compare_counts_across_chunks(device):
     found = compare(new, eager, eager.double(), 1e-4)
     assert found.most.tolist() == pytest.approx([2e-3, 0, 1, 2e-3], rel=1e-3)
     assert found.squares.tolist() == pytest.approx([5e-6, 0, found.squares[2].item(), 5e-6], rel=1e-3)
-    assert (found.far, found.one_nan, found.count) == (2, 0, eager.numel())
+    assert (found.far, found.count) == (2, eager.numel())
 
 
 def test_gate_one_is_relative_to_the_scale_and_to_each_element():
@@ -305,9 +305,9 @@ def test_incoming_gradients_are_the_same_in_every_dtype(device):
 
 
 def test_poisoned_memory_is_nan_until_the_switches_come_back(device):
-    poison_memory(device.type, [], True)
+    poison_memory(True)
     assert torch.empty(1000, device=device).isnan().all()
-    poison_memory(device.type, [], False)
+    poison_memory(False)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -398,8 +398,6 @@ def test_disturbed_rounds_are_said():
     noise = random.Random(0)
     quiet = [noise.gauss(1.0, 0.01) for _ in range(60)]
     assert bench.interference(samples_of(new=quiet, eager=[2 * ms for ms in quiet])) == []
-    (said,) = bench.interference(samples_of(new=[ms * (1 + 0.1 * i / 60) for i, ms in enumerate(quiet)]))
-    assert "the last third of the rounds took" in said
     wide = [noise.choice((1.0, 1.4)) for _ in range(60)]
     assert "the middle half of eager's times spans" in bench.interference(samples_of(new=quiet, eager=wide))[0]
 
