@@ -214,8 +214,9 @@ def main(argv: list[str]) -> int:
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
                 environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
-                records = {"runs": [asdict(run) for run in runs], "environment": environment}
-                options.json.write_text(json.dumps(records, indent=1) + "\n")
+                records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment})
+                tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
+                options.json.write_text(json.dumps(tidy, indent=1) + "\n")
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if runs and all(run.ok for run in runs) else ANY_WRONG
