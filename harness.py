@@ -141,22 +141,22 @@ class Judge:
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-        seconds, measured = self.options.seconds / (8 if self.options.sweep else 1), []
-        for _ in range(3):  # again where time seems to be hidden, which a disturbance may look like
-            measured.append(bench.measure(case, run.direction, seconds))
+        seconds = self.options.seconds / (8 if self.options.sweep else 1)
+        for _ in range(3):  # a disturbance looks like hidden time once, but hardly three times
+            samples = bench.measure(case, run.direction, seconds)
             check.seeds(case, run.direction, check.SEEDS)
-            hidden, certain = bench.hidden_time(measured, case.device)
+            hidden = bench.hidden_time(samples, case.device)
             if not hidden:
                 break
-        if hidden and certain:
+        else:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
         run.clocks = record.clocks(case.device)
-        run.interference = bench.interference(measured[-1]) + [hidden] * bool(hidden)
+        run.interference = bench.interference(samples)
         if held := [name for name, value in run.clocks.items() if value == "Active"]:
             run.interference.append(f"the GPU's clocks are held down: {', '.join(held)}")
-        run.set_figures(measured[-1], case.errors)
+        run.set_figures(samples, case.errors)
         run.set_roof(self.ceilings, case)
 
     def _profile(self, case: check.Case, run: Result) -> None:

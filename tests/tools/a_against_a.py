@@ -31,7 +31,7 @@ def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_
         disturbed += bool(bench.interference(samples))
         ratios.append(abs(ratio - 1))
         widths.append(high - low)
-        hidden = bench.hidden_time([samples], DEVICE)[0] or ""
+        hidden = bench.hidden_time(samples, DEVICE) or ""
         print(
             f"{run + 1:4} {ratio:.4f} [{low:.4f}, {high:.4f}] {bench.verdict(low, high, False)} {hidden}",
             file=sys.stderr,
