@@ -22,7 +22,7 @@ from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
-MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
+MOST_KEPT, KEPT_BYTES = 5, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD = 0.1  # of the middle half of a contender's times: beyond it the rounds are said to have been disturbed

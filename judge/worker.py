@@ -281,7 +281,7 @@ class Contender:
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, states):
-            instance.load_state_dict(self._own(state), strict=True)
+            instance.load_state_dict(state, strict=True)  # which copies
         if request.twin:
             answers_of(self.modules[1], inputs, request)
         if request.move:  # as `.to` moves weights: they stay the same objects
@@ -301,7 +301,7 @@ class Contender:
     def ready(self, request: Request, state: dict, ring: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
-        self.modules[0].load_state_dict(self._own(state), strict=True)
+        self.modules[0].load_state_dict(state, strict=True)
         self.request, self.given, self.answers = request, ring, answers
         # CUDA graphs, which max-autotune makes too, read the inputs where they lay first: one set serves all calls.
         self.ring = self._own(ring[:1] if self.role in ("cudagraph", "max-autotune") else ring)
