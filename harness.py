@@ -107,7 +107,8 @@ class Judge:
         measure = self._profile if options.profile else self._time
         source.set_precision(first.precision)
         problem = Problem(pair.model_path, first.constants)
-        batch = options.batch or (problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch)
+        batch = problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch
+        batch = batch and (options.batch or batch)  # None where a file does not let it be chosen
         form = DTYPES[first.dtype], first.precision, batch, options.seed
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
@@ -198,13 +199,20 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
+def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
+    """The constants to replace in the Model's file, a run for each: none, or those of its sweep."""
+    with contextlib.suppress(*RAISED):  # the run says what is wrong with the file
+        return (sweep and Problem(pair.model_path).sweep) or [{}]
+    return [{}]
+
+
 def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     options, pairs = parse(argv)
     if options.list:
         print(*source.discover(ROOT), sep="\n")
         return ALL_RIGHT
-    shapes = [(pair, shape) for pair in pairs for shape in (Problem(pair.model_path).sweep if options.sweep else [{}])]
+    shapes = [(pair, shape) for pair in pairs for shape in shapes_of(pair, options.sweep)]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()

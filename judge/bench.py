@@ -77,7 +77,7 @@ class Ring:
         worker = self.case.workers[name]
         for x in self.answers:
             blank(x)
-        if self.case.device == "cuda":  # memory that `settle` gives back the driver would clear during the next turns
+        if self.case.device == "cuda":  # not `settle`: the driver would clear what that gives back, in the next turns
             torch.cuda.synchronize()
         worker.ask("warm_up")
         start = time.perf_counter()
@@ -114,18 +114,23 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             case.note(f"no {name} baseline: {failed}")
             case.workers.pop(name).kill()
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))
-    ms, host_us, flush_ms = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us", "flush_ms"))
+    ms, host_us = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us"))
+    # Not by the candidate's clock: one that claims less would hide its time behind longer flushes.
+    flush_ms = min((each["flush_ms"] for name, each in samples.ready.items() if name != "new"), default=1.0)
     samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
     # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
-    flushes = math.ceil(launch_us / (1e3 * min(flush_ms))) if case.device == "cuda" else 1
+    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 1
     deadline = time.perf_counter() + seconds * len(case.workers)
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
         for name in secret.sample(list(case.workers), len(case.workers)):
-            ring.take_turn(name, samples, flushes)
+            try:
+                ring.take_turn(name, samples, flushes)
+            except Rejected as failed:
+                raise failed if name == "new" else Rejected(f"while it was timed, {name} {failed}") from failed
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
     for forms, given, draw in ring.kept:
@@ -138,6 +143,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
 def hidden_time(samples: Samples, device: str) -> str | None:
     """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
     answer is not what it seems. Three quarters of its turns must exceed three quarters of eager's by what is allowed.
+    Once this may be a disturbance; who calls measures again.
     """
     claimed = samples.calls * statistics.median(samples.ms["new"])
     new, eager = (statistics.quantiles(samples.beyond[name], n=4) for name in ("new", "eager"))

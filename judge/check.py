@@ -245,7 +245,7 @@ def seeds(case: Case, direction: str, first: int = 0) -> None:
             raise Rejected(*over)
         case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
         perturb(case.model, case.seed + turn)
-        # In poisoned memory PyTorch is in its deterministic mode, where it may choose other kernels: no gate 2 there.
+        # In poisoned memory PyTorch, in its deterministic mode, may choose other kernels: there gate 2 only excuses.
         ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
         ask(case, Request(f"seed {turn}", direction, turn, strict=True))
 
@@ -265,8 +265,8 @@ def ask(case: Case, request: Request) -> None:
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
     drawn = [draw() for draw in draws]
     sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
-    try:  # in training mode a copy, whose running means move
-        expected = answers_of(copy.deepcopy(model).train() if request.mode == "train" else model, drawn, request)
+    try:  # a copy: a call may change what the module holds, as running means
+        expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
     except Exception as error:
         if request.strict or isinstance(error, torch.OutOfMemoryError):
             raise
@@ -308,6 +308,8 @@ def reject(request: Request, wrong: list[str]) -> None:
 
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
     """Raises Rejected where an answer is wrong: the form of its values, which numbers are part of, or its tensors."""
+    if len(forms) != len(answer.forms):
+        reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
     pairs = zip(answer.leaves, forms, answer.forms)
     reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
     wrong, exact = [], case.exact(request, draw(), model) if request.strict else None

@@ -164,8 +164,7 @@ def clocks(device: str) -> dict[str, str]:
     if device == "cpu":
         return {}
     asked = ["driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"]
-    reasons = ("sw_power_cap", "sw_thermal_slowdown", "hw_slowdown")
-    asked += [f"clocks_event_reasons.{reason}" for reason in reasons]
+    asked += [f"clocks_event_reasons.{what}" for what in ("sw_power_cap", "sw_thermal_slowdown", "hw_slowdown")]
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
     said = said_by("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits", gpu)
     return dict(zip(asked, said.split(", "))) if said else {}

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from judge.source import DTYPES, Problem
+from judge.source import DTYPES, Problem, set_precision
 from judge.worker import roots_of
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -50,7 +50,9 @@ class Ceilings:
         self.matrix_rate = dict.fromkeys([*dtypes, "float16" if device == "cuda" else "float32"], 0.0)
 
     def measure(self) -> None:
-        """Measures, and keeps the better of this time and any time before."""
+        """Measures, and keeps the better of this time and any time before. Products are strict, whatever is judged."""
+        level = torch.get_float32_matmul_precision()
+        set_precision("highest")
         source = torch.ones(COPIED_BYTES[self.device], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         seconds = self._least_seconds(lambda: target.copy_(source))
@@ -60,6 +62,7 @@ class Ceilings:
             left, right = (torch.randn(side, side, device=self.device).to(DTYPES[name]) for _ in range(2))
             seconds = self._least_seconds(lambda: torch.mm(left, right))
             self.matrix_rate[name] = max(before, 2 * side**3 / seconds)
+        set_precision(level)
 
     def floor_ms(self, nbytes: int, flops: int, dtype: str, level: str) -> float:
         return 1e3 * max(nbytes / self.copy_bandwidth, flops / self.flop_rate(dtype, level))

@@ -9,6 +9,7 @@ are JSON, so that the judge runs nothing that a candidate has written.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import hashlib
 import json
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 from judge.source import BUILD, RAISED, build_failure, last_line, load, make, set_precision
@@ -36,7 +38,7 @@ from judge.source import BUILD, RAISED, build_failure, last_line, load, make, se
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
-IN_A_TURN = ("warm_up", "time", "answer")  # commands with nothing around them that takes time
+IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared: they are part of a turn
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Each contender's process is a copy of one that has loaded torch, and never touches the GPU.
@@ -68,6 +70,13 @@ def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
     copy = copied(x, partial(torch.UntypedStorage.from_file, f"/proc/{os.getpid()}/fd/{file}", True))
     weakref.finalize(copy, os.close, file)
     return copy
+
+
+def reduced(storage: torch.UntypedStorage) -> tuple:
+    """How memory is sent: the host's by its name; by PyTorch what has none, in a constructor's argument."""
+    if not storage.filename:
+        return reductions.reduce_storage(storage)
+    return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
     for i, result, forms in calls:
         leaves, roots = tree_leaves(result), roots_of(result)
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
-        if request.direction == "forward_backward" and wanted[i]:
+        if request.direction == "forward_backward" and wanted[i] and roots:
             incoming, of = [normal_like(x, request) for x in roots], list(wanted[i].values())
             for _ in range(request.again):
                 torch.autograd.grad(roots, of, incoming, allow_unused=True, retain_graph=True)
@@ -261,7 +270,7 @@ class Contender:
             self.loaded, self.seconds = (path, constants), perf_counter() - begin
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        self.modules = [make(self.cls, arguments, seed).to(self.device, dtype) for _ in range(2)]
+        self.modules = [make(self.cls, copy.deepcopy(arguments), seed).to(self.device, dtype) for _ in range(2)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
@@ -282,8 +291,8 @@ class Contender:
         # writes does not tell them apart.
         for instance, state in zip(self.modules, states):
             instance.load_state_dict(state, strict=True)  # which copies
-        if request.twin:
-            answers_of(self.modules[1], inputs, request)
+        if request.twin or request.move:  # what is kept of this call must not serve the one that counts
+            answers_of(self.modules[int(request.twin)], inputs, request)
         if request.move:  # as `.to` moves weights: they stay the same objects
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.detach().clone()
@@ -463,9 +472,7 @@ class Worker:
     """A contender's process, as the judge sees it."""
 
     def __init__(self, role: str, device: str, timeout: float):
-        # The host's memory is sent by its name; a GPU's by PyTorch.
-        by_name = torch.UntypedStorage.from_file
-        ForkingPickler.register(torch.UntypedStorage, lambda x: (by_name, (x.filename, True, x.nbytes())))
+        ForkingPickler.register(torch.UntypedStorage, reduced)
         context = multiprocessing.get_context("forkserver")
         self.role, self.timeout = role, timeout
         theirs, self._requests = context.Pipe(duplex=False)
@@ -488,6 +495,7 @@ class Worker:
         except (EOFError, BrokenPipeError) as error:
             self._process.join(2)
             code = self._process.exitcode or 0
+            self.kill()  # what it started
             ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             raise Rejected(f"ended its process {ending}, and gave no answer to '{command}'") from error
         except (OSError, ValueError):  # longer than a reply may be, not of the pipe's form, no JSON
@@ -497,6 +505,8 @@ class Worker:
             raise Rejected("wrote something of its own into the pipe of its answers")
         self._signal(signal.SIGSTOP)
         if reply.get("wrong") and (self.role == "new" or "kind" in reply):
+            if "kind" not in reply:
+                self.kill()  # its settings are not to be those of the next case
             raise Rejected(*reply["wrong"], kind=reply.get("kind", "wrong"))
         return reply
 
@@ -524,7 +534,7 @@ class Worker:
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
-                _, parent, group, *_ = path.read_text().rpartition(")")[2].split()
+                _, parent, group, *_ = path.read_bytes().rpartition(b")")[2].split()
                 parents[int(path.parent.name)] = int(parent), int(group)
         family = {self._process.pid}
         for _ in range(3):

@@ -54,9 +54,11 @@ class Judges:
 
     def __call__(self, pair: Pair, **asked) -> list[Result]:
         options = replace(HURRY, **asked)
-        if options not in self.made:
-            self.made[options] = Judge(options, ceilings_of(options.device), lambda text: None)
-        return list(self.made[options].judge(pair))
+        key = replace(options, seed=0)
+        if key not in self.made:
+            self.made[key] = Judge(options, ceilings_of(options.device), lambda text: None)
+        self.made[key].options = options
+        return list(self.made[key].judge(pair))
 
     def close(self) -> None:
         for judge in self.made.values():
@@ -97,21 +99,16 @@ def main() -> int:
         command = [sys.executable, __file__, "--repeats", str(options.repeats), "--device", options.device]
         shared = [name for name in chosen if not CANDIDATES[name].by_clock]
         shares = [shared[i :: options.processes] for i in range(options.processes)]
-        failures = max(
-            process.wait() for process in [subprocess.Popen([*command, *share]) for share in shares if share]
-        )
+        started = [subprocess.Popen([*command, *share]) for share in shares if share]
+        failures = sum(process.wait() != 0 for process in started)
         chosen = [name for name in chosen if CANDIDATES[name].by_clock]
     judges = Judges()
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen:
             failed, said = [], ""
             for seed in range(options.repeats):
-                asked = {
-                    "timeout": CANDIDATES[name].timeout,
-                    "directions": directions_of(name),
-                    "device": options.device,
-                }
-                runs = judges(write(Path(folder), name), seed=seed, **asked)
+                asked = {"directions": directions_of(name), "device": options.device, "seed": seed}
+                runs = judges(write(Path(folder), name), timeout=CANDIDATES[name].timeout, **asked)
                 said = "; ".join([reason for run in runs for reason in run.reasons] or runs[-1].notes or ["accepted"])
                 failed += [] if is_as_expected(name, runs) else [(seed, said)]
             failures += len(failed)
