@@ -130,7 +130,9 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             try:
                 ring.take_turn(name, samples, flushes)
             except Rejected as failed:
-                raise failed if name == "new" else Rejected(f"while it was timed, {name} {failed}") from failed
+                if name == "new":
+                    raise
+                raise Rejected(f"while it was timed, {name} {failed}") from failed
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
     for forms, given, draw in ring.kept:
