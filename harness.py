@@ -142,7 +142,7 @@ class Judge:
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-        seconds = self.options.seconds / (8 if self.options.sweep else 1)
+        seconds, before = self.options.seconds / (8 if self.options.sweep else 1), record.clocks(case.device)
         for _ in range(3):  # a disturbance looks like hidden time once, but hardly three times
             samples = bench.measure(case, run.direction, seconds)
             check.seeds(case, run.direction, check.SEEDS)
@@ -153,10 +153,11 @@ class Judge:
             raise Rejected(hidden)
         if case.workers["new"].strays():
             raise Rejected("starts a process in a session of its own, which goes on while others are timed")
-        run.clocks = record.clocks(case.device)
         run.interference = bench.interference(samples)
-        if held := [name for name, value in run.clocks.items() if value == "Active"]:
-            run.interference.append(f"the GPU's clocks are held down: {', '.join(held)}")
+        if before:
+            run.clocks = {"before": before, "after": record.clocks(case.device)}
+            if held := run.clocks["after"]["throttle"]:
+                run.interference.append(f"the GPU's clocks are held down: {held}")
         run.set_figures(samples, case.errors)
         run.set_roof(self.ceilings, case)
 
@@ -188,8 +189,10 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
             parser.error(f"unknown {what} '{unknown[0]}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    if options.batch is not None and options.batch < 1:
-        parser.error(f"--batch {options.batch} is not at least 1")
+    for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
+        value = getattr(options, name)
+        if value is not None and not least <= value < 1 << 32:
+            parser.error(f"--{name} {value} is not at least {least} and below {1 << 32}")
     if path := options.json:
         try:  # known before anything is measured
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +217,7 @@ def main(argv: list[str]) -> int:
         return ALL_RIGHT
     shapes = [(pair, shape) for pair in pairs for shape in shapes_of(pair, options.sweep)]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
+    clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
@@ -221,7 +225,7 @@ def main(argv: list[str]) -> int:
             record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
                 records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment})
                 tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
                 options.json.write_text(json.dumps(tidy, indent=1) + "\n")

@@ -22,10 +22,10 @@ from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
-MOST_KEPT, KEPT_BYTES = 5, 4 << 30  # of the timed answers that are looked at
+MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
 LONGEST_FLUSH_US = 4000.0
-WIDE_SPREAD = 0.1  # of the middle half of a contender's times: beyond it the rounds are said to have been disturbed
+WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # By so much a turn may exceed its claims more than eager's: a share of them, and a share of the flushes, whose times in
@@ -182,10 +182,16 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def interference(samples: Samples) -> list[str]:
-    """Signs that something else ran meanwhile: rounds that spread."""
+    """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
     found = []
     for name, values in samples.ms.items():
         low, high = quartiles(values)
         if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
             found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
+    relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]
+    rounds = [statistics.fmean(times) for times in zip(*relative)]
+    third = len(rounds) // 3
+    drift = statistics.median(rounds[-third:]) / statistics.median(rounds[:third]) - 1
+    if abs(drift) > WIDE_DRIFT:
+        found.append(f"the last third of the rounds took {1 + drift:.2f} of the time of the first")
     return found

@@ -52,7 +52,7 @@ class Result:
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
     verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
-    clocks: dict[str, str] = field(default_factory=dict)  # after the timing, on a GPU
+    clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
     interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Result:
         if floor > ms:  # the machine may be faster now than it was
             ceilings.measure()
             floor = ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
-        if floor / ms > roofline.IMPOSSIBLE[self.device] and nbytes > roofline.CACHED_BYTES[self.device]:
+        if floor / ms > roofline.IMPOSSIBLE[self.device] and nbytes > 2 * roofline.cache_bytes(self.device):
             least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
             raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
         self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
@@ -124,17 +124,17 @@ def show(run: Result) -> None:
     print("  ".join(cells), *remarks, sep="\n    ", flush=True)
 
 
-def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path) -> dict:
-    """The machine and its state."""
+def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path, before: dict | None) -> dict:
+    """The machine and its state, `before` being that of its clocks when the run began."""
     revision = said_by("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    state = clocks(device)
+    after = clocks(device)
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(part).name if os.path.isabs(part) else part for part in command],
         "git": {"revision": revision.removesuffix("-dirty"), "dirty": revision.endswith("-dirty")},
         "device": device_name(device),
-        "driver": state.get("driver_version"),
-        "clocks": state,
+        "driver": (after or {}).get("driver_version"),
+        "clocks": {"before": before, "after": after},
         "copy_bandwidth": ceilings.copy_bandwidth,
         "matrix_rate": ceilings.matrix_rate,
         "torch": torch.__version__,
@@ -159,12 +159,13 @@ def device_name(device: str) -> str:
     return f"{named[1] if named else platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def clocks(device: str) -> dict[str, str]:
-    """MHz, degrees Celsius, watts, and what may hold the clocks down; nothing where nvidia-smi cannot say."""
+def clocks(device: str) -> dict[str, str] | None:
+    """MHz, degrees Celsius, watts, and what holds the clocks down, `throttle`; None on a CPU."""
     if device == "cpu":
-        return {}
+        return None
     asked = ["driver_version", "clocks.sm", "clocks.mem", "temperature.gpu", "power.draw"]
     asked += [f"clocks_event_reasons.{what}" for what in ("sw_power_cap", "sw_thermal_slowdown", "hw_slowdown")]
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
     said = said_by("nvidia-smi", f"--query-gpu={','.join(asked)}", "--format=csv,noheader,nounits", gpu)
-    return dict(zip(asked, said.split(", "))) if said else {}
+    state = dict(zip(asked, said.split(", "))) if said else {}
+    return state | {"throttle": ", ".join(name.partition(".")[2] for name, value in state.items() if value == "Active")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,6 @@ COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
 # No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
-CACHED_BYTES = {"cuda": 128 << 20, "cpu": 256 << 20}  # may come from a cache, faster than from memory
 
 
 def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> tuple[int, int]:
@@ -88,3 +88,11 @@ class Ceilings:
                 torch.cuda.synchronize()
 
         return min(timeit.repeat(twice, number=1, repeat=4)) / 2
+
+
+def cache_bytes(device: str) -> int:
+    """Of the last cache: what is larger than twice as much is not served from there."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).L2_cache_size
+    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(path.read_text().strip().rstrip("K")) << 10 for path in found), default=64 << 20)

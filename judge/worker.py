@@ -46,7 +46,7 @@ multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
 
 
 class Rejected(Exception):
-    """The candidate is wrong, for the reasons given. `kind`: "wrong", "raised" or BUILD."""
+    """The candidate is wrong, for the reasons given. `kind`: "wrong", BUILD, "raised" or "memory"."""
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
@@ -97,6 +97,7 @@ class Request:
     strict: bool = False  # both gates, and the Model must have an answer; otherwise it is enough to pass one of them
     timed: bool = False  # its answers are those handed over while the clock runs: of a backward pass gradients alone
     finite: bool = False  # not asked where the Model's answer is not finite
+    infinite: bool = False  # where the order of operations may decide between NaN and an infinity, both are right
     poison: bool = False  # memory is full of NaN
     stream: bool = False  # on another stream, and with inputs that come late
     move: bool = False  # the weights move in memory first
@@ -224,10 +225,12 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def poison_memory(on: bool) -> None:
-    """Has PyTorch fill the memory that torch.empty gives with NaN."""
+def poison_memory(device: str, like: list, on: bool) -> None:
+    """Fills blocks of these sizes with NaN and frees them, and has PyTorch fill what torch.empty gives."""
     torch._C._set_deterministic_algorithms(on, warn_only=True)  # torch's own function imports a compiler: seconds
     torch.utils.deterministic.fill_uninitialized_memory = on
+    blocks = [torch.full_like(x, float("nan"), device=device) for x in like if on and x.is_floating_point()]
+    del blocks
 
 
 def settings() -> dict[str, object]:
@@ -236,15 +239,19 @@ def settings() -> dict[str, object]:
         "the default dtype": torch.get_default_dtype(),
         "the float32 matmul precision": torch._C._get_float32_matmul_precision(),
         "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
-        "cuDNN's benchmark mode": torch.backends.cudnn.benchmark,
+        "cuDNN's benchmark mode": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic],
         "whether gradients are recorded": torch.is_grad_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
         "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
+        "the cores this process may use": sorted(os.sched_getaffinity(0)),
         "the trace or profile function": [sys.gettrace(), sys.getprofile()],
         "the torch function modes": torch._C._len_torch_function_stack(),  # a default device is one
+        "the torch dispatch modes": torch._C._len_torch_dispatch_stack(),
         "the hooks on all modules": len(torch.nn.modules.module._global_forward_hooks),
+        "the current directory": os.getcwd(),
+        "the current stream": torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0,
     }
 
 
@@ -298,12 +305,12 @@ class Contender:
                 tensor.data = tensor.detach().clone()
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
-        poison_memory(request.poison)
+        poison_memory(self.device, answers[0], request.poison)
         with self._late(inputs) if request.stream else contextlib.nullcontext():
             found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
                 self._hand_over(list(answer.leaves.values()), answer.forms, places)
-        poison_memory(False)
+        poison_memory(self.device, [], False)
         module.eval()
         return {"forms": [answer.forms for answer in found], "tree": found[0].tree, "did": found[0].did}
 
@@ -409,17 +416,18 @@ class Contender:
 
     @contextlib.contextmanager
     def _late(self, sets: list):
-        """Another stream, on which the inputs have the wrong sign until long after the calls were launched."""
+        """Another stream, on which the inputs are NaN until long after the calls were launched."""
         tensors = [x.data for x in tree_leaves(sets) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        values = [x.clone() for x in tensors]
         for x in tensors:
-            x.neg_()
+            x.fill_(float("nan"))
         busy = torch.empty(FLUSH_BYTES["cuda"], dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(64):
-                busy.zero_()  # milliseconds of work ahead of what makes the inputs right
-            for x in tensors:
-                x.neg_()
+                busy.zero_()  # milliseconds of work ahead: whoever does not wait for this stream reads the NaN
+            for x, value in zip(tensors, values):
+                x.copy_(value)
             yield
 
     def _own(self, given):
@@ -463,7 +471,8 @@ def serve(role: str, device: str, requests, replies) -> None:
                 at_import = contender.loaded is None
                 failure = build_failure(error)
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
-                reply = {"kind": BUILD if failure else "raised", "wrong": [said + " at import" * at_import]}
+                kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
+                reply = {"kind": kind, "wrong": [said + " at import" * at_import]}
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             replies.send_bytes(json.dumps(reply).encode())
 

@@ -34,6 +34,7 @@ from cases import CASES, DTYPES, STEMS, Case, build, converted, solution
 from processes import visible_gpus
 from test_gpu import LARGE
 from test_linear_products import TRAINED
+from torch import library
 
 TOOLS = ("racecheck", "memcheck", "synccheck", "initcheck")
 FAULT = re.compile(r"^=+ (\w.*)\n=+ +at (.+?)\+0x\w+(?:.*\n=+ +and \w+ access at (.+?)\+0x\w+)?", re.MULTILINE)
@@ -91,9 +92,9 @@ def name_of(kernel: str) -> str:
 
 def built_kernels(stem: str) -> set[str]:
     """Those in the library."""
-    library = next(p for p in torch.ops.loaded_libraries if Path(p).name.startswith(solution(stem).NAMESPACE))
+    path = next(p for p in torch.ops.loaded_libraries if Path(p).name.startswith(solution(stem).NAMESPACE))
     options = {"capture_output": True, "text": True, "check": True}
-    listed = subprocess.run(["cuobjdump", "--dump-resource-usage", library], **options).stdout
+    listed = subprocess.run(["cuobjdump", "--dump-resource-usage", path], **options).stdout
     plain = subprocess.run(["c++filt", *re.findall(r"Function (\w+):", listed)], **options).stdout
     return {name_of(kernel) for kernel in plain.splitlines()}
 
@@ -131,9 +132,9 @@ def in_order(launched: list[list[str]], us: list[float]) -> tuple[list[int], lis
 def call_all(stem: str, path: Path, deadline: float) -> None:
     """Between the two kinds of calls it waits until the parent makes a file: until all processes are as far."""
     calls, reach = calls_of(stem), json.loads(path.read_text())
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("addmm", lambda bias, a, b, **_: torch.add(torch.mm(a, b), bias), "CUDA")
-    library.impl("addmm.out", lambda bias, a, b, *, out, **_: torch.add(torch.mm(a, b), bias, out=out), "CUDA")
+    additions = library.Library("aten", "IMPL")
+    additions.impl("addmm", lambda bias, a, b, **_: torch.add(torch.mm(a, b), bias), "CUDA")
+    additions.impl("addmm.out", lambda bias, a, b, *, out, **_: torch.add(torch.mm(a, b), bias, out=out), "CUDA")
 
     def seconds_of(index: int) -> float:
         name, call = calls[index]
