@@ -192,7 +192,7 @@ def form_of(leaf, output_of: Request | None = None) -> str:
     if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
         # Of one element any stride is right.
         form += f", stride {[stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())]}"
-    recorded = output_of and output_of.strict and not output_of.timed
+    recorded = output_of and not output_of.timed
     return form + f", requires_grad {leaf.requires_grad}" * bool(recorded)
 
 
