@@ -1,9 +1,10 @@
 """Is a ModelNew right?
 
-Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model, in the run's dtype.
-Gate 2: against the Model in float64, the largest and the root-mean-square error are at most twice the Model's own. A
-tolerance alone passes kernels that lost half the digits; an error ratio alone has no meaning in float64. Then what a
-careless author forgets: a table of requests, each put to the candidate and to the Model alike.
+Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model in the run's dtype,
+or, where that is far off itself, to the Model in float64. Gate 2: against the Model in float64, the largest and the
+root-mean-square error are at most twice the Model's own. A tolerance alone passes kernels that lost half the digits; an
+error ratio alone has no meaning in float64. Then what a careless author forgets: a table of requests, each put to the
+candidate and to the Model alike.
 """
 
 from __future__ import annotations
@@ -82,6 +83,12 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
         far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0))
         total += Errors(figures.amax(1).cpu(), figures.square().sum(1).cpu(), len(n), int(far.sum()))
     return total
+
+
+def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
+    """Gate 1 alone, which takes less time, and a chunk of memory."""
+    chunks = zip(*(x.detach().reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)))
+    return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
 
 
 def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -332,15 +339,17 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             scale = max(1.0, norm / max(1, eager.numel()) ** 0.5)
         if inexact and request.infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
-        if not request.strict and torch.allclose(new, eager, tolerance, tolerance * scale, equal_nan=True):
+        if not request.strict and are_close(new, eager, tolerance, scale):
             continue
         found = compare(new, eager, exact and exact[name], tolerance, scale)
         if inexact and request.strict and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if inexact and found.far and optional and bool((new.isnan() == eager.isnan()).all()):
+        if inexact and found.far and bool((new.isnan() == eager.isnan()).all()):
             exact = exact or case.exact(request, draw(), model)
-            if exact and not compare(new, eager, exact[name], tolerance, scale).over_limit(case.dtype):
+            if exact and are_close(new, exact[name], tolerance, scale):
                 continue  # the Model is far off itself
+            if exact and optional and not compare(new, eager, exact[name], tolerance, scale).over_limit(case.dtype):
+                continue
         if found.far and (new == new.flatten()[0]).all() and not (eager == eager.flatten()[0]).all():
             wrong.append(f"{name} is constant, the Model's is not")
         elif found.far:

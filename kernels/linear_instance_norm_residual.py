@@ -7,9 +7,9 @@ The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pix
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
-without hooks, autocast or transforms; with gradients on a GPU only. In strict float32 on sm_90, from 2^30
-multiplications on, its products run on fp16 tensor cores with the accuracy of float32; elsewhere they are ATen's, and
-one kernel follows the forward's. Everything else is the plain way: the Model's own lines.
+without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Strict float32 products from 2^30
+multiplications on, on sm_90, run on fp16 tensor cores with the accuracy of float32; other products are ATen's. One
+kernel follows the forward's, one precedes the gradients'. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms; product 0.53, split_rows 0.15, norm 0.02.
@@ -602,55 +602,12 @@ template <class Epilogue> static cudaError_t launch_linear(
 //
 // So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
 //
-// The split G in device memory: split_gradient_row writes it, linear_gradient reads it.
+// The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;
     Exponents* own;  // smallest, zeroed beforehand: of a_i + the exponent of x's row i. rows: the a_i
 };
-// A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
-// thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
-constexpr int kColumns = 16;
-static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
-template <int THREADS> __device__ __forceinline__ void split_gradient_row(
-    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    largest = reduce_group(largest, 32, nullptr, Max());
-    if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < THREADS / 32; ++i) largest = fmaxf(largest, warp_values[i]);
-    const int exponent = scale_exponent(largest);
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 8) {
-        float eight[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
-    }
-    if (threadIdx.x > 0) return;
-    to.own->rows[row] = exponent;
-    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
-}
-// A thread's columns of a row of n; zeros beyond n.
-__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const int column = threadIdx.x * kColumns + i;
-        const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
-        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-    }
-}
-__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const int column = threadIdx.x * kColumns + i;
-        if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
-    }
-}
 // The epilogue of dX, or of dW.
 struct StoreGradient {
     SplitGradient grad;
@@ -691,10 +648,6 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
 }
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each has a row of partial sums
-    const int64_t most = sm_count() * 512 / gradient_threads(n);
-    return m < most ? m : most;
-}
 // ---- The rows of linear_instance_norm_residual ----
 struct StoreLinear : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
@@ -702,7 +655,7 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);
     }
 };
-// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, split_row_gradients, finish_rows_cpu, _finish_plainly.
+// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, finish_rows_cpu, _finish_plainly.
 // `group` threads, at most the block, own a row; each keeps ITEMS packs of V values in registers: 8192 values a whole
 // block. What a longer row has beyond them is read three times, the second and third time mostly from L2.
 constexpr int kRowThreads = 256;
@@ -753,28 +706,81 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
         reinterpret_cast<Pack<T, V>*>(out + row * n)[at] = result;
     });
 }
+// A block holds a row in registers, kColumns neighbouring columns a thread. It has the warps that the columns take, a
+// power of two of them, so that an SM has many blocks if rows are short.
+constexpr int kColumns = 16;
+static int row_threads(int64_t n) {
+    int threads = 32;
+    while (threads * kColumns < n) threads *= 2;
+    return threads;
+}
+extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each has a row of partial sums
+    const int64_t most = sm_count() * 512 / row_threads(n);
+    return m < most ? m : most;
+}
+// A thread's columns of a row, 0 beyond n, which is a multiple of 8.
+template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kColumns], int n) {
+    constexpr int V = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += V) {
+        const int column = threadIdx.x * kColumns + i;
+        Pack<T, V> pack = {};
+        if (column < n) pack = *reinterpret_cast<const Pack<T, V>*>(from + column);
+        for (int j = 0; j < V; ++j) v[i + j] = to_float(pack.value[j]);
+    }
+}
+template <typename T> __device__ __forceinline__ void write_columns(T* to, const float (&v)[kColumns], int n) {
+    constexpr int V = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += V) {
+        const int column = threadIdx.x * kColumns + i;
+        Pack<T, V> pack;
+        for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[i + j]);
+        if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
+    }
+}
+// Scales, splits and stores a row of G, 0 beyond n.
+__device__ __forceinline__ void store_split_row(
+    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    const int exponent = scale_exponent(reduce_group(largest, blockDim.x, warp_values, Max()));
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 8) {
+        float eight[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
+        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
+    }
+    if (threadIdx.x > 0) return;
+    to.own->rows[row] = exponent;
+    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
+}
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
-// G is split, and each block writes the sums of G over its rows, for the bias's gradient, to partials[block]. A block
-// owns every gridDim.x-th row, a thread the same columns of each. The tensor cores truncate: h, and so 1 / rstd, is too
-// small by kTruncated of itself on average (K of 128 to 20000). It cancels in z; in sums of G over rows it would not.
+// G goes to `whole`, for ATen's products, or, if that is null, split to `to`, for linear_gradient. Each block writes
+// the sums of G over its rows, for the bias's gradient, to partials[block]. A block owns every gridDim.x-th row, a
+// thread the same columns of each. The tensor cores truncate: multiply's h, and so 1 / rstd, is too small by kTruncated
+// of itself on average (K of 128 to 20000). It cancels in z; in sums of G over rows it would not.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS) split_row_gradients(
-    const float* __restrict__ grad, const float* __restrict__ h, const float* __restrict__ y,
-    float* __restrict__ grad_y, float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to) {
-    __shared__ float warp_values[2][THREADS / 32];
+template <typename T> __global__ void __launch_bounds__(512) row_gradients(
+    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_y,
+    float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
+    __shared__ float warp_values[512 / 32];
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, THREADS, warp_values[1], Sum()); };
+    const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Sum()); };
+    const auto each = [&](const auto& use) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            if (int(threadIdx.x) * kColumns + i < n) use(i);
+        }
+    };
     double column_sums[kColumns] = {};
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // in turn: z: h, z. own_y: y, grad_y. g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
-        load_columns(h + row * n, z, n), load_columns(y + row * n, own_y, n), load_columns(grad + row * n, g, n);
-        const auto each = [&](const auto& use) {
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) {
-                if (int(threadIdx.x) * kColumns + i < n) use(i);
-            }
-        };
+        read_columns(h + row * n, z, n), read_columns(y + row * n, own_y, n), read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
         mean = sum_of(mean);
         each([&](int i) { z[i] -= mean, rest += z[i], squares = fmaf(z[i], z[i], squares); });
@@ -788,19 +794,18 @@ template <int THREADS> __global__ void __launch_bounds__(THREADS, 512 / THREADS)
             g[i] = d;
             of_d += d, of_dz = fmaf(d, z[i], of_dz);
         });
-        if (grad_y != nullptr) store_columns(grad_y + row * n, own_y, n);
+        if (grad_y != nullptr) write_columns(grad_y + row * n, own_y, n);
         of_d = sum_of(of_d) * share, of_dz = sum_of(of_dz) * share;
-        const float restored = fmaf(rstd, -kTruncated, rstd);
+        const float restored = whole == nullptr ? fmaf(rstd, -kTruncated, rstd) : rstd;
         each([&](int i) {
             g[i] = restored * (g[i] - of_d - z[i] * of_dz);
             column_sums[i] += g[i];
         });
-        split_gradient_row<THREADS>(g, row, n, to, warp_values[0]);
+        if (whole == nullptr) store_split_row(g, row, n, to, warp_values);
+        else write_columns(whole + row * n, g, n);
     }
-    float sums[kColumns];
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) sums[i] = float(column_sums[i]);
-    store_columns(partials + int64_t(blockIdx.x) * n, sums, n);
+    float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kColumns;
+    each([&](int i) { sums[i] = float(column_sums[i]); });
 }
 // ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
@@ -821,13 +826,17 @@ extern "C" int row_norm_residual(
     dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Writes the split G to `to`, grad_y if not null, and each block's sums of G's columns to partials. n is at most 8192.
-extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
-    int64_t m, int64_t n, float eps, const SplitGradient* to, cudaStream_t stream) {
-    const int threads = gradient_threads(n);
-    const auto kernel = threads == 256 ? split_row_gradients<256> : split_row_gradients<512>;
-    const unsigned blocks = unsigned(gradient_blocks(m, n));
-    kernel<<<blocks, threads, 0, stream>>>(grad, h, y, grad_y, partials, m, int(n), eps, *to);
+// G, to `whole` or, if that is null, split to `to` (float32 alone); grad_y, if not null; and the sums of G over each
+// block's rows. n is at most 8192.
+extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
+    float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
+    const auto launch = [&](auto zero) {
+        using T = decltype(zero);
+        row_gradients<<<unsigned(row_blocks(m, n)), row_threads(n), 0, stream>>>(
+            static_cast<const T*>(grad), static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(grad_y),
+            partials, m, int(n), eps, to != nullptr ? *to : SplitGradient(), static_cast<T*>(whole));
+    };
+    dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
     return cudaGetLastError();
 }
 """
@@ -838,8 +847,6 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/native_layer_norm.h>
-#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
@@ -918,7 +925,6 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
     return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
@@ -951,8 +957,12 @@ extern "C" int linear_forward(const float* x, const float* weight, const float* 
     int* exponents, void* pieces_x, void* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
-extern "C" int split_row_gradient(const float* grad, const float* h, const float* y, float* grad_y, float* partials,
-    int64_t m, int64_t n, float eps, const GradientPointers* to, cudaStream_t stream);
+extern "C" int64_t row_blocks(int64_t m, int64_t n);
+extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
+    float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
+int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
+    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+}
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
@@ -973,9 +983,8 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
         at::linear_out(product, x, weight, bias);
         exponents.zero_();  // where there are any: the same each time
     }
-    const int dtype = x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2;
-    check_launch(row_norm_residual(
-        dtype, product.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    check_launch(row_norm_residual(kernel_dtype(x), product.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n,
+        float(eps), current_stream()));
     return outputs;
 }
 
@@ -985,24 +994,22 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         backward_meta(grad, x, weight, h, exponents, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
-    const at::Tensor given = aligned(grad), of_y = aligned(y);
-    if (exponents.numel() == 0 || n > 8192 || !product_fits(m, n, x.size(1))) {  // ATen's norm of rows, and products
-        auto [z, mean, rstd] = at::native_layer_norm(h, {n}, {}, {}, eps);
-        const at::Tensor g = std::get<0>(
-            at::native_layer_norm_backward(given.mul(of_y), h, {n}, mean, rstd, {}, {}, {true, false, false}));
-        if (needs[3]) results[3] = z.add_(of_y, 2).mul_(given);
-        if (needs[0]) results[0] = g.mm(weight);
-        if (needs[1]) results[1] = g.t().mm(x);
-        if (needs[2]) results[2] = g.sum(0);
-        return results;
-    }
-    product_gradients(x, weight, exponents, needs[0], needs[1], results, [&](const GradientPointers* to) {
-        const at::Tensor partials = at::empty({gradient_blocks(m, n), n}, x.options());
-        const int error = split_row_gradient(floats(given), floats(h), floats(of_y),
-            needs[3] ? floats(results[3]) : nullptr, floats(partials), m, n, float(eps), to, current_stream());
-        if (needs[2]) results[2] = at::sum(partials, {0});
+    TORCH_CHECK(m > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
+    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));
+    const at::Tensor given = aligned(grad), kept = aligned(h), of_y = aligned(y);
+    const at::Tensor g = split ? at::Tensor() : at::empty_like(kept);
+    const auto find = [&](const GradientPointers* to) {
+        const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
+        const int error = residual_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), of_y.data_ptr(),
+            needs[3] ? results[3].data_ptr() : nullptr, floats(partials), m, n, float(eps), to,
+            split ? nullptr : g.data_ptr(), current_stream());
+        if (needs[2]) results[2] = at::sum(partials, {0}).to(x.scalar_type());
         return error;
-    });
+    };
+    if (split) product_gradients(x, weight, exponents, needs[0], needs[1], results, find);
+    else check_launch(find(nullptr));
+    if (!split && needs[0]) results[0] = g.mm(weight);
+    if (!split && needs[1]) results[1] = g.t().mm(x);
     return results;
 }
 #endif
@@ -1147,35 +1154,28 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
         return False
     n = weight.shape[0]
     shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n) and n % 8 == 0
-    return shapes and (x.is_cuda or not _is_recorded(x, weight, bias, y))
+    return shapes and (not _is_recorded(x, weight, bias, y) or x.is_cuda and n <= 8192 and x.shape[0] > 0)
 
 
 class LinearRowNormResidual(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
+    """The whole network. Saves its inputs, h and exponents. Second derivatives are ATen's."""
 
     @staticmethod
-    def forward(x, weight, bias, y, eps, tf32):
-        return _forward(x, weight, bias, y, eps, tf32, True)
+    def forward(ctx, x, weight, bias, y, eps, tf32):
+        out, h, exponents = _forward(x, weight, bias, y, eps, tf32, True)
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, bias, y, h, exponents)
+        return out
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.eps, _ = inputs
-        ctx.save_for_backward(*tensors, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # or these get gradients of zeros
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        if grad is None:
-            return (None,) * 6
+    def backward(ctx, grad):
         (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)
-        else:  # they are to be differentiated in turn
-            wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
+        if torch.is_grad_enabled():  # they are to be differentiated in turn
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(x, weight, bias), y)
-            of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            found = [next(of_wanted) if need else None for need in needs]
+            wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            return *(next(found) if need else None for need in needs), None, None
+        found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)
         return *(own if need else None for own, need in zip(found, needs)), None, None
 
 
@@ -1196,5 +1196,5 @@ class ModelNew(nn.Module):
             return _finish_plainly(norm, linear(x), y)
         tensors, others = (x, linear.weight, linear.bias, y), (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return LinearRowNormResidual.apply(*tensors, *others)[0]
+            return LinearRowNormResidual.apply(*tensors, *others)
         return _forward(*tensors, *others, False)[0]

@@ -603,7 +603,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //
 // So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
 //
-// The split G in device memory: split_gradient_row writes it, linear_gradient reads it.
+// The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;

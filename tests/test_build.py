@@ -56,7 +56,7 @@ def test_cuda_compiles_and_spills_no_more_than_is_known(stem, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     report = done.stdout + done.stderr
     assert done.returncode == 0 and "warning" not in report, report
-    spills = re.findall(r"function '(\w+)' for 'sm_90a'(?:\n.*){2}?(\d+) bytes spill stores", report)
+    spills = re.findall(r"function '(\w+)' for 'sm_90a'(?:\n.*){2}?\b(\d+) bytes spill stores", report)
     assert spills
     assert max(int(bytes_) for _, bytes_ in spills) <= SPILLS.get(stem, math.inf), report
 
