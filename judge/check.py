@@ -260,13 +260,21 @@ def seeds(case: Case, direction: str, first: int = 0) -> None:
 
 
 def ask(case: Case, request: Request) -> None:
-    """Puts a request to both; raises Rejected where the candidate's answers are wrong.
-
-    Nothing is asked where the Model has no answer to compare with: it may refuse what it likes.
-    """
+    """Puts a request to both; leaves it out for want of memory, if it may be. Raises Rejected for a wrong answer."""
     if request.stream and case.device != "cuda":
         return
-    model, layout, must = case.model, LAYOUTS[request.layout], request.strict or request.poison
+    try:
+        put(case, request, must=request.strict or request.poison)
+    except (torch.OutOfMemoryError, Rejected) as error:
+        if request.strict or request.poison or getattr(error, "kind", "memory") != "memory":
+            raise
+        case.note(f"not asked for want of memory: {request.when}")
+    settle(case.device)
+
+
+def put(case: Case, request: Request, must: bool) -> None:
+    """Nothing is asked where the Model has no answer to compare with: it may refuse what it likes."""
+    model, layout = case.model, LAYOUTS[request.layout]
     if request.weights:
         model = copy.deepcopy(model)
         with torch.no_grad():
@@ -277,13 +285,12 @@ def ask(case: Case, request: Request) -> None:
     try:  # a copy: a call may change what the module holds, as running means
         expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
     except Exception as error:
-        if must:
+        if must or isinstance(error, torch.OutOfMemoryError):
             raise
-        if isinstance(error, torch.OutOfMemoryError):
-            case.note(f"not asked for want of memory: {request.when}")
         return
-    finite = all(bool(x.isfinite().all()) for x in expected[0].tensors().values())
-    if request.finite and not finite or request.mode == "train" and RANDOM in expected[0].did:
+    if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
+        return
+    if request.mode == "train" and RANDOM in expected[0].did:
         return
     del drawn  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
@@ -297,10 +304,9 @@ def ask(case: Case, request: Request) -> None:
         asked = replace(request, change=None, weights=None)
         reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
     except Rejected as error:
-        if must or error.kind != "memory" and (error.kind != "raised" or not request.refusable):
+        if must or error.kind != "raised" or not request.refusable:
             raise
-        memory = f"not asked for want of memory: {request.when}"
-        case.note(memory if error.kind == "memory" else f"refuses {request.when}: {error}")
+        case.note(f"refuses {request.when}: {error}")
         return
     wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
     if reply["tree"] != expected[0].tree:
@@ -310,7 +316,6 @@ def ask(case: Case, request: Request) -> None:
         inspect(case, request, answer, forms, given, draws[answer.inputs], model)
     if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.note("gives other bits when it is called again with the same inputs, within the gates")
-    settle(case.device)
 
 
 def reject(request: Request, wrong: list[str]) -> None:

@@ -86,6 +86,14 @@ def test_a_trick_against_others_gains_nothing(judges, tmp_path):
     assert all(run.ms["eager"] < 50 for run in runs), [run.ms for run in runs]
 
 
+@pytest.mark.parametrize("who", ["Model", "ModelNew"])
+def test_says_what_was_not_asked_for_want_of_memory(who, judge):
+    hungry = "x * 2 if x.mean() < 50 else (_ for _ in ()).throw(torch.OutOfMemoryError('too large'))"
+    model, new = (any_model(hungry if name == who else "x * 2") for name in ("Model", "ModelNew"))
+    (run,) = judge(new.replace("class Model", "class ModelNew"), model)
+    assert run.ok and "not asked for want of memory: values whose mean is large" in run.notes, run
+
+
 def test_what_is_wrong_is_not_timed(judge):
     (run,) = judge(source("swapped_operations"))
     assert run.status == record.WRONG and not (run.ok or run.ms or run.roof)

@@ -3,8 +3,7 @@
     python tests/tools/summary.py [--write]
 
 README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
-between their marks; without it the README's is printed. A pair that results/h200 has no record of is shown with a star,
-as results/earlier has it; the star is explained where there is one.
+between their marks; without it the README's is printed.
 """
 
 import argparse
@@ -21,16 +20,14 @@ DIRECTIONS = {
 
 
 def runs_of(path: Path) -> list[dict]:
-    """Those that were timed. Of frozen weights, which kernels no longer treat apart, there are earlier records."""
+    """Those that were timed."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    return [run for run in runs if run["ms"] and not run.get("frozen")]
+    return [run for run in runs if run["ms"]]
 
 
 def benchmark(stem: str) -> list[dict]:
     """All runs of a pair at its benchmark shapes."""
-    folder = ROOT / "results" / "h200"
-    folder = folder if (folder / f"{stem}.json").exists() else ROOT / "results" / "earlier"
-    return [run for path in sorted(folder.glob(f"{stem}*.json")) for run in runs_of(path)]
+    return [run for path in sorted((ROOT / "results" / "h200").glob(f"{stem}*.json")) for run in runs_of(path)]
 
 
 STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchmark(path.stem)]
@@ -38,13 +35,7 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json") or runs_of(
-        ROOT / "results" / "earlier" / f"sweep_{stem}.json"
-    )
-
-
-def is_earlier(stem: str) -> bool:
-    return not (ROOT / "results" / "h200" / f"{stem}.json").exists()
+    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json")
 
 
 def strict_float32(stem: str, direction: str) -> dict | None:
@@ -64,12 +55,8 @@ def front_table() -> str:
         times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
         return f"{times} {run['roof']['percent']:.0f}% of the floor"
 
-    rows = [
-        [f"`{stem}`{'*' if is_earlier(stem) else ''}", *(cell(strict_float32(stem, way)) for way in DIRECTIONS)]
-        for stem in STEMS
-    ]
-    star = "\n\n\\* measured with an earlier revision of the file ([details](results/README.md))"
-    return markdown(["pair", *DIRECTIONS.values()], rows) + (star if any(map(is_earlier, STEMS)) else "")
+    rows = [[f"`{stem}`", *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
+    return markdown(["pair", *DIRECTIONS.values()], rows)
 
 
 def full_row(run: dict) -> list[str]:
@@ -95,11 +82,8 @@ def full_row(run: dict) -> list[str]:
 def full_tables() -> str:
     header = ["dtype", "TF32", "direction", "new ms", "eager ms", "compile ms", "x eager [95%]", "x compile [95%]"]
     header += ["of floor", "largest error, new / eager"]
-    parts = []
-    for stem in STEMS:
-        earlier = " (an earlier revision)" if is_earlier(stem) else ""
-        parts.append(f"`{stem}`{earlier}:\n\n" + markdown(header, [full_row(run) for run in benchmark(stem)]))
-    return "\n\n".join(parts)
+    tables = [f"`{stem}`:\n\n{markdown(header, [full_row(run) for run in benchmark(stem)])}" for stem in STEMS]
+    return "\n\n".join(tables)
 
 
 def slower_table() -> str:
