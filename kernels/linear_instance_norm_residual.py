@@ -9,7 +9,7 @@ the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
 without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Strict float32 products from 2^30
 multiplications on, on sm_90, run on fp16 tensor cores with the accuracy of float32; other products are ATen's. One
-kernel follows the forward's, one precedes the gradients'. Everything else is the plain way: the Model's own lines.
+kernel follows the forward's product, one precedes the gradients'. Everything else is the plain way: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms; product 0.53, split_rows 0.15, norm 0.02.
@@ -123,9 +123,9 @@ __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicM
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads (a power of two), in each. Beyond a warp all of the block call; warp_values: 1 a warp.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
+// Each of `group` threads, a power of two, gets op over their v. Beyond 32 all of a block call; warp_values: 1 a warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -155,7 +155,7 @@ struct RowScale {
 // Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
 // `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
-    int smallest;
+    int smallest;  // as take_smallest stores it
     int rows[1];  // as many as there are
 };
 // What split_rows reads and writes.
@@ -167,7 +167,7 @@ struct Operand {
     // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), without less[i] if less is null.
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         if (scales != nullptr) return scale_exponent(largest);
@@ -515,7 +515,7 @@ struct LinearProduct {
         return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
 };
-// ---- Launching the product. The int of a function that the C++ calls to launch kernels is a cudaError_t. ----
+// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -652,15 +652,15 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
 struct StoreLinear : LinearProduct {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
-        store_part<false>(out, v, corner, m, n);
+        store_part<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
     }
 };
 // out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, finish_rows_cpu, _finish_plainly.
-// `group` threads, at most the block, own a row; each keeps ITEMS packs of V values in registers: 8192 values a whole
-// block. What a longer row has beyond them is read three times, the second and third time mostly from L2.
+// `group` threads, at most the block, own a row; each keeps 32 values of h and of y in registers: 8192 a whole block.
+// The rest of a longer row is read from memory or L2 each time. `out` may be h.
 constexpr int kRowThreads = 256;
-template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(const T* __restrict__ h,
-    const T* __restrict__ y, T* __restrict__ out, int64_t rows, int n, float eps, int group) {
+template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_rows(
+    const T* h, const T* __restrict__ y, T* out, int64_t rows, int n, float eps, int group) {
     constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
     __shared__ float warp_values[kRowThreads / 32];
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
@@ -679,7 +679,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
         }
         for (int at = lane + ITEMS * group; at < packs; at += group) use(from[at], other[at], at);
     };
-    const float share = 1.0f / n;  // multiplied in before the sum, so that large values do not overflow it
+    const float share = 1.0f / n;  // before the sum of the mean, which large values could overflow
     float mean = 0, rest = 0, squares = 0;
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
@@ -696,7 +696,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     rest = reduce_group(rest, group, warp_values, Sum()) * share;  // what the rounding of the mean left over
     squares = reduce_group(squares, group, warp_values, Sum()) * share;
     if (isinf(squares)) rest = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
-    const float rstd = 1 / sqrtf(squares - rest * rest + eps);
+    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>& own_y, int at) {
         Pack<T, V> result;
         for (int j = 0; j < V; ++j) {
@@ -706,19 +706,19 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
         reinterpret_cast<Pack<T, V>*>(out + row * n)[at] = result;
     });
 }
-// A block holds a row in registers, kColumns neighbouring columns a thread. It has the warps that the columns take, a
-// power of two of them, so that an SM has many blocks if rows are short.
+// A block of row_gradients holds a row in registers, kColumns neighbouring columns a thread. It has the fewest warps, a
+// power of two, that cover the row, so that an SM has many blocks if rows are short.
 constexpr int kColumns = 16;
 static int row_threads(int64_t n) {
     int threads = 32;
     while (threads * kColumns < n) threads *= 2;
     return threads;
 }
-extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each has a row of partial sums
+extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each writes one row of partial sums
     const int64_t most = sm_count() * 512 / row_threads(n);
     return m < most ? m : most;
 }
-// A thread's columns of a row, 0 beyond n, which is a multiple of 8.
+// Reads a thread's columns of a row to v, 0 beyond n. n is a multiple of 8.
 template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kColumns], int n) {
     constexpr int V = 16 / sizeof(T);
 #pragma unroll
@@ -741,7 +741,7 @@ template <typename T> __device__ __forceinline__ void write_columns(T* to, const
 }
 // Scales, splits and stores a row of G, 0 beyond n.
 __device__ __forceinline__ void store_split_row(
-    float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
     const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
     float largest = 0;
 #pragma unroll
@@ -762,8 +762,8 @@ __device__ __forceinline__ void store_split_row(
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
 // G goes to `whole`, for ATen's products, or, if that is null, split to `to`, for linear_gradient. Each block writes
 // the sums of G over its rows, for the bias's gradient, to partials[block]. A block owns every gridDim.x-th row, a
-// thread the same columns of each. The tensor cores truncate: multiply's h, and so 1 / rstd, is too small by kTruncated
-// of itself on average (K of 128 to 20000). It cancels in z; in sums of G over rows it would not.
+// thread the same columns of each. The tensor cores truncate: multiply's h, and so 1 / rstd, is on average kTruncated
+// of itself too small (K of 128 to 20000). That cancels in z, but makes G too large: so `restored`, where `to` is used.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <typename T> __global__ void __launch_bounds__(512) row_gradients(
     const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_y,
@@ -778,7 +778,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
         }
     };
     double column_sums[kColumns] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // in turn: z: h, z. own_y: y, grad_y. g: grad, d, G
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z holds h, then z; own_y y, grad_y; g grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         read_columns(h + row * n, z, n), read_columns(y + row * n, own_y, n), read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
@@ -786,7 +786,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
         each([&](int i) { z[i] -= mean, rest += z[i], squares = fmaf(z[i], z[i], squares); });
         rest = sum_of(rest) * share, squares = sum_of(squares) * share;
         if (isinf(squares)) rest = 0;
-        const float rstd = 1 / sqrtf(squares - rest * rest + eps);
+        const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);
         each([&](int i) {
             z[i] = (z[i] - rest) * rstd;
             const float d = g[i] * own_y[i];
@@ -807,7 +807,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kColumns;
     each([&](int i) { sums[i] = float(column_sums[i]); });
 }
-// ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
+// ---- What the C++ below calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
     Exponents* exponents, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), scales, exponents}};
@@ -861,7 +861,7 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + bias, and of float32 also the exponents of x's and weight's scales, zeros beside ATen's h.
+// h = x weight^T + bias, and of float32 without TF32 the exponents of x's and weight's scales: zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool tf32, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -971,7 +971,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     auto& [out, h, exponents] = outputs;
     if (y.numel() == 0) return outputs;
     const c10::cuda::CUDAGuard guard(x.device());
-    at::Tensor product = recorded ? h : at::empty_like(out);
+    at::Tensor product = recorded ? h : out;  // which row_norm_residual then overwrites
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor found = recorded ? exponents : at::empty({1 + m}, x.options().dtype(at::kInt));
@@ -994,13 +994,13 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         backward_meta(grad, x, weight, h, exponents, y, eps, {false, false, false, needs[3]});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
-    TORCH_CHECK(m > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
-    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));
-    const at::Tensor given = aligned(grad), kept = aligned(h), of_y = aligned(y);
+    TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
+    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));  // then h is multiply's
+    const at::Tensor given = aligned(grad), kept = aligned(h), ready_y = aligned(y);
     const at::Tensor g = split ? at::Tensor() : at::empty_like(kept);
     const auto find = [&](const GradientPointers* to) {
         const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
-        const int error = residual_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), of_y.data_ptr(),
+        const int error = residual_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), ready_y.data_ptr(),
             needs[3] ? results[3].data_ptr() : nullptr, floats(partials), m, n, float(eps), to,
             split ? nullptr : g.data_ptr(), current_stream());
         if (needs[2]) results[2] = at::sum(partials, {0}).to(x.scalar_type());
@@ -1134,7 +1134,7 @@ def _is_ordinary(norm: nn.Module) -> bool:
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The Model's lines, without the norm's warning, which would break torch.compile's graph. On a CPU with gradients,
-    layer norm of rows: there PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous."""
+    layer norm instead: PyTorch 2.13's instance norm there reads a transposed gradient as if it were contiguous."""
     if not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     elif h.is_cpu and h.requires_grad:
@@ -1154,7 +1154,7 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
         return False
     n = weight.shape[0]
     shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n) and n % 8 == 0
-    return shapes and (not _is_recorded(x, weight, bias, y) or x.is_cuda and n <= 8192 and x.shape[0] > 0)
+    return shapes and (not _is_recorded(x, weight, bias, y) or x.is_cuda and 0 < n <= 8192 and x.shape[0] > 0)
 
 
 class LinearRowNormResidual(torch.autograd.Function):

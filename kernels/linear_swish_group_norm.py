@@ -124,9 +124,9 @@ __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicM
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-// v reduced over `group` threads (a power of two), in each. Beyond a warp all of the block call; warp_values: 1 a warp.
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
+// Each of `group` threads, a power of two, gets op over their v. Beyond 32 all of a block call; warp_values: 1 a warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -156,7 +156,7 @@ struct RowScale {
 // Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
 // `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
-    int smallest;
+    int smallest;  // as take_smallest stores it
     int rows[1];  // as many as there are
 };
 // What split_rows reads and writes.
@@ -168,7 +168,7 @@ struct Operand {
     // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, where scales is null: row i is scaled by 2^(common - less[i]); less may be null.
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), without less[i] if less is null.
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         if (scales != nullptr) return scale_exponent(largest);
@@ -516,7 +516,7 @@ struct LinearProduct {
         return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
 };
-// ---- Launching the product. The int of a function that the C++ calls to launch kernels is a cudaError_t. ----
+// ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
 static int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, assert_same_form, draws, forward, largest, worst_error
-from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype
+from cases import CASES, LAYOUT_CASES, LAYOUTS, STEMS, Case, build, each, first_cases, in_dtype
 
 SINGLE_AND_LOW = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -109,6 +109,18 @@ def test_slices_without_variance(case, dtype, value, device):
         model, new, inputs = next(samples)
         expected = forward(model, inputs)["output"]
         assert worst_error(forward(new, inputs)["output"], expected) <= 1e-8 * max(1, largest(expected))
+
+
+@pytest.mark.skipif("linear_instance_norm_residual" not in STEMS, reason="no such pair")
+@torch.no_grad()
+def test_huge_rows_without_variance_are_finite(device):
+    """There the mean's rounding is larger than the deviations; a variance below zero would give NaN."""
+    case = Case("linear_instance_norm_residual", "rows of 1000", (4, 1000), ((50, 4), (50, 1000)))
+    _, new, (x, y) = build(case, device, torch.float32)
+    new.bmm.weight.zero_()
+    for value in torch.linspace(1e9, 1e10, 50).tolist():
+        new.bmm.bias.fill_(value)
+        assert new(x, y).isfinite().all(), value
 
 
 @each(LAYOUT_CASES, SINGLE_AND_LOW)

@@ -3,7 +3,8 @@
     python tests/tools/summary.py [--write]
 
 README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
-between their marks; without it the README's is printed.
+between their marks; without it the README's is printed. A pair that results/h200 has no record of is shown as
+results/earlier has it, and named so.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def runs_of(path: Path) -> list[dict]:
 
 def benchmark(stem: str) -> list[dict]:
     """All runs of a pair at its benchmark shapes."""
-    return [run for path in sorted((ROOT / "results" / "h200").glob(f"{stem}*.json")) for run in runs_of(path)]
+    folder = ROOT / "results" / "h200"
+    folder = folder if (folder / f"{stem}.json").exists() else ROOT / "results" / "earlier"
+    return [run for path in sorted(folder.glob(f"{stem}*.json")) for run in runs_of(path)]
 
 
 STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchmark(path.stem)]
@@ -35,7 +38,17 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json")
+    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json") or runs_of(
+        ROOT / "results" / "earlier" / f"sweep_{stem}.json"
+    )
+
+
+def is_earlier(stem: str) -> bool:
+    return not (ROOT / "results" / "h200" / f"{stem}.json").exists()
+
+
+def named(stem: str) -> str:
+    return f"`{stem}`" + " (an earlier revision)" * is_earlier(stem)
 
 
 def strict_float32(stem: str, direction: str) -> dict | None:
@@ -55,7 +68,7 @@ def front_table() -> str:
         times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
         return f"{times} {run['roof']['percent']:.0f}% of the floor"
 
-    rows = [[f"`{stem}`", *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
+    rows = [[named(stem), *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
     return markdown(["pair", *DIRECTIONS.values()], rows)
 
 
@@ -82,7 +95,7 @@ def full_row(run: dict) -> list[str]:
 def full_tables() -> str:
     header = ["dtype", "TF32", "direction", "new ms", "eager ms", "compile ms", "x eager [95%]", "x compile [95%]"]
     header += ["of floor", "largest error, new / eager"]
-    tables = [f"`{stem}`:\n\n{markdown(header, [full_row(run) for run in benchmark(stem)])}" for stem in STEMS]
+    tables = [f"{named(stem)}:\n\n{markdown(header, [full_row(run) for run in benchmark(stem)])}" for stem in STEMS]
     return "\n\n".join(tables)
 
 
