@@ -88,10 +88,10 @@ class Judge:
 
     def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        if "new" in self.workers:
-            self.workers.pop("new").kill()
         options, sha256 = self.options, source.code_sha256(pair.new_path)
         for dtype, level in itertools.product(options.dtype, options.precision):
+            if "new" in self.workers:
+                self.workers.pop("new").kill()
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
             runs = [Result(direction, *what) for direction in options.directions]
             try:
@@ -133,7 +133,7 @@ class Judge:
                     run.reject(error)
         for run in runs:
             run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
-            run.notes += case.notes
+            run.notes += dict.fromkeys(case.notes)  # each once
 
     def _worker(self, role: str) -> Worker:
         if role not in self.workers or not self.workers[role].alive():

@@ -9,7 +9,6 @@ claims is the same for all, so a candidate that takes more than eager there clai
 from __future__ import annotations
 
 import math
-import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from functools import partial
 
 import torch
 
-from judge.check import Case, blank, inspect
+from judge.check import Case, blank, inspect, secret
 from judge.worker import Rejected, Request, answers_of, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
@@ -32,7 +31,6 @@ PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # two processes were seen to differ by 2.2%. On a CPU that others use, also by a time slice of its scheduler.
 HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, {"cuda": 0.05, "cpu": 4.0}
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
-secret = random.SystemRandom()  # numbers that no candidate foresees
 
 
 @dataclass
@@ -60,7 +58,6 @@ class Ring:
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
         state = case.share(dict(case.model.state_dict()))
         self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
-        self.renew(count)
         settle(case.device)  # what others are to read is there
 
     def renew(self, calls: int) -> None:
@@ -111,7 +108,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
                 raise
             if name == "eager":
                 raise Rejected(f"the Model itself {failed}") from failed
-            case.note(f"no {name} baseline: {failed}")
+            case.notes.append(f"no {name} baseline: {failed}")
             case.workers.pop(name).kill()
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))
     ms, host_us = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us"))
@@ -176,16 +173,11 @@ def verdict(low: float, high: float, disturbed: bool) -> str:
     return FASTER if low > 1 + margin else SLOWER if high < 1 - margin else AMBIGUOUS
 
 
-def quartiles(values: list[float]) -> list[float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return [low, high]
-
-
 def interference(samples: Samples) -> list[str]:
     """Signs that something else ran meanwhile: rounds that spread, or that grew longer or shorter all together."""
     found = []
     for name, values in samples.ms.items():
-        low, high = quartiles(values)
+        low, _, high = statistics.quantiles(values, n=4)
         if (share := (high - low) / statistics.median(values)) > WIDE_SPREAD:
             found.append(f"the middle half of {name}'s times spans {100 * share:.0f}% of their median")
     relative = [[ms / statistics.median(values) for ms in values] for values in samples.ms.values()]

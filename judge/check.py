@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, zip_longest
@@ -26,6 +26,7 @@ from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, 
 
 SEEDS, MOST_SEEDS = 3, 16  # more where few do not meet gate 2: the largest of a few values is luck, on both sides
 ERROR_RATIO = 2.0
+secret = random.SystemRandom()  # numbers that no candidate foresees
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
@@ -55,15 +56,12 @@ class Errors:
         """Of the candidate, of eager and of the exact result itself."""
         return {"max": self.most[:3].tolist(), "rms": (self.squares[:3] / max(1, self.count)).sqrt().tolist()}
 
-    def over_limit(self, dtype: torch.dtype) -> list[str]:
+    def over_limit(self, dtype: torch.dtype) -> Iterator[str]:
         """Gate 2. Half an ulp at the output's scale is allowed: where the Model is exact, rounding is no error."""
-        complaints = []
         for kind, (new, eager, scale) in self.figures().items():
             limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
             if not new <= limit:
-                said = f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
-                complaints.append(said)
-        return complaints
+                yield f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
 
 
 def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
@@ -87,7 +85,7 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
 
 def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
     """Gate 1 alone, which takes less time, and a chunk of memory."""
-    chunks = zip(*(x.detach().reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)))
+    chunks = zip(*(x.detach().reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
     return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
 
 
@@ -112,6 +110,7 @@ class Case:
     notes: list[str] = field(default_factory=list)
     tell: Callable[[str], None] = lambda text: None  # of the progress
     model: torch.nn.Module | None = None
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     errors: dict[str, Errors] = field(default_factory=dict)
     doubts: dict[str, Errors] = field(default_factory=dict)  # where the Model is far off itself
 
@@ -131,9 +130,6 @@ class Case:
         tensors = answer.tensors().values()
         return self.share([blank(torch.empty_like(x, memory_format=torch.contiguous_format)) for x in tensors])
 
-    def note(self, text: str) -> None:
-        self.notes += [text] if text not in self.notes else []
-
     def load(self, worker: Worker, new_path: Path | None) -> dict:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
         path, constants = (new_path, {}) if new_path else (self.problem.path, self.problem.constants)
@@ -149,7 +145,7 @@ class Case:
             inputs = [to_dtype(x, torch.float64) for x in inputs]
             return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
-            self.note(f"gate 2 was not asked of every answer: in float64 the Model raised {last_line(error)}")
+            self.notes.append(f"gate 2 was not asked of every answer: in float64 the Model raised {last_line(error)}")
             return None
 
 
@@ -202,9 +198,7 @@ REQUESTS = {
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
         Request("one NaN in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(nan)),
         Request("one infinity in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(inf), infinite=True),
-        Request("on another stream", stream=True),
     ],
-    "forward_recorded": [],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", again=True, refusable=True),
@@ -214,6 +208,7 @@ REQUESTS = {
     ],
     "after": [
         Request("after it was timed"),
+        Request("on another stream", stream=True),  # PyTorch then makes 128, after which short calls may take longer
         *(Request(f"inputs that are {layout}", layout=layout, refusable=True) for layout in list(LAYOUTS)[1:]),
     ],
 }
@@ -225,6 +220,7 @@ def start(case: Case, new_path: Path) -> float:
     The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
     """
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
+    case.initial = copy.deepcopy(case.model.state_dict())
     reply = case.load(case.workers["new"], new_path)
     for mine, theirs in zip_longest(reply["state"], state_of(case.model)):
         if mine != theirs:
@@ -234,7 +230,7 @@ def start(case: Case, new_path: Path) -> float:
 
 def check(case: Case, direction: str) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
-    requests, secret, batch = REQUESTS[direction], random.SystemRandom(), case.batch
+    requests, batch = REQUESTS.get(direction, []), case.batch
     if direction != "after":
         seeds(case, direction)
     elif batch:
@@ -254,6 +250,7 @@ def seeds(case: Case, direction: str, first: int = 0) -> None:
         if turn == MOST_SEEDS:
             raise Rejected(*over)
         case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
+        case.model.load_state_dict(case.initial)
         perturb(case.model, case.seed + turn)
         # In poisoned memory PyTorch, in its deterministic mode, may choose other kernels: gate 1 alone.
         ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
@@ -277,7 +274,7 @@ def ask(case: Case, request: Request) -> None:
             if must or kind == "doubt" and turn == MOST_SEEDS - 1 or kind not in ("doubt", "memory"):
                 raise
             if kind == "memory":
-                case.note(f"not asked for want of memory: {request.when}")
+                case.notes.append(f"not asked for want of memory: {request.when}")
                 break
     settle(case.device)
 
@@ -316,7 +313,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     except Rejected as error:
         if must or error.kind != "raised" or not request.refusable:
             raise
-        case.note(f"refuses {request.when}: {error}")
+        case.notes.append(f"refuses {request.when}: {error}")
         return
     wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
     if reply["tree"] != expected[0].tree:
@@ -325,12 +322,20 @@ def put(case: Case, request: Request, must: bool) -> None:
     for answer, forms, given in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, given, draws[answer.inputs], model)
     if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*places[:2])):
-        case.note("gives other bits when it is called again with the same inputs, within the gates")
+        case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
 
 
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
     if wrong:
         raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind)
+
+
+def scale_of(name: str, x: torch.Tensor) -> float:
+    """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
+    if not name.startswith("gradient"):
+        return 1.0
+    norm = torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
+    return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
@@ -341,33 +346,31 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     if request.direction == "forward_recorded" and optional:  # where it is timed it is wrong
         bare, theirs = ([form.partition(", requires_grad")[0] for form in each] for each in (forms, answer.forms))
         if bare == theirs and forms != answer.forms:
-            case.note("outputs carry no gradient, the Model's do")
+            case.notes.append("outputs carry no gradient, the Model's do")
             forms = answer.forms
     pairs = zip(answer.leaves, forms, answer.forms)
     reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
     wrong, doubts, exact = [], 0, case.exact(request, draw(), model) if request.strict else None
     for (name, eager), new in zip(answer.tensors().items(), given):
-        new, inexact, scale = new.to(case.device), eager.is_floating_point() or eager.is_complex(), 1.0
-        tolerance = TOLERANCE[case.precision][case.dtype] if inexact else 0.0
-        if name.startswith("gradient"):  # a sum over a batch: where it is large, errors count relative to its size
-            norm = torch.linalg.vector_norm(eager.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64).item()
-            scale = max(1.0, norm / max(1, eager.numel()) ** 0.5)
+        new, inexact = new.to(case.device), eager.is_floating_point() or eager.is_complex()
+        tolerance, scale = TOLERANCE[case.precision][case.dtype] if inexact else 0.0, scale_of(name, eager)
         if inexact and request.infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
         which = f"{name} ({request.when})"
         if not request.strict and which not in case.doubts and are_close(new, eager, tolerance, scale):
             continue
+        if inexact and not request.strict:
+            exact = exact or case.exact(request, draw(), model)
         found = compare(new, eager, exact and exact[name], tolerance, scale)
         if inexact and request.strict and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if inexact and (found.far or which in case.doubts) and bool((new.isnan() == eager.isnan()).all()):
-            exact = exact or case.exact(request, draw(), model)
-            if exact and which not in case.doubts and are_close(new, exact[name], tolerance, scale):
+        if inexact and exact and (found.far or which in case.doubts) and (new.isnan() == eager.isnan()).all():
+            right = exact[name]
+            if which not in case.doubts and are_close(new, right, tolerance, scale_of(name, right)):
                 continue  # the Model is far off itself
-            if exact and optional:  # both are: gate 2 decides, over as many seeds as it takes
-                doubt = case.doubts.get(which, Errors()) + compare(new, eager, exact[name], tolerance, scale)
-                case.doubts[which] = doubt
-                over = doubt.over_limit(case.dtype)
+            if optional:  # both are: gate 2 decides, over as many seeds as it takes
+                case.doubts[which] = case.doubts.get(which, Errors()) + found
+                over = [*case.doubts[which].over_limit(case.dtype)]
                 if not over:
                     continue
                 doubts += 1

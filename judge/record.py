@@ -69,7 +69,7 @@ class Result:
         self.rounds, self.calls = len(samples.ms["new"]), samples.calls
         for role, values in samples.ms.items():
             name = CALLED.get(role, role)
-            self.ms[name], self.spread[name] = statistics.median(values), bench.quartiles(values)
+            self.ms[name], self.spread[name] = statistics.median(values), statistics.quantiles(values, n=4)[::2]
             if self.device == "cuda":
                 self.host_us[name] = samples.ready[role]["host_us"]
                 if role in ("new", "eager", "compile"):  # the others hold memory of their own from capture on

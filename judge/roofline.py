@@ -7,12 +7,12 @@ parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta devi
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from judge.source import DTYPES, Problem, set_precision
@@ -80,14 +80,8 @@ class Ceilings:
 
     def _least_seconds(self, call: Callable[[], object]) -> float:
         """Of a call, made twice in a row: the launch and the wait for the end are little beside that."""
-
-        def twice() -> None:
-            call()
-            call()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-
-        return min(timeit.repeat(twice, number=1, repeat=4)) / 2
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return min(timer.timeit(2).mean for _ in range(4))
 
 
 def cache_bytes(device: str) -> int:

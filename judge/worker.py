@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
@@ -196,15 +196,13 @@ def form_of(leaf, output_of: Request | None = None) -> str:
     return form + f", requires_grad {leaf.requires_grad}" * bool(recorded)
 
 
-def state_of(module: torch.nn.Module) -> list[str]:
+def state_of(module: torch.nn.Module) -> Iterator[str]:
     """Of each tensor in the state_dict, whether it is a parameter, its form and a hash of its bits."""
-    found = []
     for name, x in module.state_dict(keep_vars=True).items():
         host = x.detach().cpu().contiguous()
         bits = hashlib.sha256(ctypes.string_at(host.data_ptr(), host.nbytes)).hexdigest()[:16]
         form = f"{type(x).__name__} of {x.dtype}, shape {list(x.shape)}, requires_grad {x.requires_grad}"
-        found.append(f"{name}: a {form}, bits {bits}")
-    return found
+        yield f"{name}: a {form}, bits {bits}"
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -281,13 +279,12 @@ class Contender:
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
-        return {"seconds": self.seconds, "state": state_of(self.modules[0])}
+        return {"seconds": self.seconds, "state": [*state_of(self.modules[0])]}
 
-    def rest(self, given=None) -> dict:
+    def rest(self, given=None) -> None:
         """Forgets what was timed; as after every request, unused memory goes back to the device."""
         self.ring, self.given, self.answers, self.kept, self.incoming = [], [], [], [], []
         self.graph = self.buffer = None
-        return {}
 
     def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
@@ -300,9 +297,8 @@ class Contender:
             instance.load_state_dict(state, strict=True)  # which copies
         if request.twin or request.move:  # what is kept of this call must not serve the one that counts
             answers_of(self.modules[int(request.twin)], inputs, request)
-        if request.move:  # as `.to` moves weights: they stay the same objects
-            for tensor in [*module.parameters(), *module.buffers()]:
-                tensor.data = tensor.detach().clone()
+        if request.move:  # as `.to` moves weights: parameters stay the same objects
+            module._apply(torch.clone)
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
         poison_memory(self.device, answers[0], request.poison)
@@ -346,7 +342,7 @@ class Contender:
         reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
         return reply | {"peak": torch.cuda.max_memory_allocated() - before}
 
-    def warm_up(self) -> dict:
+    def warm_up(self) -> None:
         """One call on the inputs of the turn before; then takes the new ones.
 
         So no timed call waits for memory, nor for addresses that the GPU forgot while others had their turn.
@@ -356,7 +352,6 @@ class Contender:
             if isinstance(mine, torch.Tensor) and mine.numel():
                 mine.untyped_storage().copy_(given.untyped_storage())
         self.wait()
-        return {}
 
     def time(self, count: int, flushes: int) -> dict:
         """Milliseconds of so many calls, by this process's own clock. The judge holds its own against their sum."""
@@ -421,11 +416,9 @@ class Contender:
         values = [x.clone() for x in tensors]
         for x in tensors:
             x.fill_(float("nan"))
-        busy = torch.empty(FLUSH_BYTES["cuda"], dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(64):
-                busy.zero_()  # milliseconds of work ahead: whoever does not wait for this stream reads the NaN
+            torch.cuda._sleep(20_000_000)  # some 10 ms: whoever does not wait for this stream reads the NaN
             for x, value in zip(tensors, values):
                 x.copy_(value)
             yield
@@ -444,7 +437,7 @@ class Contender:
         self.wait()
 
 
-def serve(role: str, device: str, requests, replies) -> None:
+def serve(role: str, device: str, pipe) -> None:
     """The life of a contender's process."""
     os.setsid()
     prctl = ctypes.CDLL(None).prctl
@@ -457,11 +450,11 @@ def serve(role: str, device: str, requests, replies) -> None:
     os.close(tracker._fd)
     server._forkserver_alive_fd = tracker._fd = None
     contender = Contender(role, device)
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the judge has ended
+    with contextlib.suppress(EOFError, ConnectionError):  # the judge has ended
         while True:
-            command, arguments = requests.recv()
+            command, arguments = pipe.recv()
             try:
-                reply = getattr(contender, command)(**arguments)
+                reply = getattr(contender, command)(**arguments) or {}
                 if command not in IN_A_TURN:
                     was, contender.settings = contender.settings, settings()
                     changed = [(name, now) for name, now in contender.settings.items() if now != was[name]]
@@ -473,8 +466,11 @@ def serve(role: str, device: str, requests, replies) -> None:
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
                 reply = {"kind": kind, "wrong": [said + " at import" * at_import]}
+            if "kind" in reply:  # what it held when it raised is free: others need it
+                with contextlib.suppress(RuntimeError):
+                    settle(device)
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
-            replies.send_bytes(json.dumps(reply).encode())
+            pipe.send_bytes(json.dumps(reply).encode())
 
 
 class Worker:
@@ -484,34 +480,31 @@ class Worker:
         ForkingPickler.register(torch.UntypedStorage, reduced)
         context = multiprocessing.get_context("forkserver")
         self.role, self.timeout = role, timeout
-        theirs, self._requests = context.Pipe(duplex=False)
-        self._replies, mine = context.Pipe(duplex=False)
-        self._process = context.Process(target=serve, args=(role, device, theirs, mine), daemon=True)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(role, device, theirs), daemon=True)
         self._process.start()
+        self.alive = self._process.is_alive
         theirs.close()
-        mine.close()
 
     def ask(self, command: str, **arguments) -> dict:
         """Lets the process go on until it has answered, and stops it again."""
         patience = self.timeout * (10 if command in ("load", "ready") else 1)
         self._signal(signal.SIGCONT)
         try:
-            self._requests.send((command, arguments))
-            if not self._replies.poll(patience):
+            self._pipe.send((command, arguments))
+            if not self._pipe.poll(patience):
                 self.kill()
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
-            reply = json.loads(self._replies.recv_bytes(1 << 24))
-        except (EOFError, BrokenPipeError) as error:
+            reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
+        except (EOFError, ConnectionError) as error:
             self._process.join(2)
             code = self._process.exitcode or 0
             self.kill()  # what it started
             ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             raise Rejected(f"ended its process {ending}, and gave no answer to '{command}'") from error
-        except (OSError, ValueError):  # longer than a reply may be, not of the pipe's form, no JSON
-            reply = None
-        if not isinstance(reply, dict):
+        except (OSError, ValueError, TypeError):  # longer than a reply may be, not of the pipe's form, no JSON, no dict
             self.kill()
-            raise Rejected("wrote something of its own into the pipe of its answers")
+            raise Rejected("wrote something of its own into the pipe of its answers") from None
         self._signal(signal.SIGSTOP)
         if reply.get("wrong") and (self.role == "new" or "kind" in reply):
             if "kind" not in reply:
@@ -526,9 +519,6 @@ class Worker:
         except (Rejected, RuntimeError):
             self.kill()
         return self.alive()
-
-    def alive(self) -> bool:
-        return self._process.is_alive()
 
     def kill(self) -> None:
         for pid in self.strays():

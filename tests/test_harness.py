@@ -250,11 +250,11 @@ def far(*compared) -> int:
 def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
     ulp = torch.finfo(torch.float32).eps
     squares = [4e-12, 1e-12, 1.0]
-    assert errors([2e-6, 1e-6, 1.0], squares).over_limit(torch.float32) == []
-    assert len(errors([2.1e-6, 1e-6, 1.0], squares).over_limit(torch.float32)) == 1
-    assert errors([ulp, 0.0, 2.0], [ulp**2, 0.0, 4.0]).over_limit(torch.float32) == []
-    assert "max error" in errors([ulp, 0.0, 1.9], [ulp**2, 0.0, 4.0]).over_limit(torch.float32)[0]
-    assert errors([math.nan, 0.0, 0.0], [0.0] * 3).over_limit(torch.float32)
+    assert not any([*errors([2e-6, 1e-6, 1.0], squares).over_limit(torch.float32)])
+    assert len([*errors([2.1e-6, 1e-6, 1.0], squares).over_limit(torch.float32)]) == 1
+    assert [*errors([ulp, 0.0, 2.0], [ulp**2, 0.0, 4.0]).over_limit(torch.float32)] == []
+    assert "max error" in [*errors([ulp, 0.0, 1.9], [ulp**2, 0.0, 4.0]).over_limit(torch.float32)][0]
+    assert [*errors([math.nan, 0.0, 0.0], [0.0] * 3).over_limit(torch.float32)]
 
 
 def test_compare_counts_across_chunks(device):
@@ -360,7 +360,6 @@ def test_copies_are_timed_in_turns(tmp_path):
 def test_statistics_of_known_samples():
     eager = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0]
     samples = samples_of(new=[ms / 10 for ms in eager], eager=eager)
-    assert bench.quartiles(eager) == [22.5, 67.5]
     # In pairs, the ratio of every round is 10.
     ratio, interval = bench.speedup(samples, "eager", "cuda")
     assert ratio == pytest.approx(10.0) and interval == pytest.approx([9.95, 10.05])
