@@ -88,7 +88,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded, dv/dz a function of v alone. To change it, edit this section,
+// The activation v of z = (h + bias) * scale: bounded, NaN for NaN, dv/dz by v alone. To change it, edit this part,
 // `activate` in CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // bounds of v; too narrow: wrong means, NaN or a hang
@@ -117,7 +117,7 @@ __device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, 
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
-// The backward launches it with NORMALIZE false: then h, not v, is held and written, in float32.
+// The backward launches it with NORMALIZE false: then h + bias, not v, is held and written, in float32.
 //
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
@@ -138,15 +138,15 @@ constexpr int kLine = 16;                      // words (128 bytes) between tota
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
-struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean in double precision
+struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
 
 struct ConvArguments {
     const void* x;  // of T
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    void* out;      // of T; h's of float
+    void* out;      // of T; of float where it is h
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
-    // (samples), in place of totals when h is written; zeroed too: the bits of max |x|; whether convolve_again made h
+    // (samples), when h is written, in place of totals, zeroed too: the bits of max |x|; if convolve_again made h
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
@@ -273,7 +273,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest) {
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if weights are not finite or too large for any power: then all values are computed in plain float32.
+// if scale * weight is not finite, or too large for any power: then all values are computed in plain float32.
 __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -492,7 +492,7 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, lane c for channel c: adds the band's sums of (v - kLowest) / (kHighest - kLowest), and of its squares, to
+// One warp, lane c for channel c: adds the band's sums of u = (v - kLowest) / (kHighest - kLowest), and of u^2, to
 // the totals in global memory. Waits for v_full; wakes `gather`: this block's by posted, the team's by the totals.
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
@@ -532,7 +532,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     for (Walk at; at.sample < p.samples; at.next(p)) {
         mbarrier_wait(&shared.posted[at.place], at.parity);
         if (exists) {
-            // First all lanes poll one total until it is complete: polling all of them would slow down the atomics.
+            // First all lanes poll the first total until complete: polling all of them would slow down the atomics.
             const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
             await_total(p.totals + first * (2 * kLine), p.bands);
             const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
@@ -769,7 +769,7 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 //   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// The products are the forward's, of fp16 hi and lo, by mma.sync. Those of a row are added up from zero, and then to
+// The products are the forward's, of fp16 hi and lo, by mma.sync. Each row's are summed from zero, then added to
 // the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number.
 // Samples that the convolution could not make in fp16 are left to differentiate_plainly, which comes last.
 //
@@ -1149,7 +1149,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     }
 }
 
-// As many bands as there are multiprocessors for, of eight rows at least.
+// Of a sample: bands enough to fill the multiprocessors, of eight rows at least.
 static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1208,7 +1208,7 @@ enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
-// The output, and where our kernels take x (`fits`), of each group its mean, what a float leaves of the mean, and rstd.
+// The output, and where our kernels take x (`fits`), of each group the Statistics: mean, rest, rstd.
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
