@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 from judge.source import Problem, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
-# More where few do not meet gate 2: the largest of a few values is luck, on both sides. Half of them do not count for
-# the other half, so that a single outlier is forgiven: what is wrong is wrong twice.
+# More where few do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
+# so far are dropped, and the other half decides: an outlier that does not come again rejects nobody.
 SEEDS, MOST_SEEDS = 3, 16
 ERROR_RATIO = 2.0
 secret = random.SystemRandom()  # numbers that no candidate foresees
@@ -86,7 +86,7 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
 
 
 def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
-    """Gate 1 alone, which takes less time, and a chunk of memory."""
+    """Gate 1 alone: faster than `compare`, and a chunk at a time, too."""
     chunks = zip(*(x.detach().reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
     return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
 
@@ -210,7 +210,7 @@ REQUESTS = {
     ],
     "after": [
         Request("after it was timed"),
-        Request("on another stream", stream=True),  # PyTorch then makes 128, after which short calls may take longer
+        Request("on another stream", stream=True),  # it leaves a pool of streams behind, which may slow short calls
         *(Request(f"inputs that are {layout}", layout=layout, refusable=True) for layout in list(LAYOUTS)[1:]),
     ],
 }

@@ -696,7 +696,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     rest = reduce_group(rest, group, warp_values, Sum()) * share;  // what the rounding of the mean left over
     squares = reduce_group(squares, group, warp_values, Sum()) * share;
     if (isinf(squares)) rest = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
-    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);
+    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);  // a NaN comes through the mean
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>& own_y, int at) {
         Pack<T, V> result;
         for (int j = 0; j < V; ++j) {

@@ -2,9 +2,9 @@
 
     python tests/tools/agreement.py [NAME ...]
 
-The two take turns. do_bench calls for 10 ms after a rest, much as the judge does, and then for 200 ms: there the power
-limit holds a GPU's clocks down if its tensor cores are busy. Exit code 1 if the judge's figure and the one for 10 ms
-differ by more than 2% at the benchmark shapes, or by more than 5% and 2 microseconds at the smallest. Needs a GPU.
+The two take turns. do_bench calls for 10 ms after a rest, much as the judge does, and then for 200 ms, in which a busy
+GPU may reach its power limit and slow down. Exit code 1 if the judge's figure and the one for 10 ms differ by more than
+2% at the benchmark shapes, or by more than 5% and 2 microseconds at the smallest. Needs a GPU.
 """
 
 import statistics
