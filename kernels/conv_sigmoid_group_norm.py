@@ -88,18 +88,26 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded, NaN for NaN, dv/dz by v alone. To change it, edit this part,
-// `activate` in CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
+// The activation v of z = (h + bias) * scale: bounded, NaN for NaN. To change it, edit this part, `activate` in
+// CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // bounds of v; too narrow: wrong means, NaN or a hang
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
-__device__ __forceinline__ float activation(float t) {  // v, given kActivationFactor * z
-    float e, v;
+__device__ __forceinline__ float exp2_approx(float t) {
+    float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + e));
+    return e;
+}
+__device__ __forceinline__ float activation(float t) {  // v, given kActivationFactor * z
+    float v;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-__device__ __forceinline__ float activation_gradient(float v) { return fmaf(-v, v, v); }  // dv/dz, given v
+// dv/dz = 2^t v^2, given the same t. Near v = 1, v - v * v would lose digits. 2^126 for infinity, or 0 became NaN.
+__device__ __forceinline__ float activation_gradient(float t) {
+    const float v = activation(t);
+    return fminf(exp2_approx(t), 0x1p126f) * v * v;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks has a sample, each block a band of its rows, and the teams take the samples in turn. A
@@ -274,7 +282,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest) {
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
 // if scale * weight is not finite, or too large for any power: then all values are computed in plain float32.
-__device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
+template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
         float largest = 0, sum = 0;
@@ -283,8 +291,9 @@ __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& s
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
         scales.weight[c] = scale_below_overflow(largest);
-        // The most that x can add to this channel's pre-activation while |x| <= 1.
-        float reach = c < p.out_channels ? fabsf(p.scale[c]) * sum : 0.0f;
+        // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
+        const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
+        float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
         const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
@@ -602,7 +611,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         }
         fence_mbarrier_init();
     }
-    prepare_scales(p, shared.scales);
+    prepare_scales<NORMALIZE>(p, shared.scales);
     Band band;
     band.first_row = blockIdx.x * p.band_rows;
     band.rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, p.rows - band.first_row);
@@ -791,8 +800,8 @@ static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
-        const float v = activation(h * factor);
-        return fmaf(gamma, grad, -fmaf(v - mean, pull, grad_mean)) * activation_gradient(v);
+        const float t = h * factor;
+        return fmaf(gamma, grad, -fmaf(activation(t) - mean, pull, grad_mean)) * activation_gradient(t);
     }
 };
 
@@ -865,9 +874,9 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
         float own_grad = 0, own_slope = 0;
 #pragma unroll 8
         for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
-            const float v = activation(h[i] * factor), of_grad = to_float(grad[i]);
-            own.x += of_grad, own.y += of_grad * (v - group.mean);
-            own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(v)));
+            const float t = h[i] * factor, of_grad = to_float(grad[i]);
+            own.x += of_grad, own.y += of_grad * (activation(t) - group.mean);
+            own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(t)));
         }
         const double2 all = sum_of_block(own);
         atomicMax(&largest[0][c], __float_as_uint(own_grad)), atomicMax(&largest[1][c], __float_as_uint(own_slope));
@@ -899,7 +908,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
     if (threadIdx.x < 2) mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
     if (threadIdx.x < 2) mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
-    prepare_scales(p, tile.scales);
+    prepare_scales<false>(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
         tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
     }
@@ -1373,8 +1382,7 @@ def _load(name: str) -> str:
 
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
-_operators = getattr(torch.ops, NAMESPACE)
-_forward, _backward = _operators.forward, _operators.backward
+_forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 _GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
 _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
 
@@ -1399,16 +1407,15 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 def _has_default_strides(t: torch.Tensor) -> bool:
     """Of four dimensions. PyTorch's convolution reads channels_last off the strides of dimensions of 1, too."""
-    return t.is_contiguous() and t.stride(1) == t.shape[2] * t.shape[3] and t.stride(3) == 1
+    return t.dim() == 4 and t.is_contiguous() and t.stride(1) == t.shape[2] * t.shape[3] and t.stride(3) == 1
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
     """Whether an operator can take the network's tensors: of float32, on a GPU also of 16 bits, in usual layouts."""
     x, weight, *vectors = tensors
-    device = x.device
-    if device.type not in ("cpu", "cuda") or torch._C._are_functorch_transforms_active():
-        return False
-    if x.dim() != 4 or weight.dim() != 4 or not _has_default_strides(x) or not _has_default_strides(weight):
+    device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if not here or transformed or not _has_default_strides(x) or not _has_default_strides(weight):
         return False
     autocast = torch.is_autocast_enabled(device.type)
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
@@ -1416,7 +1423,7 @@ def _valid(tensors: tuple, groups: int) -> bool:
         return False
     channels = weight.shape[0]
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
-    if x.shape[1] != weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
+    if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
     return rows >= 1 and columns >= 1 and rows * columns > 1 and x.shape[0] * channels < 2**30
@@ -1434,31 +1441,24 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     """The whole network. Saves its inputs and the groups' mean and rstd; the backward makes h again."""
 
     @staticmethod
-    def forward(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups, eps):
-        return _forward(x, [conv_weight, conv_bias, bias, scale, weight, group_bias], groups, eps, True)
+    def forward(ctx, groups, eps, x, *parameters):
+        out, statistics = _forward(x, parameters, groups, eps, True)
+        ctx.groups, ctx.eps = groups, eps
+        ctx.save_for_backward(x, *parameters, statistics)
+        return out
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.groups, ctx.eps = inputs
-        ctx.save_for_backward(*tensors, output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        *tensors, statistics = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:7]
-        if grad is None:
-            return (None,) * 9
+    def backward(ctx, grad):
+        (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return *(next(found) if need else None for need in needs), None, None
+            return None, None, *(next(found) if need else None for need in needs)
         of_x, of_parameters = _backward(grad, tensors[0], tensors[1:], statistics, needs[0])
         parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
-        return *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)), None, None
+        return None, None, *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
 
 
 class ModelNew(nn.Module):
@@ -1487,7 +1487,7 @@ class ModelNew(nn.Module):
         if autocast:  # the Model returns float32 there, in which the kernels compute
             tensors = tuple(t.float() for t in tensors)
         if recorded:
-            return ConvSigmoidGroupNorm.apply(*tensors, groups, eps)[0]
+            return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
         return _forward(tensors[0], tensors[1:], groups, eps, fits)[0]
 
     def _is_usual(self) -> bool:

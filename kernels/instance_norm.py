@@ -726,11 +726,11 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
-    on_gpu = x.is_cuda and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
     usual = _is_plain(norm, nn.InstanceNorm2d) and not (norm.affine or norm.track_running_stats)
-    transformed = torch._C._are_functorch_transforms_active()  # grad, vmap, jvp
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return (on_gpu or on_cpu) and images and usual and not transformed
 
 

@@ -1228,11 +1228,10 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return False
-    if torch._C._are_functorch_transforms_active() or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    if not x.is_cpu and not (x.is_cuda and torch.version.cuda):
+    here, dtypes = x.is_cpu or x.is_cuda and torch.version.cuda, (torch.float32, torch.float16, torch.bfloat16)
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    if not here or x.dtype not in dtypes or autocast or transformed:
         return False
     kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
     return all(

@@ -11,6 +11,7 @@ import torch
 from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -213,13 +214,20 @@ def test_per_sample_gradients(case, device):
 @slow_vmap
 @first_cases
 @pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen"])
-def test_forward_mode(case, frozen, device):
+@pytest.mark.parametrize("by", ["torch.func.jvp", "dual numbers"])
+def test_forward_mode(case, by, frozen, device):
     """A lost tangent would be a gradient of zero that nobody notices."""
     model, new, inputs = build(case, device)
     new.requires_grad_(not frozen)
     tangents = tuple(torch.randn_like(t) for t in inputs)
-    (_, expected), (_, tangent) = (torch.func.jvp(module, tuple(inputs), tangents) for module in (model, new))
-    torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-4)
+
+    def tangent_of(module):
+        if by == "torch.func.jvp":
+            return torch.func.jvp(module, tuple(inputs), tangents)[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(module(*map(forward_ad.make_dual, inputs, tangents))).tangent
+
+    torch.testing.assert_close(tangent_of(new), tangent_of(model), rtol=1e-4, atol=1e-4)
 
 
 @slow_vmap
