@@ -132,9 +132,11 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
                 raise Rejected(f"while it was timed, {name} {failed}") from failed
     for worker in case.workers.values():
         worker.ask("rest")  # the Model in float64 takes much memory
-    for forms, given, draw in ring.kept:
-        (expected,) = answers_of(case.model, [draw()], ring.request)
-        inspect(case, ring.request, expected, forms, given, draw, case.model)
+    kept, request = ring.kept, ring.request
+    del ring
+    for forms, given, draw in kept:
+        (expected,) = answers_of(case.model, [draw()], request)
+        inspect(case, request, expected, forms, given, draw, case.model)
         settle(case.device)
     return samples
 

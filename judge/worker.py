@@ -38,7 +38,8 @@ from judge.source import BUILD, RAISED, build_failure, last_line, load, make, se
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
-IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared: they are part of a turn
+IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared, and memory is kept for the next turn
+MOST_UNUSED = 8 << 30  # bytes of it; more goes back to the GPU after a turn, or the others would have too little
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Each contender's process is a copy of one that has loaded torch, and never touches the GPU.
@@ -339,6 +340,7 @@ class Contender:
         before, begin, marks = torch.cuda.memory_allocated(), perf_counter(), []
         while len(marks) < 9 or perf_counter() - begin < seconds:
             marks += self._claims(1, 1)
+        self.kept = []
         reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
         return reply | {"peak": torch.cuda.max_memory_allocated() - before}
 
@@ -362,6 +364,9 @@ class Contender:
         leaves, self.kept = self.kept[index], []
         forms = [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]
         self._hand_over(leaves, forms, self.answers)
+        del leaves
+        if self.gpu and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_UNUSED:
+            torch.cuda.empty_cache()
         return {"forms": forms}
 
     def profile(self, path: str) -> dict:
