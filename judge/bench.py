@@ -76,7 +76,14 @@ class Ring:
             blank(x)
         if self.case.device == "cuda":  # not `settle`: the driver would clear what that gives back, in the next turns
             torch.cuda.synchronize()
-        worker.ask("warm_up")
+        try:
+            worker.ask("warm_up")
+        except Rejected as failed:
+            if failed.kind != "memory":
+                raise
+            for each in self.case.workers.values():  # gives back what it kept for its next turn
+                each.ask("wait")
+            worker.ask("warm_up")
         start = time.perf_counter()
         claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
         # Of a baseline the last: in CUDA graphs of torch.compile's a call overwrites the answers before it.

@@ -39,7 +39,6 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared, and memory is kept for the next turn
-MOST_UNUSED = 8 << 30  # bytes of it; more goes back to the GPU after a turn, or the others would have too little
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
 # Each contender's process is a copy of one that has loaded torch, and never touches the GPU.
@@ -364,9 +363,6 @@ class Contender:
         leaves, self.kept = self.kept[index], []
         forms = [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]
         self._hand_over(leaves, forms, self.answers)
-        del leaves
-        if self.gpu and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_UNUSED:
-            torch.cuda.empty_cache()
         return {"forms": forms}
 
     def profile(self, path: str) -> dict:

@@ -94,6 +94,20 @@ def test_says_what_was_not_asked_for_want_of_memory(who, judge):
     assert run.ok and "not asked for want of memory: values whose mean is large" in run.notes, run
 
 
+def test_a_turn_that_lacks_memory_has_the_others_give_theirs_back(judge, monkeypatch):
+    ask, asked = harness.Worker.ask, []
+
+    def lacks_memory_once(self, command, **arguments):
+        asked.append((self.role, command))
+        if asked.count(("new", "warm_up")) == 1 and asked[-1] == ("new", "warm_up"):
+            raise harness.Rejected("raised torch.OutOfMemoryError: too large", kind="memory")
+        return ask(self, command, **arguments)
+
+    monkeypatch.setattr(harness.Worker, "ask", lacks_memory_once)
+    (run,) = judge(PLAIN)
+    assert run.ok and asked.count(("eager", "wait")) == asked.count(("new", "wait")) == 1, run
+
+
 def test_what_is_wrong_is_not_timed(judge):
     (run,) = judge(source("swapped_operations"))
     assert run.status == record.WRONG and not (run.ok or run.ms or run.roof)
