@@ -38,9 +38,8 @@ def compare(problem: Problem, files: list[Path], batch: int, seconds: float, dir
     with contest.contenders(dict(zip(names, files))):
         samples = contest.measure(seconds)
     for name, path in zip(names, files):
-        ratio, (low, high) = bench.speedup(
-            samples, name, DEVICE
-        )  # the file's speed over the copy's: the copy's time over the file's
+        # The file's speed over the copy's, which is the copy's time over the file's.
+        ratio, (low, high) = bench.speedup(samples, name, DEVICE)
         shown = f"{statistics.median(samples.ms[name]):9.4g} ms  {ratio:.3f} [{low:.3f}, {high:.3f}]"
         lines.append(f"{shown}  error {largest_error(path, problem):.1e}  {path}")
     return lines + bench.interference(samples)
