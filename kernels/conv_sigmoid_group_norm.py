@@ -5,10 +5,10 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two ways, chosen by `_fits`:
+Two ways, chosen in `ModelNew.forward`:
 - our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
   rows per SM), output pixels a multiple of 4; float32, float16, bfloat16 and under autocast, computed in float32;
-- otherwise ATen, as in the Model; without gradients or autocast, one operator: ATen's convolution, then the rest.
+- otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution and one kernel for the rest.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
@@ -91,7 +91,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // The activation v of z = (h + bias) * scale: bounded, NaN for NaN. To change it, edit this part, `activate` in
 // CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // bounds of v; too narrow: wrong means, NaN or a hang
+constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v; a sum of values outside spills into the counters
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -103,7 +103,7 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// dv/dz = 2^t v^2, given the same t. Near v = 1, v - v * v would lose digits. 2^126 for infinity, or 0 became NaN.
+// dv/dz = 2^t v^2, given the same t. Near v = 1, v - v * v would lose digits. 2^126: infinity times v = 0 would be NaN.
 __device__ __forceinline__ float activation_gradient(float t) {
     const float v = activation(t);
     return fminf(exp2_approx(t), 0x1p126f) * v * v;
@@ -130,9 +130,9 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
 // x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32. prepare_scales multiplies x by a power of
-// two: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25. Where x overflows fp16, the
-// accumulators become NaN, and the warp computes its values again in plain float32 (convolve_again).
+// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32. bring multiplies x by a power of two,
+// scales.input: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25. Where x overflows
+// fp16, the accumulators become NaN, and the warp computes its values again in plain float32 (convolve_again).
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
@@ -141,7 +141,7 @@ constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
-constexpr int kSteps = 5, kProducts = 9;       // of K = 16: nine taps of hi (or lo), by twos; of hi and lo, by twos
+constexpr int kSteps = 5, kProducts = 9;       // A's fragments, two taps each; a task's wgmmas, two of 18 taps (hi, lo)
 constexpr int kLine = 16;                      // words (128 bytes) between totals: L2 serializes atomics on one line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
@@ -154,7 +154,7 @@ struct ConvArguments {
     void* out;      // of T; of float where it is h
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
-    // (samples), when h is written, in place of totals, zeroed too: the bits of max |x|; if convolve_again made h
+    // When h is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again made h.
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
 
 __device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 
-// Brings [from, from + bytes) into L2, but for what does not fill 16 aligned bytes.
+// Brings [from, from + bytes) into L2, begin and end rounded down to 16 bytes.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
     const uintptr_t begin = uintptr_t(from) & ~uintptr_t(15);
     const uint32_t whole = uint32_t(uintptr_t(from) + bytes - begin) & ~15u;
@@ -277,7 +277,7 @@ __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return
 __device__ __forceinline__ float scale_below_overflow(float largest) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);
-    return ldexpf(1.0f, min(115, 15 - exponent));
+    return ldexpf(1.0f, min(110, 15 - exponent));  // so that the product of two powers used below is finite
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
@@ -502,7 +502,7 @@ __device__ __forceinline__ void convolve(
 }
 
 // One warp, lane c for channel c: adds the band's sums of u = (v - kLowest) / (kHighest - kLowest), and of u^2, to
-// the totals in global memory. Waits for v_full; wakes `gather`: this block's by posted, the team's by the totals.
+// the totals in global memory. Waits for v_full; signals posted when it has read `made`, before it adds to the totals.
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
     constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
@@ -516,7 +516,7 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
             const double mean = double(some.mean) - kLowest;
             own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.posted[at.place]);  // all is read
+        mbarrier_arrive(&shared.posted[at.place]);  // `made` has been read and may be overwritten
         double sum = own_sum, square = own_square;
         for (int i = 1; i < p.group_channels; ++i) {
             sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
@@ -617,7 +617,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     band.rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, p.rows - band.first_row);
     band.tasks = (p.columns + kTile - 1) / kTile * band.rows;
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so known to be the same in all lanes: 1.02 without
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
     const int other = warp - 4 * (kConsumers + kProducers);
     if (warp < 4 * kConsumers) {
         convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
@@ -636,26 +636,24 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
 // of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Bands of an even number of rows, of as many as there is room for while all multiprocessors have a band. Returns the
-// bytes of shared memory.
+// Sets p's bands: of the most rows, by twos, that fit in shared memory and leave every multiprocessor a band. Returns
+// the bytes of shared memory.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
-    int64_t x_bytes, v_bytes;
-    const auto fits = [&](int rows) {
+    const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
         p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        p.x_plane = (p.band_rows + 2) * p.width, x_bytes = p.x_plane * 32LL;
+        p.x_plane = (p.band_rows + 2) * p.width;
         // The last task's wgmma may read up to a tile of pixels past x, in v's places: no output uses those columns.
-        v_bytes = std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
-        return x_bytes + v_bytes <= shared_bytes;
+        return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
     };
     int rows = 2;
-    while (rows < p.rows && fits(rows + 2) && int64_t(p.bands) * p.samples >= sms) rows += 2;
-    fits(rows);
+    while (rows < p.rows && plan(rows + 2) <= shared_bytes && int64_t(p.bands) * p.samples >= sms) rows += 2;
+    const int64_t bytes = plan(rows);
     p.teams = std::min(sms / p.bands, p.samples);
     // A total has room for twice its largest sum.
     p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(double(p.group_channels) * p.rows * p.columns));
     p.from_fixed = 1 / p.to_fixed;
-    return x_bytes + v_bytes;
+    return bytes;
 }
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
@@ -699,7 +697,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution for all other sizes, in two launches. Up to 16 blocks share a group of a sample. In
+// What follows ATen's convolution if `_fits` says no, in two launches. Up to 16 blocks share a group of a sample. In
 // the first launch each adds up v and v^2 of its share; in the second it adds up all shares and writes its part of out.
 
 constexpr int kGroupThreads = 512, kShares = 16;
@@ -759,14 +757,14 @@ static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream)
     activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
     return cudaGetLastError();
 }
-// pointers and sizes as of conv_forward, but x is h.
+// pointers and sizes as of conv_forward, but x is h, of this height and width; rows and columns are not used.
 extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
     return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type)>(p, sizes[6], stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward, for images of up to 256 columns:
+// The backward, for images of up to 256 columns; from here on h includes `bias`:
 //   1. convolve_and_normalize<T, false, false> makes h again, in a workspace, and finds the largest |x| of each sample;
 //   2. measure_groups reads h and grad, and makes of each group the means in the norm's gradient, and of each channel
 //      gamma's and beta's gradients and the largest that dh, h's gradient, can be;
@@ -778,8 +776,8 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 //   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// The products are the forward's, of fp16 hi and lo, by mma.sync. Each row's are summed from zero, then added to
-// the float32 sums. Powers of two bring a sample's x, and its dh of each channel, below fp16's largest number.
+// The products are the forward's, but by mma.sync and without lo * lo; a few at a time are summed from zero, as tensor
+// cores truncate, then added in float32. Powers of two bring a sample's x, and each channel's dh, below fp16's largest.
 // Samples that the convolution could not make in fp16 are left to differentiate_plainly, which comes last.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
@@ -894,7 +892,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
     const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float dh_scale = scale_below_overflow(most_q * __uint_as_float(largest[1][c]) * fabsf(push));
+    const float bounded = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-100f);  // so push * dh_scale is finite
+    const float dh_scale = scale_below_overflow(bounded * fabsf(push));
     p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
         group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
 }
@@ -931,7 +930,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
 
 // Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
 // takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
-// the row before the last is used (empty); wakes `multiply` (full).
+// `multiply` is done with row - 2 (empty); wakes it (full).
 template <typename T>
 __device__ __forceinline__ void make(
     const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
@@ -1048,7 +1047,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
 #pragma unroll 1  // spills, when unrolled
         for (int kx = 0; kx < 3; ++kx) {
             float sums[3][2][4] = {};
-            uint32_t hi[2][4], lo[2][4];  // columns 4 i + m, then 4 i + m + 1, m = 2 t - kx, by 8 channels, then 8 more
+            uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, then the next ones, by 8 channels, then 8 more
             for (int t = 0; t < 2; ++t) {
                 const int m = 2 * t - kx + of + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
@@ -1064,7 +1063,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     }
 }
 
-// By a warp: a row of x's gradient. A lane has four columns of two channels. Then the rows below move up.
+// By a warp: a row of x's gradient. A lane has four columns of two channels. Then total moves up one row.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
@@ -1124,8 +1123,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 #endif
 }
 
-// Samples whose h the convolution could not make in fp16, after the others: a thread has some values of x's gradient
-// and of the weights', and makes all dh for each of them in plain float32.
+// Samples whose h the convolution could not make in fp16: a thread has some values of x's gradient and of the weights'
+// (in the sample's first partial sums: `multiply` left zeros), and makes all dh for each of them in plain float32.
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
     const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
@@ -1451,6 +1450,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
+            tensors = [t.view_as(t) for t in tensors]  # no gradient goes on to what they were made of
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
@@ -1495,6 +1495,6 @@ class ModelNew(nn.Module):
         conv, norm = self.conv, self.group_norm
         if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm):
             return False
-        if conv.bias is None or norm.weight is None or norm.bias is None:
+        if conv.bias is None or norm.weight is None or norm.bias is None or norm.eps < 1e-6:  # finer than the sums
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

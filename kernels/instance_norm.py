@@ -8,7 +8,7 @@ over each slice of H x W values; var is biased. The kernels take float32, float1
 float32 without gradients, of a norm without hooks (see `fits`); everything else is PyTorch's instance_norm.
 
 A slice's statistics must be complete before its first output can be written, so every value is used twice. To be read
-once, the slice is kept on chip in between. Where depends on its size, that of x alone (backward g is kept as well):
+once, the slice is kept on chip in between. Where depends on the size of x's slice (backward g's is kept, too):
 
     up to 16384 values (backward 8192)    in registers of 1 to 512 threads
     up to 4 MiB (backward 2 MiB)          in a cluster's shared memory and registers, on sm_90 and sm_100
@@ -172,7 +172,7 @@ template <int OPERANDS> struct Result {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Slices of up to 16384 values (backward 8192) are kept in registers. `group` threads, a power of two, own a slice:
-// thread t of the group holds the packs t, t + group, ... of it, kItems at most. A block has one group or more.
+// its thread t holds the places t, t + group, ..., kItems at most. A block has one group or more.
 
 constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
@@ -230,15 +230,15 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 // forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
 
 constexpr int kTeam = 224;         // threads: with two teams and a producer warp, 128 registers are left for each
-constexpr int kPlaces = 4;         // of a chunk, for each thread: packs of x and g together
-constexpr int kChunkBytes = kTeam * kPlaces * 16;
+constexpr int kPacks = 4;          // of a chunk, for each thread: x's and g's counted
+constexpr int kChunkBytes = kTeam * kPacks * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: both teams' fit in its stages
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' parts fit in it
 constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
-// A part has at least three chunks, so the producers are at most six slices ahead of the team that sums one; and every
-// thread of the cluster has read the queue's entries up to two slices before that one, at least.
+// A part has at least three chunks, so a producer is at most six slices ahead of the slowest sum. To sum slice s, all
+// blocks have exchanged the sums of slice s - 2, so every thread has read the queue's entries before that.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -289,7 +289,6 @@ template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
     int queue[kQueue];
-
     // Waits for the cluster's slice of the next round, and returns it: task.slices or more if there is none.
     __device__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
@@ -304,6 +303,7 @@ __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& st
     Cursor at;
     int slice = blockIdx.x / part.blocks;
     for (int round = 0; slice < task.slices; slice = state.slice_after(round), ++round) {
+        // Drawn before the copies, behind which the atomic's latency hides.
         const int next = rank == 0 ? clusters + atomicAdd(static_cast<int*>(task.workspace), 1) : 0;
         for (int c = 0; c < part.chunks(); ++c, at.advance()) {
             const int64_t from = slice * task.n + int64_t(part.first_pack(c)) * kPack<T>;
@@ -321,8 +321,8 @@ __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& st
     }
 }
 
-// Sends the team's sums to the same team of every block; returns the cluster's sums, in each thread. Two mailboxes take
-// turns: a peer can be one slice ahead, where it waits for this block's sums, sent once this slice's mail is read.
+// Sends the team's sums to the same team of every block; returns the cluster's sums, in each thread. Two mailboxes
+// alternate: a peer may send the next sums before we read these, but then waits for ours, which we send after reading.
 template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
     Sums<OPERANDS> sums, BlockState<OPERANDS>& state, int team, int tid, int round, Part part) {
     const int turn = round / 2 & 1;
@@ -350,7 +350,7 @@ template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
 // 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
 template <typename T, int OPERANDS> __device__ void consume(
     const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
-    constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;  // places of a chunk a thread: i * kTeam + tid
+    constexpr int V = kPack<T>, kMine = kPacks / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
     const int tid = threadIdx.x % kTeam, chunks = part.chunks();
     const auto place_at = [&](int stage, int i) {
         Place<T, V, OPERANDS> place;
@@ -397,7 +397,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         // Hides `held` from the compiler, which would keep its 16-bit values converted to float, and spill 204 bytes.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
-        for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
+        for (int i = 0; i < kHeldChunks * kPacks; ++i) {
             asm volatile("" : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w));
         }
         const auto write = [&](int c, int i, const auto& place) {
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // the fewest that can hold it: few shuffles; yet eight, if it has 8 packs: whole 128-byte lines
+    int group = 1;  // the fewest that hold the slice, for few shuffles; but 8, of 128 bytes, if there are 8 packs
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));

@@ -1170,8 +1170,9 @@ class LinearRowNormResidual(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-            out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(x, weight, bias), y)
-            wanted = [t for t, need in zip((x, weight, bias, y), needs) if need]
+            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # no gradient goes on to what they were made of
+            out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
+            wanted = [t for t, need in zip(tensors, needs) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, y, ctx.eps, needs)

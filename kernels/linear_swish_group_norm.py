@@ -1309,6 +1309,8 @@ class LinearSwishGroupNorm(torch.autograd.Function):
         if not torch.is_grad_enabled():
             found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, needs)
         else:  # they are to be differentiated in turn
+            tensors = [t.view_as(t) for t in tensors]  # no gradient goes on to what they were made of
+            x, weight, linear_bias, bias, gamma, beta = tensors
             out = _finish_plainly(
                 bias,
                 lambda h: nn.functional.group_norm(h, ctx.groups, gamma, beta, ctx.eps),

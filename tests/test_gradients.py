@@ -6,7 +6,7 @@ On a CPU training is the plain way; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws
-from cases import CASES, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
+from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -130,6 +130,36 @@ def test_second_derivatives_are_the_models(case, device):
     for ours, right in zip(second(new, inputs), expected, strict=True):
         if ours is not None or right is not None:
             torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
+
+
+# The autograd functions themselves: on a CPU the modules do not take them.
+APPLIED = {
+    "conv_sigmoid_group_norm": lambda file, m, x: file.ConvSigmoidGroupNorm.apply(
+        m.group_norm.num_groups, m.group_norm.eps, x, *m.conv.parameters(), m.bias, m.scale, *m.group_norm.parameters()
+    ),
+    "linear_instance_norm_residual": lambda file, m, x, y: file.LinearRowNormResidual.apply(
+        x, *m.bmm.parameters(), y, m.instance_norm.eps, False
+    ),
+    "linear_swish_group_norm": lambda file, m, x: file.LinearSwishGroupNorm.apply(
+        x, *m.matmul.parameters(), m.bias, *m.group_norm.parameters(), m.group_norm.num_groups, m.group_norm.eps, False
+    )[0],
+}
+
+
+@pytest.mark.parametrize("case", [case for case in FIRST if case.stem in APPLIED], ids=str)
+def test_an_input_made_of_the_weights_counts_once(case, device):
+    """With create_graph, as in a network that applies one layer twice."""
+    model, new, inputs = build(case, device)
+
+    def gradients_of(module, call):
+        x, *others = (t.detach().requires_grad_() for t in inputs)
+        parameters = [*module.parameters()]
+        out = call(x * (1 + sum(p.mean() for p in parameters)), *others)
+        return torch.autograd.grad(out, [x, *others, *parameters], weights_of_the_sum(out), create_graph=True)
+
+    ours = gradients_of(new, lambda *inputs: APPLIED[case.stem](solution(case.stem), new, *inputs))
+    for our, right in zip(ours, gradients_of(model, model), strict=True):
+        torch.testing.assert_close(our, right, rtol=1e-3, atol=1e-4)
 
 
 @first_cases
