@@ -8,6 +8,7 @@ claims is the same for all, so a candidate that takes more than eager there clai
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -58,7 +59,7 @@ class Ring:
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
         state = case.share(dict(case.model.state_dict()))
         self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
-        settle(case.device)  # what others are to read is there
+        settle(case.device)  # what others read is written
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
@@ -74,13 +75,14 @@ class Ring:
         worker = self.case.workers[name]
         for x in self.answers:
             blank(x)
-        if self.case.device == "cuda":  # not `settle`: the driver would clear what that gives back, in the next turns
+        if self.case.device == "cuda":  # no `settle`: the driver clears memory that is given back, in the next turns
             torch.cuda.synchronize()
         try:
             worker.ask("warm_up")
         except Rejected as failed:
             if failed.kind != "memory":
                 raise
+            settle(self.case.device)
             for each in self.case.workers.values():  # gives back what it kept for its next turn
                 each.ask("wait")
             worker.ask("warm_up")
@@ -90,7 +92,7 @@ class Ring:
         index = secret.randrange(samples.calls) if name == "new" else samples.calls - 1
         reply = worker.ask("answer", index=index)
         taken = 1e3 * (time.perf_counter() - start)
-        if len(claimed) != samples.calls or not all(isinstance(ms, (int, float)) and ms >= 0 for ms in claimed):
+        if len(claimed) != samples.calls or not all(isinstance(ms, float) and 0 < ms < math.inf for ms in claimed):
             raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
         samples.ms[name].append(statistics.median(claimed))
         samples.beyond[name].append(taken - sum(claimed))
@@ -101,22 +103,35 @@ class Ring:
 
 
 def measure(case: Case, direction: str, seconds: float) -> Samples:
-    """Rounds until the time is up, of all of the case's contenders; a baseline that fails leaves them, with a note.
+    """Rounds of all of the case's contenders, and then a look at the answers that were kept.
 
-    The answers that are kept are looked at in the end: that takes memory and time, and what was allocated anew in
-    between was seen to run 10% slower for the rest of the rounds.
+    In the end, since that takes memory and time: what was allocated anew in between was seen to run 10% slower for the
+    rest of the rounds.
     """
-    ring, samples = Ring(case, direction), Samples()
+    ring = Ring(case, direction)
+    try:
+        samples = take_rounds(case, ring, seconds)
+    finally:
+        for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
+            with contextlib.suppress(Rejected):
+                worker.ask("rest")
+    kept, request = ring.kept, ring.request
+    del ring
+    for forms, given, draw in kept:
+        (expected,) = answers_of(case.model, [draw()], request)
+        inspect(case, request, expected, forms, given, draw, case.model)
+        settle(case.device)
+    return samples
+
+
+def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
+    """Rounds until the time is up; a baseline that fails leaves them, with a note."""
+    samples = Samples()
     for name, worker in list(case.workers.items()):
         try:
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
         except Rejected as failed:
-            if name == "new":
-                raise
-            if name == "eager":
-                raise Rejected(f"the Model itself {failed}") from failed
-            case.notes.append(f"no {name} baseline: {failed}")
-            case.workers.pop(name).kill()
+            case.drop(name, failed)
     samples.ms, samples.beyond = ({name: [] for name in case.workers} for _ in range(2))
     ms, host_us = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us"))
     # Not by the candidate's clock: one that claims less would hide its time behind longer flushes.
@@ -134,17 +149,8 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
             try:
                 ring.take_turn(name, samples, flushes)
             except Rejected as failed:
-                if name == "new":
-                    raise
-                raise Rejected(f"while it was timed, {name} {failed}") from failed
-    for worker in case.workers.values():
-        worker.ask("rest")  # the Model in float64 takes much memory
-    kept, request = ring.kept, ring.request
-    del ring
-    for forms, given, draw in kept:
-        (expected,) = answers_of(case.model, [draw()], request)
-        inspect(case, request, expected, forms, given, draw, case.model)
-        settle(case.device)
+                case.drop(name, failed)
+                del samples.ms[name], samples.beyond[name]
     return samples
 
 

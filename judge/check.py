@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from judge.source import Problem, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
-# More where few do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
+# More if three do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
 # so far are dropped, and the other half decides: an outlier that does not come again rejects nobody.
 SEEDS, MOST_SEEDS = 3, 16
 ERROR_RATIO = 2.0
@@ -138,6 +138,15 @@ class Case:
         made = {"arguments": self.share(self.problem.arguments(self.seed)), "seed": self.seed}
         return worker.ask("load", path=path, constants=constants, **made, level=self.precision, dtype=self.dtype)
 
+    def drop(self, name: str, failed: Rejected) -> None:
+        """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
+        if name == "new":
+            raise failed
+        if name == "eager":
+            raise Rejected(f"the Model itself {failed}") from failed
+        self.notes.append(f"no {name} baseline: {failed}")
+        self.workers.pop(name).kill()
+
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
         if self.dtype == torch.float64:
@@ -176,6 +185,10 @@ def shift_biases(model: torch.nn.Module) -> None:
             module.bias.add_(100.0)
 
 
+def fill_one(x: torch.Tensor, value: float) -> None:
+    x[tuple(size // 3 for size in x.shape)].fill_(value)
+
+
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
 LAYOUTS = {
     "dense": lambda x: x,
@@ -184,7 +197,7 @@ LAYOUTS = {
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 
-# Asked at the shape and in the layout that is timed; and what a compiler may make anew, after it was timed.
+# Asked at the shape and in the layout that is timed; `after` all is timed, what may make a compiler compile anew.
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", twin=True),
@@ -198,8 +211,8 @@ REQUESTS = {
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
-        Request("one NaN in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(nan)),
-        Request("one infinity in each input", change=lambda x: x.view(-1)[x.numel() // 3].fill_(inf), infinite=True),
+        Request("one NaN in each input", change=partial(fill_one, value=nan)),
+        Request("one infinity in each input", change=partial(fill_one, value=inf), infinite=True),
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
@@ -242,11 +255,16 @@ def check(case: Case, direction: str) -> None:
         ask(case, replace(request, seed=seed))
 
 
-def seeds(case: Case, direction: str, first: int = 0) -> None:
+def over_limit(case: Case) -> list[str]:
+    """Where gate 2 is not met by the errors so far."""
+    pooled = {} if case.dtype == torch.float64 else case.errors
+    return [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.dtype)]
+
+
+def seeds(case: Case, direction: str) -> None:
     """Both gates over several seeds, with weights and inputs drawn anew: as many more as gate 2 needs to be met."""
-    for turn in count(first):
-        pooled = {} if case.dtype == torch.float64 else case.errors
-        over = [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.dtype)]
+    for turn in count():
+        over = over_limit(case)
         counted = turn if turn <= MOST_SEEDS // 2 else turn - MOST_SEEDS // 2
         if counted >= SEEDS and not over:
             return
@@ -263,7 +281,7 @@ def seeds(case: Case, direction: str, first: int = 0) -> None:
 
 
 def ask(case: Case, request: Request) -> None:
-    """Puts a request to both, again with another seed while in doubt; leaves it out for want of memory, if it may be.
+    """Puts a request to both, again with another seed while in doubt; skips it for want of memory, unless it must be.
 
     Raises Rejected for a wrong answer.
     """
@@ -323,6 +341,9 @@ def put(case: Case, request: Request, must: bool) -> None:
         case.notes.append(f"refuses {request.when}: {error}")
         return
     wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
+    if request.mode == "train":  # as running means; inputs may be left alone
+        missing = (what for what in expected[0].did if what not in reply["did"] and "input" not in what)
+        wrong += [f"does not do this, and the Model does: {what}" for what in missing]
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
@@ -346,7 +367,7 @@ def scale_of(name: str, x: torch.Tensor) -> float:
 
 
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
-    """Raises Rejected where an answer is wrong: the form of its values, which numbers are part of, or its tensors."""
+    """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
         reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
     optional = not (request.strict or request.poison)

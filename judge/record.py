@@ -60,7 +60,8 @@ class Result:
     def reject(self, error: BaseException) -> None:
         """What was timed before the reason was found has no meaning. Records travel: files lose their folders."""
         self.status, self.ok = BUILD if getattr(error, "kind", "") == BUILD else WRONG, False
-        self.ms, self.speedup, self.speedup_ci, self.verdict, self.roof = {}, {}, {}, {}, {}
+        for name in ("ms", "spread", "host_us", "peak_memory", "speedup", "speedup_ci", "verdict", "roof"):
+            setattr(self, name, {})
         reasons = error.args if isinstance(error, Rejected) else [f"the Model itself raised {last_line(error)}"]
         self.reasons += [re.sub(r"(?<![\w.:/])/[^\s'\"]*/", "", reason) for reason in reasons]
 
@@ -100,7 +101,8 @@ class Result:
         if floor > ms:  # the machine may be faster now than it was
             ceilings.measure()
             floor = ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
-        if floor / ms > roofline.IMPOSSIBLE[self.device] and nbytes > 2 * roofline.cache_bytes(self.device):
+        possible = min(ms, self.ms["eager"]) * roofline.IMPOSSIBLE[self.device]
+        if floor > possible and nbytes > 2 * roofline.cache_bytes(self.device):
             least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
             raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
         self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}

@@ -133,6 +133,6 @@ def code_of(text: str) -> str:
 def code_sha256(path: Path) -> str:
     """What a record calls the file it measured: a changed comment leaves it as it is."""
     code = path.read_bytes()
-    with contextlib.suppress(SyntaxError, ValueError):  # it is no Python text: all of it, then
+    with contextlib.suppress(Exception):  # it is no Python text, or too deeply nested: all of it, then
         code = code_of(code.decode()).encode()
     return hashlib.sha256(code).hexdigest()

@@ -13,10 +13,14 @@ import copy
 import ctypes
 import hashlib
 import json
+import math
 import multiprocessing.forkserver
 import os
+import re
 import signal
+import socket
 import statistics
+import struct
 import sys
 import time
 import warnings
@@ -46,7 +50,7 @@ multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
 
 
 class Rejected(Exception):
-    """The candidate is wrong, for the reasons given. `kind`: "wrong", BUILD, "raised" or "memory"."""
+    """The candidate is wrong, for the reasons given. `kind`: "wrong", "doubt", BUILD, "raised" or "memory"."""
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
@@ -54,7 +58,7 @@ class Rejected(Exception):
 
 
 def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
-    """A copy on a new storage of so many bytes, with the same shape, strides and offset: as far off any alignment."""
+    """A copy on a new storage, made by its size; the same shape, strides and offset: as far off any alignment."""
     nbytes = x.untyped_storage().nbytes()
     storage = new(max(1, nbytes))
     if nbytes:
@@ -113,7 +117,7 @@ class Answer(NamedTuple):
     forms: list[str]
     tree: str
     inputs: int  # which set of them it got
-    did: list[str]  # besides, in this call or another: what it wrote that was there before
+    did: list[str]  # side effects of all calls, as "writes input 0"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
@@ -123,13 +127,16 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
 
     def watched() -> dict[str, torch.Tensor]:
-        found = {f"input {i}": x for inputs in sets for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+        named = ((f"input {i}{' of another call' * k}", x) for k, s in enumerate(sets) for i, x in enumerate(s))
+        found = {name: x for name, x in named if isinstance(x, torch.Tensor)}
         grads = {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-        return found | grads | dict(module.named_parameters()) | dict(module.named_buffers())
+        return found | grads | module.state_dict(keep_vars=True)
 
     wanted, calls, answers, did = [wanted_of(module, inputs, request) for inputs in sets], [], [], []
-    # A kernel may write without a word to PyTorch; bits are compared in poisoned memory alone, as the copies take room.
-    before = {name: (x, x._version, x.detach().clone() if request.poison else x) for name, x in watched().items()}
+    # A kernel may write without a word to PyTorch. The bits of what is large are compared in poisoned memory alone, as
+    # copies take room.
+    kept = {name: x.detach().clone() if request.poison or x.nbytes < 1 << 16 else x for name, x in watched().items()}
+    before = {name: (x, x._version, kept[name]) for name, x in watched().items()}
     states = rng_state()
     recorded = request.direction != "forward"
     with torch.inference_mode() if request.mode == "inference" else torch.set_grad_enabled(recorded):
@@ -152,7 +159,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted[i], gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
         found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
-        answers.append(Answer(found, forms, str(tree_structure(result)), i, did))
+        answers.append(Answer(found, forms, re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result))), i, did))
     now = watched()
     for name, (x, version, bits) in before.items():
         if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
@@ -282,7 +289,7 @@ class Contender:
         return {"seconds": self.seconds, "state": [*state_of(self.modules[0])]}
 
     def rest(self, given=None) -> None:
-        """Forgets what was timed; as after every request, unused memory goes back to the device."""
+        """Forgets what was timed; unused memory then goes back to the device."""
         self.ring, self.given, self.answers, self.kept, self.incoming = [], [], [], [], []
         self.graph = self.buffer = None
 
@@ -298,7 +305,10 @@ class Contender:
         if request.twin or request.move:  # what is kept of this call must not serve the one that counts
             answers_of(self.modules[int(request.twin)], inputs, request)
         if request.move:  # as `.to` moves weights: parameters stay the same objects
+            old = [p.data for p in module.parameters() if p.is_floating_point()]
             module._apply(torch.clone)
+            for memory in old:
+                memory.fill_(float("nan"))
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
         poison_memory(self.device, answers[0], request.poison)
@@ -445,6 +455,7 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
+    multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
     warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
     os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
@@ -468,8 +479,11 @@ def serve(role: str, device: str, pipe) -> None:
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
                 reply = {"kind": kind, "wrong": [said + " at import" * at_import]}
             if "kind" in reply:  # what it held when it raised is free: others need it
-                with contextlib.suppress(RuntimeError):
+                try:
                     settle(device)
+                except RuntimeError:  # the GPU refuses all further work: to free the judge's memory would abort
+                    pipe.send_bytes(json.dumps(reply).encode())
+                    os._exit(1)
             arguments = None  # PyTorch keeps the judge's memory for as long as this process has it open
             pipe.send_bytes(json.dumps(reply).encode())
 
@@ -486,6 +500,10 @@ class Worker:
         self._process.start()
         self.alive = self._process.is_alive
         theirs.close()
+        # A message that is not sent to its end, or that nobody takes, raises an error.
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:
+            for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(timeout), 0))
 
     def ask(self, command: str, **arguments) -> dict:
         """Lets the process go on until it has answered, and stops it again."""
@@ -498,10 +516,10 @@ class Worker:
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
             reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
         except (EOFError, ConnectionError) as error:
-            self._process.join(2)
+            self._process.join(10)
             code = self._process.exitcode or 0
             self.kill()  # what it started
-            ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            ending = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
             raise Rejected(f"ended its process {ending}, and gave no answer to '{command}'") from error
         except (OSError, ValueError, TypeError):  # longer than a reply may be, not of the pipe's form, no JSON, no dict
             self.kill()

@@ -1238,7 +1238,7 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameter
         }
     };
     at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
-    const Tensor &gamma = parameters[kGamma], &beta = parameters[kBeta];
+    const Tensor gamma = parameters[kGamma].contiguous(), beta = parameters[kBeta].contiguous();
     const auto normed = at::native_group_norm(v, gamma, beta, v.size(0), channels, pixels, groups, eps);
     return {std::get<0>(normed), at::empty({0}, x.options())};
 }
@@ -1391,7 +1391,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     own, everywhere = module.__dict__, nn.modules.module.__dict__
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in own and not hooks
+    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -1404,17 +1404,17 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
     return nn.functional.group_norm(h, groups, weight, group_bias, eps)
 
 
-def _has_default_strides(t: torch.Tensor) -> bool:
-    """Of four dimensions. PyTorch's convolution reads channels_last off the strides of dimensions of 1, too."""
-    return t.dim() == 4 and t.is_contiguous() and t.stride(1) == t.shape[2] * t.shape[3] and t.stride(3) == 1
-
-
 def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether an operator can take the network's tensors: of float32, on a GPU also of 16 bits, in usual layouts."""
+    """Whether an operator can take the network's tensors: on a CPU float32 of some pixels, for few ATen is fast."""
     x, weight, *vectors = tensors
-    device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if not here or transformed or not _has_default_strides(x) or not _has_default_strides(weight):
+    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+        return False
+    device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
+    if not here or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
+        return False
+    # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
+    if any(t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1 for t in (x, weight)):
         return False
     autocast = torch.is_autocast_enabled(device.type)
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
@@ -1425,7 +1425,7 @@ def _valid(tensors: tuple, groups: int) -> bool:
     if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    return rows >= 1 and columns >= 1 and rows * columns > 1 and x.shape[0] * channels < 2**30
+    return rows >= 1 and columns >= 1 and rows * columns >= (36 if x.is_cpu else 2) and x.shape[0] * channels < 2**30
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -1479,8 +1479,8 @@ class ModelNew(nn.Module):
             return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         groups, eps, valid = norm.num_groups, norm.eps, _valid(tensors, norm.num_groups)
+        recorded = valid and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight)
         if not valid or not fits and (recorded or autocast):
             return _plain(*tensors, groups, eps)

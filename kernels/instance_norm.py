@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 // forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
 
 constexpr int kTeam = 224;         // threads: with two teams and a producer warp, 128 registers are left for each
-constexpr int kPacks = 4;          // of a chunk, for each thread: x's and g's counted
-constexpr int kChunkBytes = kTeam * kPacks * 16;
+constexpr int kPlaces = 4;         // packs of a chunk for each thread, x's and g's counted: backward kPlaces / 2 places
+constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' parts fit in it
@@ -295,15 +295,15 @@ template <int OPERANDS> struct BlockState {
         return queue[round % kQueue];
     }
 };
+static_assert(kRingBytes + sizeof(BlockState<2>) <= 227 * 1024, "a block's shared memory on sm_90 and sm_100");
 
-// One thread: waits for empty stages, and fills them. Block 0's also gives out the slices.
+// One thread: waits for empty stages, fills them. Block 0's draws the next slice first: the copies hide its latency.
 template <typename T, int OPERANDS>
 __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
     const int rank = part.rank(), clusters = gridDim.x / part.blocks;
     Cursor at;
     int slice = blockIdx.x / part.blocks;
     for (int round = 0; slice < task.slices; slice = state.slice_after(round), ++round) {
-        // Drawn before the copies, behind which the atomic's latency hides.
         const int next = rank == 0 ? clusters + atomicAdd(static_cast<int*>(task.workspace), 1) : 0;
         for (int c = 0; c < part.chunks(); ++c, at.advance()) {
             const int64_t from = slice * task.n + int64_t(part.first_pack(c)) * kPack<T>;
@@ -350,7 +350,7 @@ template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
 // 224 threads: sum this block's part of every other slice, exchange the sums, and write the output.
 template <typename T, int OPERANDS> __device__ void consume(
     const Task<T>& task, Part part, BlockState<OPERANDS>& state, const unsigned char* ring, int team) {
-    constexpr int V = kPack<T>, kMine = kPacks / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
+    constexpr int V = kPack<T>, kMine = kPlaces / OPERANDS;  // a thread's places in a chunk: i * kTeam + tid
     const int tid = threadIdx.x % kTeam, chunks = part.chunks();
     const auto place_at = [&](int stage, int i) {
         Place<T, V, OPERANDS> place;
@@ -397,7 +397,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         // Hides `held` from the compiler, which would keep its 16-bit values converted to float, and spill 204 bytes.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
-        for (int i = 0; i < kHeldChunks * kPacks; ++i) {
+        for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
             asm volatile("" : "+r"(words[i].x), "+r"(words[i].y), "+r"(words[i].z), "+r"(words[i].w));
         }
         const auto write = [&](int c, int i, const auto& place) {
@@ -580,7 +580,7 @@ void normalize_slice(const float* x, float* y, int64_t n, double eps) {
 // x (..., H, W) of float32; y contiguous, as InstanceNorm2d's is. A core takes a slice at a time.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
-    at::Tensor y = at::empty_like(input);
+    at::Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
     if (x.numel() == 0) return y;
     const int64_t n = x.size(-1) * x.size(-2);
     at::parallel_for(0, x.numel() / n, 32768 / n + 1, [&](int64_t begin, int64_t end) {
@@ -610,7 +610,7 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
         "instance_norm: the gradient must have the input's shape, dtype and device");
     const c10::cuda::CUDAGuard guard(x.device());
     const at::Tensor input = contiguous_on_16_bytes(x), gradient = grad.defined() ? contiguous_on_16_bytes(grad) : grad;
-    at::Tensor out = at::empty_like(input);
+    at::Tensor out = at::empty_like(input, at::MemoryFormat::Contiguous);
     if (x.numel() == 0) return out;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     const at::Tensor workspace =
@@ -699,13 +699,10 @@ class InstanceNorm(torch.autograd.Function):
     """y = (x - mean) * rstd over the last two dimensions. Saves x alone."""
 
     @staticmethod
-    def forward(x: torch.Tensor, eps: float) -> torch.Tensor:
-        return _forward(x, eps)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, ctx.eps = inputs
+    def forward(ctx, x: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.eps = eps
         ctx.save_for_backward(x)
+        return _forward(x, eps)
 
     @staticmethod
     def backward(ctx, grad):
@@ -721,15 +718,18 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     own, everywhere = module.__dict__, nn.modules.module.__dict__
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in own and not hooks
+    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
+    if type(x) not in (torch.Tensor, nn.Parameter):
+        return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
-    usual = _is_plain(norm, nn.InstanceNorm2d) and not (norm.affine or norm.track_running_stats)
+    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
+    usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return (on_gpu or on_cpu) and images and usual and not transformed
 

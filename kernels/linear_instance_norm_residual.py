@@ -1091,20 +1091,19 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     own, everywhere = module.__dict__, nn.modules.module.__dict__
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in own and not hooks
+    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
-    here, dtypes = x.is_cpu or x.is_cuda and torch.version.cuda, (torch.float32, torch.float16, torch.bfloat16)
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if not here or x.dtype not in dtypes or autocast or transformed:
+    tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
+    if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
         return False
-    kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
-    return all(
-        type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
-    )
+    here = x.is_cpu or x.is_cuda and torch.version.cuda
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
 
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
@@ -1128,20 +1127,20 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
-    return _is_plain(norm, nn.InstanceNorm2d) and not norm.affine and not norm.track_running_stats
+    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
+    return _is_plain(norm, nn.InstanceNorm2d) and bare and not norm.track_running_stats and norm.eps > 0
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The Model's lines, without the norm's warning, which would break torch.compile's graph. On a CPU with gradients,
     layer norm instead: PyTorch 2.13's instance norm there reads a transposed gradient as if it were contiguous."""
-    if not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
+    if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     elif h.is_cpu and h.requires_grad:
         h = torch.native_layer_norm(h, h.shape[1:], None, None, norm.eps)[0]
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
-    h = h + y
-    return h * y
+    return (h + y) * y
 
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -1152,8 +1151,9 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
     if not _are_plain(x, weight, bias, y) or x.dim() != 2 or weight.dim() != 2:
         return False
     n = weight.shape[0]
-    shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n) and n % 8 == 0
-    return shapes and (not _is_recorded(x, weight, bias, y) or x.is_cuda and 0 < n <= 8192 and x.shape[0] > 0)
+    shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n)
+    usual = n % 8 == 0 and (x.is_cuda or n not in (8, 16))  # for which PyTorch is faster on a CPU
+    return shapes and usual and (not _is_recorded(x, weight, bias, y) or x.is_cuda and 0 < n <= 8192 and x.shape[0] > 0)
 
 
 class LinearRowNormResidual(torch.autograd.Function):

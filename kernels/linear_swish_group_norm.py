@@ -1223,20 +1223,19 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
     own, everywhere = module.__dict__, nn.modules.module.__dict__
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in own and not hooks
+    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
-    here, dtypes = x.is_cpu or x.is_cuda and torch.version.cuda, (torch.float32, torch.float16, torch.bfloat16)
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if not here or x.dtype not in dtypes or autocast or transformed:
+    tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
+    if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
         return False
-    kinds, strided, dtype, device = (torch.Tensor, nn.Parameter), torch.strided, x.dtype, x.device
-    return all(
-        type(t) in kinds and t.layout is strided and t.dtype is dtype and t.device == device for t in (x, *others)
-    )
+    here = x.is_cpu or x.is_cuda and torch.version.cuda
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
 
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
@@ -1279,7 +1278,8 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
     if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
         return False
     n, groups = weight.shape[0], norm.num_groups
-    if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in (8, 16, 32, 64, 128):
+    widths = (8, 16, 32, 64, 128)[x.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
+    if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in widths:
         return False
     if not _is_recorded(x, weight, *vectors):
         return True

@@ -58,6 +58,16 @@ def test_forward_and_backward_in_one_graph(case, dtype, device):
 
 
 @first_cases
+@torch.no_grad()
+def test_a_forward_put_on_a_layer_compiles_anew(case, device):
+    _, new, inputs = build(case, device)
+    traced, layer = torch.compile(new, backend="aot_eager"), next(new.children())
+    traced(*inputs)
+    layer.forward = lambda x, was=layer.forward: was(x).sin()
+    torch.testing.assert_close(traced(*inputs), new(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@first_cases
 def test_inductor(case, device):
     """On a GPU also the backward, which on a CPU is PyTorch's own lines."""
     _, new, inputs = build(case, device)

@@ -275,7 +275,19 @@ def with_statistics_of_its_own(norm):
     return nn.InstanceNorm2d(channels_of(norm), track_running_stats=True).eval()
 
 
-NORMS = [of_other_settings, with_statistics_of_its_own, of_a_class_of_its_own, with_a_forward_of_its_own]
+def with_parameters_it_was_not_made_with(norm):
+    if isinstance(norm, nn.InstanceNorm2d):  # affine stays False
+        norm.weight, norm.bias = (nn.Parameter(torch.full((channels_of(norm),), value)) for value in (2.0, 1.0))
+    return norm
+
+
+NORMS = [
+    of_other_settings,
+    with_parameters_it_was_not_made_with,
+    with_statistics_of_its_own,
+    of_a_class_of_its_own,
+    with_a_forward_of_its_own,
+]
 
 
 @first_cases
@@ -287,6 +299,54 @@ def test_another_norm_in_the_place_of_the_models(case, way, device):
         name, norm = list(module.named_children())[-1]
         setattr(module, name, way(norm))
     torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
+
+
+@first_cases
+@torch.no_grad()
+def test_equal_values_without_an_epsilon(case, device):
+    model, new, inputs = build(case, device)
+    for module in (model, new):
+        list(module.children())[-1].eps = 0.0
+        for parameter in module.parameters():
+            parameter.fill_(0.5)
+    inputs = [torch.zeros_like(x) for x in inputs]
+    torch.testing.assert_close(new(*inputs), model(*inputs), equal_nan=True)
+
+
+@learning_cases
+@pytest.mark.parametrize("name", ["bias", "scale"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_a_number_in_the_place_of_a_parameter(case, recorded, name, device):
+    model, new, inputs = build(case, device)
+    if name not in model._parameters:
+        pytest.skip("has none")
+    for module in (model, new):
+        delattr(module, name)
+        setattr(module, name, 0.5)
+    with torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
+
+
+# ---- tracers
+
+
+@first_cases
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
+def test_traced_by_torch_jit(case, recorded, device):
+    """What is traced without gradients is differentiated, too."""
+    model, new, inputs = build(case, device)
+    with torch.set_grad_enabled(recorded):
+        traced = torch.jit.trace(new, tuple(inputs))
+    (x, *others) = (t.requires_grad_() for t in inputs)
+    results = [[out := module(x, *others), *torch.autograd.grad(out.square().sum(), x)] for module in (traced, model)]
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+@first_cases
+def test_traced_by_torch_fx(case, device):
+    model, new, inputs = build(case, device)
+    torch.testing.assert_close(torch.fx.symbolic_trace(new)(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
 
 # ---- tensors of other kinds

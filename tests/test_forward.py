@@ -56,6 +56,18 @@ def test_takes_parameters_in_any_layout(case, dtype, layout, device):
     assert_as_accurate_as_eager(forward, draws(case, device, dtype, lay))
 
 
+@each(LAYOUT_CASES, [torch.float32])
+@torch.no_grad()
+def test_takes_one_parameter_in_another_layout(case, dtype, device):
+    """A column of a table, say: all the others are contiguous."""
+    model, new, inputs = build(case, device)
+    expected = model(*inputs)
+    for parameter in new.parameters():
+        parameter.data, kept = LAYOUTS["every second element"](parameter.data), parameter.data
+        torch.testing.assert_close(new(*inputs), expected, rtol=1e-4, atol=1e-4)
+        parameter.data = kept
+
+
 # ---- values that are hard on a norm
 
 
