@@ -11,9 +11,13 @@ Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not 
 from __future__ import annotations
 
 import os
+import warnings
 
 # Read when torch is loaded, here and in the processes to come: threads that wait leave the cores to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
+os.environ.setdefault("PYTHONWARNINGS", "ignore")
+warnings.filterwarnings("ignore")
 
 import argparse
 import contextlib
@@ -21,7 +25,6 @@ import itertools
 import json
 import resource
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -220,7 +223,6 @@ def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
 
 
 def main(argv: list[str]) -> int:
-    warnings.filterwarnings("ignore")  # PyTorch's remarks about a Model's own code are not the harness's to repeat
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
