@@ -728,7 +728,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
-    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
+    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
     usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return (on_gpu or on_cpu) and images and usual and not transformed

@@ -1128,7 +1128,7 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 def _is_ordinary(norm: nn.Module) -> bool:
     bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
-    return _is_plain(norm, nn.InstanceNorm2d) and bare and not norm.track_running_stats and norm.eps > 0
+    return _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
