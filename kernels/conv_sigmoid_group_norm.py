@@ -7,7 +7,7 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 
 Two ways, chosen in `ModelNew.forward`:
 - our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
-  rows per SM), output pixels a multiple of 4; float32, float16, bfloat16 and under autocast, computed in float32;
+  rows per SM), output pixels a multiple of 4, eps >= 1e-6; float32, 16 bits and autocast, computed in float32;
 - otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution and one kernel for the rest.
 
 The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With

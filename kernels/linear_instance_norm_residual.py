@@ -6,10 +6,10 @@
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
-without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Strict float32 products from 2^30
-multiplications on, on sm_90, run on fp16 tensor cores with the accuracy of float32; other products are ATen's. One
-kernel follows the forward's product, one precedes the gradients'. Everything else is the plain way: the Model's lines.
+Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8 (on a
+CPU 24 or more), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Strict float32
+products from 2^30 multiplications on, on sm_90, run on fp16 tensor cores as exactly as in float32; others are ATen's.
+One kernel follows the forward's product, one precedes the gradients'. Everything else is plain: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms; product 0.53, split_rows 0.15, norm 0.02.

@@ -6,7 +6,7 @@
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D x, vectors of one value a feature, all of float32, float16 or
-bfloat16, groups of 8, 16, 32, 64 or 128 features, no hooks, autocast or transforms; if gradients are recorded, only on
+bfloat16, groups of 16, 32, 64, 128 or, on a GPU, 8 features, no hooks, autocast or transforms; with gradients only on
 sm_90, groups of 64, 8192 features at most. Strict float32 products from 2^30 multiplications on, for groups of 64 on
 sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue; other
 products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
