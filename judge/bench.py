@@ -83,7 +83,7 @@ class Ring:
             if failed.kind != "memory":
                 raise
             settle(self.case.device)
-            for each in self.case.workers.values():  # gives back what it kept for its next turn
+            for each in self.case.workers.values():  # after any such request a process gives unused memory back
                 each.ask("wait")
             worker.ask("warm_up")
         start = time.perf_counter()

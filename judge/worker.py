@@ -133,10 +133,10 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
         return found | grads | module.state_dict(keep_vars=True)
 
     wanted, calls, answers, did = [wanted_of(module, inputs, request) for inputs in sets], [], [], []
-    # A kernel may write without a word to PyTorch. The bits of what is large are compared in poisoned memory alone, as
-    # copies take room.
-    kept = {name: x.detach().clone() if request.poison or x.nbytes < 1 << 16 else x for name, x in watched().items()}
-    before = {name: (x, x._version, kept[name]) for name, x in watched().items()}
+    before = {}
+    for name, x in watched().items():
+        # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
+        before[name] = x, x._version, x.detach().clone() if request.poison or x.nbytes < 1 << 16 else x
     states = rng_state()
     recorded = request.direction != "forward"
     with torch.inference_mode() if request.mode == "inference" else torch.set_grad_enabled(recorded):

@@ -277,7 +277,7 @@ __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return
 __device__ __forceinline__ float scale_below_overflow(float largest) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);
-    return ldexpf(1.0f, min(110, 15 - exponent));  // so that the product of two powers used below is finite
+    return ldexpf(1.0f, min(110, 15 - exponent));  // not 127: it is multiplied by scales.input, up to 2^14
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
@@ -892,8 +892,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
     const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float bounded = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-100f);  // so push * dh_scale is finite
-    const float dh_scale = scale_below_overflow(bounded * fabsf(push));
+    const float most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-100f);  // so push * dh_scale is finite
+    const float dh_scale = scale_below_overflow(most * fabsf(push));
     p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
         group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
 }
@@ -1405,7 +1405,7 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether an operator can take the network's tensors: on a CPU float32 of some pixels, for few ATen is fast."""
+    """Whether an operator can take the network's tensors. On a CPU not if pixels are few: ATen is faster then."""
     x, weight, *vectors = tensors
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
@@ -1495,6 +1495,6 @@ class ModelNew(nn.Module):
         conv, norm = self.conv, self.group_norm
         if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm):
             return False
-        if conv.bias is None or norm.weight is None or norm.bias is None or norm.eps < 1e-6:  # finer than the sums
+        if conv.bias is None or norm.weight is None or norm.bias is None or norm.eps < 1e-6:  # sums are fixed-point
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

@@ -116,19 +116,6 @@ def test_a_class_of_each_file_is_the_same_in_both(judge):
     assert run.ok, run
 
 
-def test_a_baseline_that_ends_in_a_round_is_noted(judge, monkeypatch):
-    ask = harness.Worker.ask
-
-    def ends(self, command, **arguments):
-        if (self.role, command) == ("compile", "time"):
-            self.kill()
-        return ask(self, command, **arguments)
-
-    monkeypatch.setattr(harness.Worker, "ask", ends)
-    (run,) = judge(PLAIN, baselines=("eager", "compile"))
-    assert run.ok and set(run.ms) == {"new", "eager"} and run.notes[0].startswith("no compile baseline: "), run.notes
-
-
 def test_half_a_message_is_no_hang(judge):
     half = "[os.write(f, b'\\0\\0\\x10\\0{') for f in range(3, 64) if os.path.exists(f'/proc/self/fd/{f}')"
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
@@ -198,11 +185,12 @@ def test_a_model_that_raises_is_not_the_candidates_fault(judge):
     assert run.reasons[0].startswith("the Model itself raised AttributeError")
 
 
-def test_a_baseline_that_fails_is_noted(judge, monkeypatch):
+@pytest.mark.parametrize("when", ["load", "ready", "warm_up", "time"])
+def test_a_baseline_that_fails_is_noted(when, judge, monkeypatch):
     ask = harness.Worker.ask
 
     def ends(self, command, **arguments):
-        if (self.role, command) == ("compile", "ready"):
+        if (self.role, command) == ("compile", when):
             self.kill()
         return ask(self, command, **arguments)
 
