@@ -13,7 +13,7 @@ products are ATen's, followed by one kernel. Everything else is the plain way: t
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.18 ms at cuBLAS's 700 TFLOP/s.
 Before, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
-linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager; with backward 4.26 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
+linear_swish_group_norm --backward`: 1.24 ms, 6.6x eager; with backward 4.32 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
 """
 
 import contextlib
