@@ -249,7 +249,8 @@ def check(case: Case, direction: str) -> None:
     if direction != "after":
         seeds(case, direction)
     elif batch:
-        drawn = {0, 1, batch - batch // 3, batch + 1, secret.randint(1, batch + 1), secret.randint(1, batch + 1)}
+        others = range(2, batch)  # two of them, so one at least is no batch that is always asked
+        drawn = {0, 1, batch - batch // 3, batch + 1, *secret.sample(others, min(2, len(others)))}
         requests = [*requests, *(Request(f"batch {other}", batch=other) for other in sorted(drawn - {batch}))]
     for seed, request in enumerate(requests, 20):
         ask(case, replace(request, seed=seed))
