@@ -138,52 +138,17 @@ gpu = pytest.mark.gpu
 # ---- how a tensor can lie in memory; each keeps the shape and dtype
 
 
-def contiguous(t: torch.Tensor) -> torch.Tensor:
-    return t
-
-
-def transposed(t: torch.Tensor) -> torch.Tensor:
-    return t.mT.contiguous().mT if t.dim() > 1 else t
-
-
-def channels_last(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
-
-
-def batch_innermost(t: torch.Tensor) -> torch.Tensor:
-    return t.movedim(0, -1).contiguous().movedim(-1, 0) if t.dim() > 1 else t
-
-
-def offset_by_one(t: torch.Tensor) -> torch.Tensor:
-    return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-
-
-def every_second(t: torch.Tensor) -> torch.Tensor:
-    return torch.stack([t, t.new_full((), torch.nan).expand(t.shape)], dim=-1)[..., 0]
-
-
-def one_sample_repeated(t: torch.Tensor) -> torch.Tensor:
-    return t[:1].expand(t.shape) if t.dim() > 1 else t
-
-
-def one_value_repeated(t: torch.Tensor) -> torch.Tensor:
-    return t[..., :1].expand(t.shape) if t.dim() else t
-
-
-def negated_lazily(t: torch.Tensor) -> torch.Tensor:
-    return torch._neg_view(-t)
-
-
 LAYOUTS: dict[str, Callable] = {
-    "contiguous": contiguous,
-    "transposed": transposed,
-    "channels_last": channels_last,
-    "with the batch innermost": batch_innermost,
-    "offset by one element": offset_by_one,
-    "every second element": every_second,
-    "one sample repeated": one_sample_repeated,
-    "one value repeated": one_value_repeated,
-    "negated lazily": negated_lazily,
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t,
+    "with the batch innermost": lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0) if t.dim() > 1 else t,
+    "offset by one element": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    # NaN stands between them.
+    "every second element": lambda t: torch.stack([t, t.new_full((), torch.nan).expand(t.shape)], dim=-1)[..., 0],
+    "one sample repeated": lambda t: t[:1].expand(t.shape) if t.dim() > 1 else t,
+    "one value repeated": lambda t: t[..., :1].expand(t.shape) if t.dim() else t,
+    "negated lazily": lambda t: torch._neg_view(-t),
 }
 
 
