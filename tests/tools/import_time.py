@@ -6,7 +6,6 @@ Cold is measured for each kernel file alone and for all at once, each time in an
 are what the import adds to `import torch`, in a fresh process; warm, the median of three.
 """
 
-import os
 import statistics
 import subprocess
 import sys
@@ -14,34 +13,30 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cases import ROOT
+from processes import finish, start_python
+
 FILES = sorted((ROOT / "kernels").glob("*.py"))
 
-# Prints the seconds of `import torch` and those of the kernel file after it.
 IMPORT = """
-import sys, time
 begin = time.perf_counter()
-import torch
-middle = time.perf_counter()
-import importlib.util
-spec = importlib.util.spec_from_file_location("imported", sys.argv[1])
-spec.loader.exec_module(importlib.util.module_from_spec(spec))
-print(middle - begin, time.perf_counter() - middle)
+load(sys.argv[1], "imported")
+print(time.perf_counter() - begin)
 """
 
 
 def start(file: Path, cache: str) -> subprocess.Popen:
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": cache}
-    command = [sys.executable, "-c", IMPORT, str(file)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return start_python(IMPORT, file, cwd=ROOT, TORCH_EXTENSIONS_DIR=cache)
 
 
 def seconds(process: subprocess.Popen) -> float:
-    """What the kernel file's import took, without that of torch."""
-    out, _ = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"an import ended with exit code {process.returncode}")
-    return float(out.split()[1])
+    """What the kernel file's import took, after that of torch."""
+    code, out, err = finish(process, timeout=600)
+    if code:
+        raise SystemExit(err)
+    return float(out)
 
 
 def main() -> None:
