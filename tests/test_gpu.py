@@ -50,7 +50,6 @@ TAILS = [
 ]
 # Every kernel of every pair is launched by one of these; tests/tools/sanitize.py runs them too.
 LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
-large_cases = pytest.mark.parametrize("case", LARGE, ids=str)
 # These take the fast way with and without gradients.
 FAST = [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2], SMALL]
 FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]

@@ -459,7 +459,6 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
     (run,) = judge(
         PLAIN.replace("return self.right(x)", "import time; time.sleep(1e-3)\n        return self.right(x)"),
@@ -470,7 +469,6 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_times_the_candidate_in_a_cuda_graph(judge):
     for run in judge(PLAIN, device="cuda", baselines=("eager", "cudagraph"), directions=DIRECTIONS):
         assert run.ok and set(run.ms) == {"new", "eager", "new_cudagraph"} and run.peak_memory["new"] >= 32 * 64 * 4
