@@ -22,9 +22,9 @@ def test_random_cases(stem, device):
 
 def test_what_dies_or_hangs_is_said_and_the_rest_is_done():
     dies, hangs, nothing = signal.SIGKILL, signal.SIGSTOP, signal.SIGURG
-    shares = [[nothing, dies, nothing], [hangs, nothing], [nothing] * 3]
-    said = list(in_processes(signal.raise_signal, iter(shares), 2, 4, [""]))
-    assert sorted(item for item, _ in said) == sorted(sum(shares, []))
+    items = [nothing, dies, nothing, hangs, nothing, nothing, nothing]
+    said = list(in_processes(signal.raise_signal, items, 2, 4, [""]))
+    assert sorted(item for item, _ in said) == sorted(items)
     assert {item: words for item, words in said if words} == {
         dies: "its process ended with exit code -9",
         hangs: "it hangs: no answer for 4 s",

@@ -4,8 +4,8 @@
 
 A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
 (pair, seed, index). For each miss one line is printed: the command that repeats it, and what is wrong; a case that
-hangs or ends its process is a miss. Exit code 1 if there was one. The pairs take turns, a few cases of each; after
-`--seconds` no more are begun. Each process has one thread and, on a GPU, a context of its own.
+hangs or ends its process is a miss. Exit code 1 if there was one. The pairs take turns; after `--seconds` no more
+are begun. Each process has one thread and, on a GPU, a context of its own.
 """
 
 import argparse
@@ -87,7 +87,6 @@ def convolved(r: random.Random) -> tuple:
     return (ins, outs, kernel, groups, r.choice(operands), r.choice(operands)), (image,)
 
 
-SHARE = 20  # cases that a process is given at once
 SHAPES = {
     "instance_norm": images,
     "linear_instance_norm_residual": rows_and_residuals,
@@ -291,12 +290,12 @@ def again(stem: str, seed: int, index: int, device: str, said: str) -> str:
     return f"python tests/tools/fuzz.py --pair {stem} --seed {seed} --index {index} --device {device}  # {said}"
 
 
-def shares(pairs: list[str], seed: int, cases: int, device: str, deadline: float) -> Iterator[list[tuple]]:
-    """A few cases of each pair in turn, until there is no more time."""
-    for start, stem in itertools.product(range(0, cases, SHARE), pairs):
+def in_turns(pairs: list[str], seed: int, cases: int, device: str, deadline: float) -> Iterator[tuple]:
+    """A case of each pair in turn, until there is no more time."""
+    for index, stem in itertools.product(range(cases), pairs):
         if time.monotonic() > deadline:
             return
-        yield [(stem, seed, index, device) for index in range(start, min(start + SHARE, cases))]
+        yield stem, seed, index, device
 
 
 def build_all(pairs: list[str]) -> None:
@@ -329,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(said is not None)
     build_all(pairs)
     start, done, missed = time.monotonic(), dict.fromkeys(pairs, 0), dict.fromkeys(pairs, 0)
-    asked = shares(pairs, options.seed, options.cases, options.device, start + options.seconds)
+    asked = in_turns(pairs, options.seed, options.cases, options.device, start + options.seconds)
     for case, said in in_processes(miss, asked, options.processes, options.patience, visible_gpus()):
         done[case[0]] += 1
         if said:
