@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import LAYOUTS, STEMS, Case, build, gpu, in_float64
-from test_gradients import gradients
+from test_gradients import both_ways, gradients
 
 STEM = "conv_sigmoid_group_norm"
 pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
@@ -55,10 +55,6 @@ shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 # The backward adds up thousands of roundings of each parameter's gradient.
 ROUNDINGS = 8
-
-
-def both_ways(module, inputs) -> dict[str, torch.Tensor]:
-    return forward(module, inputs) | gradients(module, inputs)
 
 
 @shapes

@@ -5,7 +5,7 @@ On a CPU training is the plain way; what is tested there is that it is taken.
 
 import pytest
 import torch
-from accuracy import assert_as_accurate_as_eager, draws
+from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -35,6 +35,10 @@ def gradients(module, inputs, lay=lambda grad: grad) -> dict[str, torch.Tensor]:
     out = module(*[tensors[f"input {i}"] for i in range(len(inputs))])
     grads = torch.autograd.grad(out, list(tensors.values()), lay(weights_of_the_sum(out)))
     return {name: grad.detach() for name, grad in zip(tensors, grads, strict=True)}
+
+
+def both_ways(module, inputs, lay=lambda grad: grad) -> dict[str, torch.Tensor]:
+    return forward(module, inputs) | gradients(module, inputs, lay)
 
 
 @each(CASES)
