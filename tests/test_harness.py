@@ -28,6 +28,11 @@ ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
 
 
+def plain_after(line: str) -> str:
+    """The honest candidate, whose forward does this first."""
+    return PLAIN.replace("return self.right(x)", f"{line}\n        return self.right(x)")
+
+
 @pytest.fixture(scope="module")
 def judges():
     made = Judges()
@@ -109,18 +114,16 @@ def test_a_turn_that_lacks_memory_has_the_others_give_theirs_back(judge, monkeyp
 
 
 def test_a_class_of_each_file_is_the_same_in_both(judge):
-    model = any_model("Out(x * 2)").replace("class Model", 'Out = collections.namedtuple("Out", "y")\n\n\nclass Model')
-    (run,) = judge(
-        "import collections\n" + model.replace("class Model", "class ModelNew"), "import collections\n" + model
-    )
+    out = 'import collections\nOut = collections.namedtuple("Out", "y")\n\n\n'
+    model = any_model("Out(x * 2)").replace("class Model", f"{out}class Model")
+    (run,) = judge(model.replace("class Model", "class ModelNew"), model)
     assert run.ok, run
 
 
 def test_half_a_message_is_no_hang(judge):
     half = "[os.write(f, b'\\0\\0\\x10\\0{') for f in range(3, 64) if os.path.exists(f'/proc/self/fd/{f}')"
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
-    new = "import os\n" + PLAIN.replace("        return", f"        {half}\n        return", 1)
-    (run,) = judge(new, timeout=5.0)
+    (run,) = judge("import os\n" + plain_after(half), timeout=5.0)
     assert not run.ok and "wrote something of its own into the pipe" in run.reasons[0], run
 
 
@@ -136,10 +139,8 @@ def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
 
 
 def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
-    runs = judge(
-        source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as"),
-        directions=DIRECTIONS,
-    )
+    crashes = source("dense_gradient").replace("return g.as", "import os; os._exit(3)\n        return g.as")
+    runs = judge(crashes, directions=DIRECTIONS)
     assert [run.ok for run in runs] == [True, True, False], [run.reasons for run in runs]
     assert "ended its process with exit code 3" in runs[2].reasons[0]
 
@@ -151,20 +152,13 @@ def test_accepts_an_honest_one_in(dtype, judge, device):
     for run in runs:
         assert run.rounds >= bench.MIN_ROUNDS and run.ms["new"] > 0 and run.ms["eager"] > 0 and run.shapes == [[32, 96]]
         assert (run.error["eager_max"] == 0) == (dtype == "float64")
-    assert set(runs[2].gradient_error) == {
-        "input 0",
-        "bias",
-        *(f"{m}.{p}" for m in ("matmul", "group_norm") for p in ("weight", "bias")),
-    }
+    parameters = {"bias", "matmul.weight", "matmul.bias", "group_norm.weight", "group_norm.bias"}
+    assert set(runs[2].gradient_error) == {"input 0", *parameters}
 
 
 def test_the_model_itself_is_as_exact_as_itself(judge):
     (run,) = judge(MODEL.replace("class Model(", "class ModelNew("))
-    assert (
-        run.ok
-        and run.error["new_max"] == run.error["eager_max"] > 0
-        and run.error["new_rms"] == run.error["eager_rms"] > 0
-    )
+    assert run.ok and all(run.error[f"new_{kind}"] == run.error[f"eager_{kind}"] > 0 for kind in ("max", "rms"))
 
 
 def test_kernelbench_files_that_take_no_batch_argument(judge, tmp_path):
@@ -174,9 +168,8 @@ def test_kernelbench_files_that_take_no_batch_argument(judge, tmp_path):
 
 
 def test_a_model_that_cannot_run_on_meta_has_no_floor(judge):
-    (run,) = judge(
-        PLAIN, MODEL.replace("h = self.matmul(x)", "h = self.matmul(x) * (2.0 if x.sum().item() == 12345.5 else 1.0)")
-    )
+    looks_at_values = "h = self.matmul(x) * (2.0 if x.sum().item() == 12345.5 else 1.0)"
+    (run,) = judge(PLAIN, MODEL.replace("h = self.matmul(x)", looks_at_values))
     assert run.ok and run.roof == {} and "no floor" in run.notes[0]
 
 
@@ -217,22 +210,15 @@ class Wrong(torch.autograd.Function):
         return g * 100 * w, gradient
 
 class ModelNew("""
-    wrong = model.replace("class Model(", function).replace(
-        "return x * self.w * 100\n\n", "return Wrong.apply(x, self.w)\n\n"
-    )
+    wrong = model.replace("x * self.w * 100", "Wrong.apply(x, self.w)").replace("class Model(", function)
     runs = judge(wrong, model, dtype=("float16",), directions=DIRECTIONS)
     assert any("not close" in reason for reason in runs[2].reasons), runs[2].reasons
 
 
 def test_a_layout_that_is_refused_is_noted(judge):
-    refuses = PLAIN.replace(
-        "return self.right(x)", 'assert x.is_contiguous(), "rows side by side are wanted"\n        return self.right(x)'
-    )
-    (run,) = judge(refuses)
-    assert (
-        run.ok
-        and "refuses inputs that are transposed: raised AssertionError: rows side by side are wanted" in run.notes
-    ), run.reasons
+    (run,) = judge(plain_after('assert x.is_contiguous(), "rows side by side are wanted"'))
+    assert run.ok, run.reasons
+    assert "refuses inputs that are transposed: raised AssertionError: rows side by side are wanted" in run.notes
 
 
 BUILD_FAILURES = {
@@ -240,17 +226,13 @@ BUILD_FAILURES = {
     "ninja": "raise ImportError('ninja is needed to build the kernels: pip install ninja')",
     "called": "import subprocess\nsubprocess.run(['false'], check=True)",
     "inside": "import torch.utils.cpp_extension as e\ne.load_inline('nothing', 7)",
+    "in a call": plain_after("import subprocess; subprocess.run(['false'], check=True)"),
 }
 
 
 @pytest.mark.parametrize("how", BUILD_FAILURES)
 def test_a_failed_build_is_known_by(how, judge):
     (run,) = judge(BUILD_FAILURES[how])
-    assert run.status == record.BUILD and run.reasons[0].startswith("build failed: ")
-
-
-def test_a_build_that_fails_in_a_call_is_a_failed_build(judge):
-    (run,) = judge(PLAIN.replace("return self.right(x)", "import subprocess; subprocess.run(['false'], check=True)"))
     assert run.status == record.BUILD and run.reasons[0].startswith("build failed: ")
 
 
@@ -353,12 +335,8 @@ def test_poisoned_memory_is_nan_until_the_switches_come_back(device):
 def test_precision_sets_all_switches():
     for level, tf32 in (("high", True), ("highest", False)):
         set_precision(level)
-        switches = (
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cudnn.allow_tf32,
-        )
-        assert switches == (level, tf32, tf32)
+        assert torch.get_float32_matmul_precision() == level
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
 
 
 # Timing
@@ -373,9 +351,8 @@ def test_copies_are_timed_in_turns(tmp_path):
         return float(line.split()[2]), float(line.split("error ")[1].split()[0])
 
     def text(seconds: float, factor: float = 1.0) -> str:  # what sleeps differs by the same on a busy machine
-        return PLAIN.replace(
-            "return self.right(x)", f"import time; time.sleep({seconds})\n        return {factor} * self.right(x)"
-        )
+        slow = plain_after(f"import time; time.sleep({seconds})")
+        return slow.replace("return self.right(x)", f"return {factor} * self.right(x)")
 
     texts = {"file": text(0.01), "same": text(0.01), "slow": text(0.06), "wrong": text(0.01, 1.01)}
     files = [tmp_path / f"{name}.py" for name in texts]
@@ -420,14 +397,10 @@ def test_equal_contenders_are_not_told_apart(rounds, disturbance):
 
 def test_what_is_faster_by_more_than_the_noise_is_called_faster():
     noise = random.Random(0)
-    samples = samples_of(
-        **{name: [noise.gauss(ms, 0.02) for _ in range(40)] for name, ms in (("new", 1.0), ("slow", 1.05))}
-    )
-    _, (low, high) = bench.speedup(samples, "slow", "cuda")
-    assert (
-        bench.verdict(low, high, disturbed=False) == FASTER
-        and bench.verdict(1 / high, 1 / low, disturbed=False) == SLOWER
-    )
+    new, slow = ([noise.gauss(ms, 0.02) for _ in range(40)] for ms in (1.0, 1.05))
+    _, (low, high) = bench.speedup(samples_of(new=new, slow=slow), "slow", "cuda")
+    assert bench.verdict(low, high, disturbed=False) == FASTER
+    assert bench.verdict(1 / high, 1 / low, disturbed=False) == SLOWER
     assert bench.verdict(low, high, disturbed=True) == AMBIGUOUS and bench.verdict(1.5, 1.6, disturbed=True) == FASTER
     assert bench.verdict(0.99, 1.01, disturbed=False) == bench.verdict(1.0, 1.01, disturbed=False) == AMBIGUOUS
 
@@ -460,10 +433,7 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
 
 @pytest.mark.gpu
 def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
-    (run,) = judge(
-        PLAIN.replace("return self.right(x)", "import time; time.sleep(1e-3)\n        return self.right(x)"),
-        device="cuda",
-    )
+    (run,) = judge(plain_after("import time; time.sleep(1e-3)"), device="cuda")
     assert run.ok and run.host_us["new"] > 1000 > run.host_us["eager"] and run.ms["new"] < 0.5
     assert any(note.startswith("the host takes longer to launch a call") for note in run.notes)
 
@@ -561,9 +531,8 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     document = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     environment = document["environment"]
-    assert {
-        *"time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()
-    } <= environment.keys()
+    keys = "time command git device driver clocks copy_bandwidth matrix_rate torch cuda cudnn python".split()
+    assert {*keys} <= environment.keys()
     assert environment["command"][0] == "harness.py"
     assert [run["direction"] for run in document["runs"]] == ["forward", "forward_recorded", "forward_backward"]
     for run in document["runs"]:
@@ -581,11 +550,7 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     sweep = "\nfeatures = 96\nsweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]\n"
-    model = (
-        MODEL.replace("batch_size = 32\n", "batch_size = 32" + sweep)
-        .replace("96", "features")
-        .replace("= features", "= 96")
-    )
+    model = MODEL.replace("96", "features").replace("batch_size = 32\n", f"batch_size = 32{sweep}")
     suite.add("good", PLAIN, model)
     records = tmp_path / "sweep.json"
     assert suite("--sweep", "--json", str(records)) == 0
@@ -614,9 +579,8 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     assert suite("--timeout", "5") == 3
     rows = [row for row in capsys.readouterr().out.splitlines() if row and "timed under" not in row]
     _, _, hangs, _, crashes, _, fails = rows = rows[-7:]  # of the last run: four, and three reasons
-    assert (
-        "it hangs" in hangs and "by signal 11 (Segm" in crashes and "build failed: x.cpp:3: error: expected ;" in fails
-    )
+    assert "it hangs" in hangs and "by signal 11 (Segm" in crashes
+    assert "build failed: x.cpp:3: error: expected ;" in fails
     words = [set(row.split()) & {"good", "hanging", "lost", "unbuilt", "ok", "wrong", "build"} for row in rows]
     assert words[:2] == [{"good", "ok"}, {"hanging", "wrong"}]
     assert words[3] == {"lost", "wrong"} and words[5] == {"unbuilt", "build"}
@@ -637,21 +601,15 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
         (["--timeout", "0"], "is not at least 0.1"),
         (["--json", str(ROOT)], "cannot be written: Is a directory"),
         (["--json", f"{__file__}/x.json"], "cannot be written"),
+        (["--device", "cuda"], "sees no GPU"),
     ],
 )
-def test_usage_errors(arguments, message, suite, capsys):
+def test_usage_errors(arguments, message, suite, monkeypatch, capsys):
     suite.add("instance_norm", PLAIN)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         suite(*arguments)
     assert message in capsys.readouterr().err
-
-
-def test_no_gpu_is_a_usage_error(suite, monkeypatch, capsys):
-    suite.add("good", PLAIN)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        suite("--device", "cuda")
-    assert "sees no GPU" in capsys.readouterr().err
 
 
 def test_a_model_that_exits_is_not_all_right(suite, capsys):
@@ -675,16 +633,7 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(tmp_path):
         (tmp_path / sub).mkdir()
         (tmp_path / sub / "fifth.py").write_text(text)
     (tmp_path / "elsewhere").mkdir()
-    command = [
-        sys.executable,
-        str(tmp_path / "harness.py"),
-        "--device",
-        "cpu",
-        "--baselines",
-        "eager",
-        "--json",
-        "o.json",
-    ]
+    command = [sys.executable, tmp_path / "harness.py", *"--device cpu --baselines eager --json o.json".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["fifth", "cpu"]
