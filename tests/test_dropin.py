@@ -180,34 +180,22 @@ def test_hooks_of_the_modules_inside_count(case, kind, on, device):
     assert notes[0] == notes[1]
 
 
-# ---- another layer where the Model has its own
+# ---- another layer where the Model has its own: one that is made of it, or itself, changed in place
+
+
+def replace(module, name: str, change) -> None:
+    layer = getattr(module, name)
+    setattr(module, name, change(layer) or layer)
 
 
 def with_a_forward_of_its_own(layer):
     original = layer.forward
     layer.forward = lambda x: original(x).tanh()
-    return layer
-
-
-def padded(layer):
-    layer.padding = (1, 1)
-    return layer
-
-
-def strided(layer):
-    layer.stride = (2, 1)  # of no meaning to a Linear, like padding
-    return layer
-
-
-def without_a_bias(layer):
-    layer.register_parameter("bias", None)
-    return layer
 
 
 def of_a_class_of_its_own(layer):
     kind = type(layer)
     layer.__class__ = type("Squeezed", (kind,), {"forward": lambda self, x: kind.forward(self, x).tanh()})
-    return layer
 
 
 class WithAdapter(nn.Module):
@@ -222,19 +210,15 @@ class WithAdapter(nn.Module):
         return self.layer(x) + self.adapter(x)
 
 
-def quantized(layer):
-    return torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0]
-
-
 LAYERS = {
     "with an adapter": WithAdapter,
-    "quantized": quantized,
+    "quantized": lambda layer: torch.ao.quantization.quantize_dynamic(nn.Sequential(layer), {nn.Linear})[0],
     "of a class of its own": of_a_class_of_its_own,
     "in a Sequential": lambda layer: nn.Sequential(layer, nn.Tanh()),
     "with a forward of its own": with_a_forward_of_its_own,
-    "without a bias": without_a_bias,
-    "with padding": padded,
-    "with a stride": strided,
+    "without a bias": lambda layer: layer.register_parameter("bias", None),
+    "with padding": lambda layer: setattr(layer, "padding", (1, 1)),  # of no meaning to a Linear, like a stride
+    "with a stride": lambda layer: setattr(layer, "stride", (2, 1)),
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
 }
 
@@ -250,7 +234,7 @@ def test_another_layer_in_the_place_of_the_models(case, recorded, way, device):
     model, new, inputs = build(case, device)
     for module in (model, new):
         name = next(name for name, child in module.named_children() if isinstance(child, (nn.Linear, nn.Conv2d)))
-        setattr(module, name, LAYERS[way](getattr(module, name)))
+        replace(module, name, LAYERS[way])
     with torch.set_grad_enabled(recorded):
         torch.testing.assert_close(new(*inputs), model(*inputs), rtol=1e-4, atol=1e-4)
 
@@ -270,15 +254,13 @@ def of_other_settings(norm):
 
 
 def with_statistics_of_its_own(norm):
-    if isinstance(norm, nn.GroupNorm):  # has none
-        return norm
-    return nn.InstanceNorm2d(channels_of(norm), track_running_stats=True).eval()
+    if isinstance(norm, nn.InstanceNorm2d):  # a GroupNorm has none
+        return nn.InstanceNorm2d(channels_of(norm), track_running_stats=True).eval()
 
 
 def with_parameters_it_was_not_made_with(norm):
     if isinstance(norm, nn.InstanceNorm2d):  # affine stays False
         norm.weight, norm.bias = (nn.Parameter(torch.full((channels_of(norm),), value)) for value in (2.0, 1.0))
-    return norm
 
 
 NORMS = [
@@ -296,8 +278,8 @@ NORMS = [
 def test_another_norm_in_the_place_of_the_models(case, way, device):
     model, new, inputs = build(case, device)
     for module in (model, new):
-        name, norm = list(module.named_children())[-1]
-        setattr(module, name, way(norm))
+        name, _ = list(module.named_children())[-1]
+        replace(module, name, way)
     torch.testing.assert_close(new.to(device)(*inputs), model.to(device)(*inputs), rtol=1e-4, atol=1e-4)
 
 
