@@ -180,11 +180,9 @@ def report(tool: str, stem: str, reach: dict, said: str) -> bool:
     ours = {fault: count for fault, count in faults.items() if {*fault[1:]} & {*reach["built"]} or len(fault) == 1}
     nameless = int(summary[1]) > 0 and not faults if summary else False
     errors, others = sum(ours.values()), faults.total() - sum(ours.values())
-    print(
-        f"{tool}, {stem}: {len(called)} of {len(reach['calls'])} calls, {len(kernels)} of {len(wanted)} kernels,",
-        end="",
-    )
-    print(f" {errors} errors, {others} in libraries alone{'' if summary else ', cut off'}", flush=True)
+    done = f"{len(called)} of {len(reach['calls'])} calls, {len(kernels)} of {len(wanted)} kernels"
+    found = f"{errors} errors, {others} in libraries alone{'' if summary else ', cut off'}"
+    print(f"{tool}, {stem}: {done}, {found}", flush=True)
     for fault, count in faults.most_common():
         print(f"    {'ours' if fault in ours else 'a library'}: {count} times {', '.join(fault)}")
     return not ours and not nameless and bool(summary) and kernels == wanted
