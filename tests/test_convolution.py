@@ -86,10 +86,7 @@ def test_gives_the_same_bits_each_time_and_whether_gradients_are_recorded_or_not
 
 
 def inputs_of(magnitude):
-    def change(model, new, inputs):
-        return [inputs[0] * magnitude]
-
-    return change
+    return lambda model, new, inputs: [inputs[0] * magnitude]
 
 
 def weights_of(magnitude):

@@ -256,10 +256,6 @@ def errors(most: list, squares: list) -> Errors:
     return Errors(torch.tensor([*most, 0.0]).double(), torch.tensor([*squares, 0.0]).double(), count=1)
 
 
-def far(*compared) -> int:
-    return compare(*compared).far
-
-
 def test_gate_two_allows_twice_eagers_error_and_half_an_ulp():
     ulp = torch.finfo(torch.float32).eps
     squares = [4e-12, 1e-12, 1.0]
@@ -284,7 +280,7 @@ def test_compare_counts_across_chunks(device):
 def test_gate_one_is_relative_to_the_scale_and_to_each_element():
     eager = torch.tensor([0.0, 100.0])
     for new, scale, wrong in (([2e-3, 100], 1, 1), ([2e-3, 100], 50, 0), ([0, 100.010], 1, 0), ([0, 100.011], 1, 1)):
-        assert far(torch.tensor(new), eager, None, 1e-4, scale) == wrong
+        assert compare(torch.tensor(new), eager, None, 1e-4, scale).far == wrong
 
 
 def test_compare_takes_the_same_nan_and_infinity_as_equal():
@@ -293,7 +289,7 @@ def test_compare_takes_the_same_nan_and_infinity_as_equal():
     found = compare(special, special, special.double(), 1e-4)
     assert found.far == found.most[0] == 0 and found.most[2] == 1
     for other in ([0.0, inf, -inf, 1.0], [nan, inf, inf, 1.0], [nan, 3e38, -inf, 1.0]):
-        assert far(torch.tensor(other), special, None, 1e-4) == 1
+        assert compare(torch.tensor(other), special, None, 1e-4).far == 1
 
 
 def test_same_bits():
@@ -626,12 +622,10 @@ def test_dtypes_and_precisions_make_a_record_each(suite, tmp_path):
     assert ways == [("float64", "high"), ("float64", "highest"), ("bfloat16", "high"), ("bfloat16", "highest")]
 
 
-def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(tmp_path):
+def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(suite, tmp_path):
     shutil.copy(ROOT / "harness.py", tmp_path)
     shutil.copytree(ROOT / "judge", tmp_path / "judge", ignore=shutil.ignore_patterns("__pycache__"))
-    for sub, text in (("models", MODEL), ("kernels", PLAIN)):
-        (tmp_path / sub).mkdir()
-        (tmp_path / sub / "fifth.py").write_text(text)
+    suite.add("fifth", PLAIN)
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, tmp_path / "harness.py", *"--device cpu --baselines eager --json o.json".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
