@@ -1,4 +1,4 @@
-"""Calls in other processes: of an item at which its process dies or hangs this is said, and the others are done.
+"""Calls a function in several processes: where one dies or hangs the answer says so, and the other items are done.
 
 No torch here, so that its own test is quick.
 """
@@ -21,6 +21,7 @@ class Worker:
         self.function, self.gpu, self.process = function, gpu, None
 
     def call(self, item, patience: float) -> tuple:
+        """The worker again, so that it is given the next item; the item; and what is said of it."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.connection, other_end = context.Pipe()
