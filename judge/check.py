@@ -276,7 +276,6 @@ def seeds(case: Case, direction: str) -> None:
         case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
         case.model.load_state_dict(case.initial)
         perturb(case.model, case.seed + turn)
-        # In poisoned memory PyTorch, in its deterministic mode, may choose other kernels: gate 1 alone.
         ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
         ask(case, Request(f"seed {turn}", direction, turn, strict=True))
 
@@ -316,7 +315,8 @@ def put(case: Case, request: Request, must: bool) -> None:
     drawn = [draw() for draw in draws]
     sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
     try:  # a copy: a call may change what the module holds, as running means
-        expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
+        with request.memory(case.device):
+            expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
     except Exception as error:
         if must or isinstance(error, torch.OutOfMemoryError):
             raise

@@ -109,6 +109,20 @@ class Request:
     expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
     refusable: bool = False  # who refuses it with an error is not wrong
 
+    @contextlib.contextmanager
+    def memory(self, device: str, like: list[torch.Tensor] = ()) -> Iterator[None]:
+        """If `poison`: blocks of these sizes are filled with NaN and freed, and PyTorch fills what torch.empty gives.
+
+        It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
+        """
+        set_deterministic(self.poison)
+        blocks = [torch.full_like(x, math.nan, device=device) for x in like if self.poison and x.is_floating_point()]
+        del blocks
+        try:
+            yield
+        finally:
+            set_deterministic(False)
+
 
 class Answer(NamedTuple):
     """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
@@ -230,12 +244,9 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def poison_memory(device: str, like: list, on: bool) -> None:
-    """Fills blocks of these sizes with NaN and frees them, and has PyTorch fill what torch.empty gives."""
+def set_deterministic(on: bool) -> None:
     torch._C._set_deterministic_algorithms(on, warn_only=True)  # torch's own function imports a compiler: seconds
     torch.utils.deterministic.fill_uninitialized_memory = on
-    blocks = [torch.full_like(x, float("nan"), device=device) for x in like if on and x.is_floating_point()]
-    del blocks
 
 
 def settings() -> dict[str, object]:
@@ -311,12 +322,11 @@ class Contender:
                 memory.fill_(float("nan"))
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
-        poison_memory(self.device, answers[0], request.poison)
-        with self._late(inputs) if request.stream else contextlib.nullcontext():
+        late = self._late(inputs) if request.stream else contextlib.nullcontext()
+        with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
                 self._hand_over(list(answer.leaves.values()), answer.forms, places)
-        poison_memory(self.device, [], False)
         module.eval()
         return {"forms": [answer.forms for answer in found], "tree": found[0].tree, "did": found[0].did}
 

@@ -22,7 +22,7 @@ from judge import bench, record, roofline
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import CHUNK, Errors, compare, perturb
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
-from judge.worker import Request, normal_like, poison_memory, same_bits
+from judge.worker import Request, normal_like, same_bits
 
 ROOT = Path(harness.__file__).resolve().parent
 PLAIN = source("plain")
@@ -322,9 +322,8 @@ def test_incoming_gradients_are_the_same_in_every_dtype(device):
 
 
 def test_poisoned_memory_is_nan_until_the_switches_come_back(device):
-    poison_memory(device.type, [], True)
-    assert torch.empty(1000, device=device).isnan().all()
-    poison_memory(device.type, [], False)
+    with Request("", poison=True).memory(device.type):
+        assert torch.empty(1000, device=device).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
 
 
