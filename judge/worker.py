@@ -25,7 +25,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
@@ -110,7 +110,7 @@ class Request:
     refusable: bool = False  # who refuses it with an error is not wrong
 
     @contextlib.contextmanager
-    def memory(self, device: str, like: list[torch.Tensor] = ()) -> Iterator[None]:
+    def memory(self, device: str, like: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """If `poison`: blocks of these sizes are filled with NaN and freed, and PyTorch fills what torch.empty gives.
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
