@@ -10,6 +10,7 @@ Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not 
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import warnings
 
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
+if __name__ == "__main__":  # the process that the contenders' are copies of loads torch meanwhile
+    multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+    multiprocessing.forkserver.ensure_running()
 
 import argparse
 import contextlib
@@ -34,7 +38,7 @@ import torch
 from judge import bench, check, record, roofline, source
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import Rejected, Worker
+from judge.worker import COMPILE_MODES, Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
@@ -77,7 +81,7 @@ def say(text: str) -> None:
 
 
 class Judge:
-    """Judges pair after pair. The processes of the baselines serve all of them."""
+    """Judges pair after pair. The processes that compile serve all of them, since a compiler takes seconds to load."""
 
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
         self.options, self.ceilings, self.tell = options, ceilings, tell
@@ -94,8 +98,7 @@ class Judge:
         """All records of one pair. Never raises for what a pair does wrong."""
         options, sha256 = self.options, source.code_sha256(pair.new_path)
         for dtype, level in itertools.product(options.dtype, options.precision):
-            if "new" in self.workers:
-                self.workers.pop("new").kill()
+            self._end("new")
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
             runs = [Result(direction, *what) for direction in options.directions]
             try:
@@ -117,11 +120,7 @@ class Judge:
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
         shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
-        for role in self.baselines:
-            try:
-                case.load(self._worker(role), pair.new_path if role == "cudagraph" else None)
-            except Rejected as failed:
-                case.drop(role, failed)
+        self._load(case, pair, compiled=True)
         for i, direction in enumerate([*options.directions, "after"]):
             at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
             if not at_stake:
@@ -134,6 +133,7 @@ class Judge:
                     seconds = seconds or imported
                 check.check(case, direction)
                 if direction != "after":
+                    self._load(case, pair, compiled=False)
                     measure(case, runs[i])
             except RAISED as error:
                 for run in at_stake:
@@ -146,6 +146,24 @@ class Judge:
         if role not in self.workers or not self.workers[role].alive():
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
+
+    def _end(self, role: str) -> None:
+        if role in self.workers:
+            self.workers.pop(role).kill()
+
+    def _load(self, case: check.Case, pair: Pair, compiled: bool) -> None:
+        """Makes the contenders' modules: of those not compiled in new processes.
+
+        What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
+        """
+        for role in ("new", *self.baselines):
+            if (role in COMPILE_MODES) == compiled:
+                try:
+                    if not compiled:
+                        self._end(role)
+                    case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
+                except Rejected as failed:
+                    case.drop(role, failed)
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")

@@ -277,27 +277,25 @@ class Contender:
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.settings = role, device, device == "cuda", settings()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
-        self.loaded = None
+        self.cls = None
         self.rest()
 
     def load(self, path: Path, constants: dict, arguments: list, level: str, dtype, seed: int) -> dict:
         """Imports a contender's file, the build included, if that is not done; makes two instances of its module."""
         self.rest()
         set_precision(level)
-        self.settings, self.modules = settings(), []
-        if self.loaded != (path, constants):
-            self.loaded, begin = None, perf_counter()
-            module = load(path)
-            vars(module).update(constants)
-            self.cls = getattr(module, "ModelNew" if self.role in ("new", "cudagraph") else "Model")
-            self.loaded, self.seconds = (path, constants), perf_counter() - begin
+        self.settings, self.modules, begin = settings(), [], perf_counter()
+        module = load(path)
+        seconds = perf_counter() - begin
+        vars(module).update(constants)
+        self.cls = getattr(module, "ModelNew" if self.role in ("new", "cudagraph") else "Model")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self.modules = [make(self.cls, copy.deepcopy(arguments), seed).to(self.device, dtype) for _ in range(2)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
-        return {"seconds": self.seconds, "state": [*state_of(self.modules[0])]}
+        return {"seconds": seconds, "state": [*state_of(self.modules[0])]}
 
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
@@ -483,7 +481,7 @@ def serve(role: str, device: str, pipe) -> None:
                     reply["wrong"] = [f"changes {name} from {was[name]} to {now}" for name, now in changed]
                     settle(device)
             except RAISED as error:
-                at_import = contender.loaded is None
+                at_import = contender.cls is None
                 failure = build_failure(error)
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
@@ -542,12 +540,14 @@ class Worker:
         return reply
 
     def has_ipc(self) -> bool:
-        """Whether it can open this process's memory of the GPU."""
+        """Whether it can open this process's memory of the GPU. Ends it."""
         try:
             self.ask("rest", given=shared(torch.zeros(1, device="cuda"), by_ipc=True))
         except (Rejected, RuntimeError):
+            return False
+        finally:
             self.kill()
-        return self.alive()
+        return True
 
     def kill(self) -> None:
         for pid in self.strays():

@@ -1287,9 +1287,9 @@ struct Arguments {
 std::tuple<Tensor, Tensor> forward_cuda(
     const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);
+    const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // not before: it would add to the peak
     if (out.numel() == 0) return {out, statistics};
-    const Tensor h = fits ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
     Arguments arguments(h, out, parameters, groups);
     arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
     const auto launch = fits ? conv_forward : tail_forward;
@@ -1395,7 +1395,9 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.sigmoid((h + bias) * scale)
+    h = h + bias  # line by line, as the Model: the old h's memory is free for the next, while it still lies in L2
+    h = h * scale
+    return torch.sigmoid(h)
 
 
 def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: int, eps: float) -> torch.Tensor:
@@ -1493,8 +1495,6 @@ class ModelNew(nn.Module):
     def _is_usual(self) -> bool:
         """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
         conv, norm = self.conv, self.group_norm
-        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm):
-            return False
-        if conv.bias is None or norm.weight is None or norm.bias is None or norm.eps < 1e-6:  # sums are fixed-point
+        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:  # fixed-point sums
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

@@ -28,7 +28,7 @@ from judge.roofline import Ceilings  # noqa: E402
 from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
 
 # In a hurry: this is about the judgement, not the figures.
-bench.MIN_ROUNDS, bench.MOST_SLOTS = 8, 4
+bench.MIN_ROUNDS, bench.MOST_SLOTS = 10, 4
 HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0)
 
 
