@@ -88,6 +88,8 @@ class Judge:
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
+        for role in self.baselines:
+            self._worker(role)
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -120,7 +122,6 @@ class Judge:
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
         shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
-        self._load(case, pair, compiled=True)
         for i, direction in enumerate([*options.directions, "after"]):
             at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
             if not at_stake:
@@ -133,7 +134,7 @@ class Judge:
                     seconds = seconds or imported
                 check.check(case, direction)
                 if direction != "after":
-                    self._load(case, pair, compiled=False)
+                    self._load(case, pair)
                     measure(case, runs[i])
             except RAISED as error:
                 for run in at_stake:
@@ -151,19 +152,18 @@ class Judge:
         if role in self.workers:
             self.workers.pop(role).kill()
 
-    def _load(self, case: check.Case, pair: Pair, compiled: bool) -> None:
-        """Makes the contenders' modules: of those not compiled in new processes.
+    def _load(self, case: check.Case, pair: Pair) -> None:
+        """Makes the modules that are timed: in new processes, but for those that compile.
 
         What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
         """
         for role in ("new", *self.baselines):
-            if (role in COMPILE_MODES) == compiled:
-                try:
-                    if not compiled:
-                        self._end(role)
-                    case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
-                except Rejected as failed:
-                    case.drop(role, failed)
+            if role not in COMPILE_MODES:
+                self._end(role)
+            try:
+                case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
+            except Rejected as failed:
+                case.drop(role, failed)
 
     def _time(self, case: check.Case, run: Result) -> None:
         case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
