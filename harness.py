@@ -100,7 +100,6 @@ class Judge:
         """All records of one pair. Never raises for what a pair does wrong."""
         options, sha256 = self.options, source.code_sha256(pair.new_path)
         for dtype, level in itertools.product(options.dtype, options.precision):
-            self._end("new")
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
             runs = [Result(direction, *what) for direction in options.directions]
             try:
@@ -129,7 +128,7 @@ class Judge:
             try:
                 if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
                     case.tell(f"importing {pair.new_path.name}")
-                    self._worker("new")
+                    self._worker("new", anew=True)
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
                 check.check(case, direction)
@@ -143,14 +142,12 @@ class Judge:
             run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
             run.notes += dict.fromkeys(case.notes)  # each once
 
-    def _worker(self, role: str) -> Worker:
-        if role not in self.workers or not self.workers[role].alive():
+    def _worker(self, role: str, anew: bool = False) -> Worker:
+        if role in self.workers and (anew or not self.workers[role].alive()):
+            self.workers.pop(role).kill()
+        if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
-
-    def _end(self, role: str) -> None:
-        if role in self.workers:
-            self.workers.pop(role).kill()
 
     def _load(self, case: check.Case, pair: Pair) -> None:
         """Makes the modules that are timed: in new processes, but for those that compile.
@@ -158,10 +155,9 @@ class Judge:
         What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
         """
         for role in ("new", *self.baselines):
-            if role not in COMPILE_MODES:
-                self._end(role)
+            worker = self._worker(role, anew=role not in COMPILE_MODES)
             try:
-                case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
+                case.load(worker, pair.new_path if role in ("new", "cudagraph") else None)
             except Rejected as failed:
                 case.drop(role, failed)
 

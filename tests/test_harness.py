@@ -127,6 +127,12 @@ def test_half_a_message_is_no_hang(judge):
     assert not run.ok and "wrote something of its own into the pipe" in run.reasons[0], run
 
 
+def test_each_direction_is_timed_in_a_new_process(judge, tmp_path):
+    """A process that was asked more may be slower."""
+    runs = judge(f"open({str(tmp_path / 'imports')!r}, 'a').write('1')\n" + PLAIN, directions=DIRECTIONS)
+    assert all(run.ok for run in runs) and (tmp_path / "imports").read_text() == "1" * (1 + len(DIRECTIONS))
+
+
 def test_what_is_wrong_is_not_timed(judge):
     (run,) = judge(source("swapped_operations"))
     assert run.status == record.WRONG and not (run.ok or run.ms or run.roof)
