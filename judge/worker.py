@@ -116,13 +116,14 @@ class Request:
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
         """
-        set_deterministic(self.poison)
+        deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
+        deterministic(self.poison, warn_only=True)
         blocks = [torch.full_like(x, math.nan, device=device) for x in like if self.poison and x.is_floating_point()]
         del blocks
         try:
             yield
         finally:
-            set_deterministic(False)
+            deterministic(False, warn_only=True)
 
 
 class Answer(NamedTuple):
@@ -245,11 +246,6 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def set_deterministic(on: bool) -> None:
-    torch._C._set_deterministic_algorithms(on, warn_only=True)  # torch's own function imports a compiler: seconds
-    torch.utils.deterministic.fill_uninitialized_memory = on
-
-
 def settings() -> dict[str, object]:
     """What a candidate must leave as it was, for whoever else runs in its process."""
     return {
@@ -258,6 +254,7 @@ def settings() -> dict[str, object]:
         "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
         "cuDNN's benchmark mode": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic],
+        "the filling of new memory": torch._C._get_deterministic_fill_uninitialized_memory(),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
