@@ -24,7 +24,6 @@ import statistics
 import struct
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -464,7 +463,6 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
     multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
-    warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
     os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
     os.close(tracker._fd)
@@ -481,11 +479,10 @@ def serve(role: str, device: str, pipe) -> None:
                     reply["wrong"] = [f"changes {name} from {was[name]} to {now}" for name, now in changed]
                     settle(device)
             except RAISED as error:
-                at_import = contender.cls is None
                 failure = build_failure(error)
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
-                reply = {"kind": kind, "wrong": [said + " at import" * at_import]}
+                reply = {"kind": kind, "wrong": [said + " at import" * (contender.cls is None)]}
             if "kind" in reply:  # what it held when it raised is free: others need it
                 try:
                     settle(device)
@@ -553,12 +550,11 @@ class Worker:
         for pid in self.strays():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.kill()  # it may have no group of its own yet
         self._signal(signal.SIGKILL)
         self._process.join(5)
 
     def strays(self) -> list[int]:
-        """Descendants outside the process group: they go on while the group is stopped."""
+        """Descendants outside the process group, which go on while it is stopped; itself, while it has no group yet."""
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
