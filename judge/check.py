@@ -295,11 +295,14 @@ def ask(case: Case, request: Request) -> None:
             break
         except (torch.OutOfMemoryError, Rejected) as error:
             kind = getattr(error, "kind", "memory")
-            if must or kind == "doubt" and turn == MOST_SEEDS - 1 or kind not in ("doubt", "memory"):
-                raise
-            if kind == "memory":
+            if kind == "raised" and request.refusable:
+                case.notes.append(f"refuses {request.when}: {error}")
+                break
+            if kind == "memory" and not must:
                 case.notes.append(f"not asked for want of memory: {request.when}")
                 break
+            if kind != "doubt" or turn == MOST_SEEDS - 1:
+                raise
     settle(case.device)
 
 
@@ -331,14 +334,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         perturb(other, request.seed + 1)
         states[1] = case.share(dict(other.state_dict()))
     settle(case.device)
-    try:
-        asked = replace(request, change=None, weights=None)
-        reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
-    except Rejected as error:
-        if must or error.kind != "raised" or not request.refusable:
-            raise
-        case.notes.append(f"refuses {request.when}: {error}")
-        return
+    asked = replace(request, change=None, weights=None)
+    reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
     wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
     if request.mode == "train":  # as running means; inputs may be left alone
         missing = (what for what in expected[0].did if what not in reply["did"] and "input" not in what)
