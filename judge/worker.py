@@ -323,7 +323,7 @@ class Contender:
         with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
-                self._hand_over(list(answer.leaves.values()), answer.forms, places)
+                self._hand_over(answer.leaves.values(), places)
         module.eval()
         return {"forms": [answer.forms for answer in found], "tree": found[0].tree, "did": found[0].did}
 
@@ -377,9 +377,8 @@ class Contender:
     def answer(self, index: int) -> dict:
         """Hands one of the answers just timed over."""
         leaves, self.kept = self.kept[index], []
-        forms = [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]
-        self._hand_over(leaves, forms, self.answers)
-        return {"forms": forms}
+        self._hand_over(leaves, self.answers)
+        return {"forms": [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]}
 
     def profile(self, path: str) -> dict:
         """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
@@ -445,9 +444,9 @@ class Contender:
         own = partial(copied, new=partial(torch.UntypedStorage, device=self.device))
         return tree_map_only(torch.Tensor, own, given)
 
-    def _hand_over(self, leaves: list, forms: list[str], answers: list) -> None:
+    def _hand_over(self, leaves: Iterable, answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
-        tensors = [leaf for leaf, form in zip(leaves, forms) if form.startswith("Tensor of")]
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
