@@ -96,11 +96,14 @@ class Judge:
         for worker in self.workers.values():
             worker.kill()
 
-    def judge(self, pair: Pair, constants: dict | None = None) -> Iterator[Result]:
+    def judge(self, pair: Pair) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, sha256 = self.options, source.code_sha256(pair.new_path)
-        for dtype, level in itertools.product(options.dtype, options.precision):
-            what = pair.name, sha256, options.device, dtype, level, options.seed, constants or {}
+        options, sha256, shapes = self.options, source.code_sha256(pair.new_path), [{}]
+        if options.sweep:
+            with contextlib.suppress(*RAISED):  # the run says what is wrong with the file
+                shapes = Problem(pair.model_path).sweep or shapes
+        for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
+            what = pair.name, sha256, options.device, dtype, level, options.seed, constants
             runs = [Result(direction, *what) for direction in options.directions]
             try:
                 self._judge(pair, runs)
@@ -128,7 +131,7 @@ class Judge:
             try:
                 if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
                     case.tell(f"importing {pair.new_path.name}")
-                    self._worker("new", anew=True)
+                    self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
                 check.check(case, direction)
@@ -142,22 +145,22 @@ class Judge:
             run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
             run.notes += dict.fromkeys(case.notes)  # each once
 
-    def _worker(self, role: str, anew: bool = False) -> Worker:
-        if role in self.workers and (anew or not self.workers[role].alive()):
+    def _worker(self, role: str) -> Worker:
+        """A new process, but of those that compile the one there is.
+
+        What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
+        """
+        if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
             self.workers.pop(role).kill()
         if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
         return self.workers[role]
 
     def _load(self, case: check.Case, pair: Pair) -> None:
-        """Makes the modules that are timed: in new processes, but for those that compile.
-
-        What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
-        """
+        """Makes the modules that are timed."""
         for role in ("new", *self.baselines):
-            worker = self._worker(role, anew=role not in COMPILE_MODES)
             try:
-                case.load(worker, pair.new_path if role in ("new", "cudagraph") else None)
+                case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
             except Rejected as failed:
                 case.drop(role, failed)
 
@@ -229,13 +232,6 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
-def shapes_of(pair: Pair, sweep: bool) -> list[dict]:
-    """The constants to replace in the Model's file, a run for each: none, or those of its sweep."""
-    with contextlib.suppress(*RAISED):  # the run says what is wrong with the file
-        return (sweep and Problem(pair.model_path).sweep) or [{}]
-    return [{}]
-
-
 def main(argv: list[str]) -> int:
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -243,13 +239,12 @@ def main(argv: list[str]) -> int:
     if options.list:
         print(*source.discover(ROOT), sep="\n")
         return ALL_RIGHT
-    shapes = [(pair, shape) for pair in pairs for shape in shapes_of(pair, options.sweep)]
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
-        for run in (run for pair, constants in shapes for run in judge.judge(pair, constants)):
+        for run in (run for pair in pairs for run in judge.judge(pair)):
             record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost

@@ -24,7 +24,6 @@ import statistics
 import struct
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -116,13 +115,14 @@ class Request:
 
         It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
         """
-        set_deterministic(self.poison)
+        deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
+        deterministic(self.poison, warn_only=True)
         blocks = [torch.full_like(x, math.nan, device=device) for x in like if self.poison and x.is_floating_point()]
         del blocks
         try:
             yield
         finally:
-            set_deterministic(False)
+            deterministic(False, warn_only=True)
 
 
 class Answer(NamedTuple):
@@ -245,11 +245,6 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def set_deterministic(on: bool) -> None:
-    torch._C._set_deterministic_algorithms(on, warn_only=True)  # torch's own function imports a compiler: seconds
-    torch.utils.deterministic.fill_uninitialized_memory = on
-
-
 def settings() -> dict[str, object]:
     """What a candidate must leave as it was, for whoever else runs in its process."""
     return {
@@ -258,6 +253,7 @@ def settings() -> dict[str, object]:
         "torch.backends.cudnn.allow_tf32": torch._C._get_cudnn_allow_tf32(),
         "cuDNN's benchmark mode": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark],
         "determinism": [torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic],
+        "the filling of new memory": torch._C._get_deterministic_fill_uninitialized_memory(),
         "whether gradients are recorded": torch.is_grad_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
@@ -327,7 +323,7 @@ class Contender:
         with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request)
             for answer, places in zip(found, answers):
-                self._hand_over(list(answer.leaves.values()), answer.forms, places)
+                self._hand_over(answer.leaves.values(), places)
         module.eval()
         return {"forms": [answer.forms for answer in found], "tree": found[0].tree, "did": found[0].did}
 
@@ -351,8 +347,7 @@ class Contender:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                answer = self._timed_call(0)
-            self.graph = graph, answer
+                self.graph = graph, self._timed_call(0)
         self._claims(1, 1)
         self.kept = []
         if self.gpu:
@@ -382,9 +377,8 @@ class Contender:
     def answer(self, index: int) -> dict:
         """Hands one of the answers just timed over."""
         leaves, self.kept = self.kept[index], []
-        forms = [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]
-        self._hand_over(leaves, forms, self.answers)
-        return {"forms": forms}
+        self._hand_over(leaves, self.answers)
+        return {"forms": [form_of(leaf, None if self.incoming else self.request) for leaf in leaves]}
 
     def profile(self, path: str) -> dict:
         """What ten calls consist of, by torch.profiler, as a table. The trace goes to `path`."""
@@ -450,9 +444,9 @@ class Contender:
         own = partial(copied, new=partial(torch.UntypedStorage, device=self.device))
         return tree_map_only(torch.Tensor, own, given)
 
-    def _hand_over(self, leaves: list, forms: list[str], answers: list) -> None:
+    def _hand_over(self, leaves: Iterable, answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
-        tensors = [leaf for leaf, form in zip(leaves, forms) if form.startswith("Tensor of")]
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
@@ -467,7 +461,6 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
     multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
-    warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
     os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
     os.close(tracker._fd)
@@ -484,11 +477,10 @@ def serve(role: str, device: str, pipe) -> None:
                     reply["wrong"] = [f"changes {name} from {was[name]} to {now}" for name, now in changed]
                     settle(device)
             except RAISED as error:
-                at_import = contender.cls is None
                 failure = build_failure(error)
                 said = f"build failed: {failure}" if failure else f"raised {last_line(error)}"
                 kind = BUILD if failure else "memory" if isinstance(error, torch.OutOfMemoryError) else "raised"
-                reply = {"kind": kind, "wrong": [said + " at import" * at_import]}
+                reply = {"kind": kind, "wrong": [said + " at import" * (contender.cls is None)]}
             if "kind" in reply:  # what it held when it raised is free: others need it
                 try:
                     settle(device)
@@ -556,12 +548,11 @@ class Worker:
         for pid in self.strays():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.kill()  # it may have no group of its own yet
         self._signal(signal.SIGKILL)
         self._process.join(5)
 
     def strays(self) -> list[int]:
-        """Descendants outside the process group: they go on while the group is stopped."""
+        """Descendants outside the process group, which go on while it is stopped; itself, while it has no group yet."""
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
