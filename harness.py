@@ -88,7 +88,7 @@ class Judge:
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        for role in self.baselines:
+        for role in COMPILE_MODES.keys() & {*self.baselines}:  # loading a compiler takes seconds: it begins now
             self._worker(role)
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 

@@ -24,6 +24,7 @@ import statistics
 import struct
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -277,7 +278,7 @@ class Contender:
         self.cls = None
         self.rest()
         if role in COMPILE_MODES:
-            importlib.import_module("torch._inductor.compile_fx")  # takes seconds; the judge is not waiting yet
+            importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
     def load(self, path: Path, constants: dict, arguments: list, level: str, dtype, seed: int) -> dict:
         """Imports a contender's file, the build included, if that is not done; makes two instances of its module."""
@@ -461,6 +462,7 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
     multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
+    warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
     os.close(server._forkserver_alive_fd)  # pipes of the judge's: who needs a server here starts one of its own
     os.close(tracker._fd)
