@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
-if __name__ == "__main__":  # the process that the contenders' are copies of loads torch meanwhile
+if __name__ == "__main__":  # contenders are forked from a server; it loads torch (as judge/worker.py asks) meanwhile
     multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
     multiprocessing.forkserver.ensure_running()
 
@@ -81,14 +81,14 @@ def say(text: str) -> None:
 
 
 class Judge:
-    """Judges pair after pair. The processes that compile serve all of them, since a compiler takes seconds to load."""
+    """Judges pair after pair."""
 
     def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        for role in COMPILE_MODES.keys() & {*self.baselines}:  # loading a compiler takes seconds: it begins now
+        for role in COMPILE_MODES.keys() & {*self.baselines}:  # they begin to load the compiler
             self._worker(role)
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
@@ -146,9 +146,10 @@ class Judge:
             run.notes += dict.fromkeys(case.notes)  # each once
 
     def _worker(self, role: str) -> Worker:
-        """A new process, but of those that compile the one there is.
+        """Starts the contender's process anew; one that compiles is kept while it lives.
 
-        What a process did before, as checks, was seen to change the time between its kernels by a microsecond.
+        What a process has done before, checks for example, was seen to change the time between its kernels by a
+        microsecond. Loading a compiler takes seconds.
         """
         if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
             self.workers.pop(role).kill()

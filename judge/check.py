@@ -166,7 +166,7 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 
 def perturb(model: torch.nn.Module, seed: int) -> None:
     """New values for everything floating in the state, of the size it had; what is all zero becomes small numbers."""
-    torch.manual_seed(-1 - seed)  # no seed of inputs
+    torch.manual_seed(-1 - seed)  # inputs have seeds from 0 on
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
             factors = torch.rand_like(tensor) + 0.5

@@ -537,7 +537,7 @@ class Worker:
         return reply
 
     def has_ipc(self) -> bool:
-        """Whether it can open this process's memory of the GPU. Ends it."""
+        """Whether it can open this process's memory of the GPU; then ends the worker."""
         try:
             self.ask("rest", given=shared(torch.zeros(1, device="cuda"), by_ipc=True))
         except (Rejected, RuntimeError):

@@ -15,8 +15,8 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.455
-ms, also with gradients recorded, 12.8x eager; forward and backward 2.50 ms, 7.4x. The forward is limited by L2 reads
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
+ms, also with gradients recorded, 12.9x eager; forward and backward 2.49 ms, 7.4x. The forward is limited by L2 reads
 (a band of two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
 """
 
@@ -1288,7 +1288,7 @@ std::tuple<Tensor, Tensor> forward_cuda(
     const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
     const c10::cuda::CUDAGuard guard(x.device());
     const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // not before: it would add to the peak
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
     if (out.numel() == 0) return {out, statistics};
     Arguments arguments(h, out, parameters, groups);
     arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
@@ -1395,7 +1395,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    h = h + bias  # line by line, as the Model: the old h's memory is free for the next, while it still lies in L2
+    h = h + bias  # line by line, as the Model: so each old h is freed when the next is there
     h = h * scale
     return torch.sigmoid(h)
 
