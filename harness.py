@@ -148,8 +148,8 @@ class Judge:
     def _worker(self, role: str) -> Worker:
         """Starts the contender's process anew; one that compiles is kept while it lives.
 
-        What a process has done before, checks for example, was seen to change the time between its kernels by a
-        microsecond. Loading a compiler takes seconds.
+        What a process has done before, checks for example, was seen to add a microsecond to each kernel behind a
+        flush. Loading a compiler takes seconds.
         """
         if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
             self.workers.pop(role).kill()
