@@ -165,7 +165,10 @@ def start(*arguments, output: Path, gpu: int, tool: str | None = None) -> subpro
     command, gpus = [sys.executable, __file__, *map(str, arguments)], visible_gpus()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[gpu % len(gpus)]}
     if tool:
-        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000", "--show-backtrace", "no", *command]
+        options = ["--print-limit", "1000", "--show-backtrace", "no"]
+        if tool == "synccheck":  # it finds their number itself, too few: then kernels hang, or fail with its own errors
+            options += ["--num-cuda-barriers", "4096"]
+        command = ["compute-sanitizer", "--tool", tool, *options, *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     streams = {"stdout": output.open("w"), "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
