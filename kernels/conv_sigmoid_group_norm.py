@@ -8,10 +8,10 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 Two ways, chosen in `ModelNew.forward`:
 - our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
   rows per SM), output pixels a multiple of 4, eps >= 1e-6; float32, 16 bits and autocast, computed in float32;
-- otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution and one kernel for the rest.
+- otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution, then two launches of a kernel.
 
-The forward is one kernel: x is read once, out is written once, and v waits in shared memory for its mean and rstd. With
-gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h again, in a workspace,
+The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
+gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
@@ -27,6 +27,7 @@ import os
 import pathlib
 import shutil
 import sys
+import types
 
 import torch
 from torch import nn
@@ -88,10 +89,10 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded, NaN for NaN. To change it, edit this part, `activate` in
-// CPP_SOURCE and `_activate` in Python. The kernels multiply scale by kActivationFactor beforehand.
+// The activation v of z = (h + bias) * scale: bounded, and NaN for NaN, by which `convolve` finds overflow. To change
+// it, edit this part, `activate` in CPP_SOURCE and `_activate` in Python. Here t = kActivationFactor * z is given.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v; a sum of values outside spills into the counters
+constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -141,7 +142,7 @@ constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
-constexpr int kSteps = 5, kProducts = 9;       // A's fragments, two taps each; a task's wgmmas, two of 18 taps (hi, lo)
+constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of two taps; a task's wgmmas: 2 * 9 taps (hi, lo) / 2
 constexpr int kLine = 16;                      // words (128 bytes) between totals: L2 serializes atomics on one line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
@@ -151,10 +152,10 @@ struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean 
 struct ConvArguments {
     const void* x;  // of T
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
-    void* out;      // of T; of float where it is h
+    void* out;      // of T; of float where it is h + bias
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
-    // When h is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again made h.
+    // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
@@ -193,8 +194,8 @@ struct Walk {
 };
 
 // A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
-// Adding integers, the blocks get the same sum in any order. Sum and number are one 64-bit word, so a reader that sees
-// the full number has the full sum: relaxed atomics are enough, no flag, no fence.
+// Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
+// A sum beyond what kLowest and kHighest allow is cut at 0, or carries: the mean is NaN, or await_total never ends.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed, bool finite) {
     const unsigned long long fixed = finite ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
@@ -259,7 +260,7 @@ __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& 
     const float2 f = __half22float2(h);
     hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
 }
-// A pixel's channels as fp16 hi and lo of x * scale. On overflow hi is +-inf and lo -+inf: hi + lo is NaN.
+// fp16 hi and lo of a pixel's x * scale. Overflow gives a NaN: hi + lo is inf - inf; of 16 bits, inf * the weights' 0.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
@@ -353,7 +354,7 @@ __device__ __forceinline__ void bring(
     }
 }
 
-// A warpgroup's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
+// A warp's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
     const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
@@ -675,7 +676,7 @@ template <typename F> static int by_type(int64_t type, F launch) {
     return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
 }
 
-// The forward, or, not NORMALIZE, h. Returns a cudaError_t.
+// The forward or, with NORMALIZE false, h + bias. Returns a cudaError_t.
 template <typename T, bool NORMALIZE>
 static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
     const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
@@ -776,9 +777,9 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 //   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// The products are the forward's, but by mma.sync and without lo * lo; a few at a time are summed from zero, as tensor
-// cores truncate, then added in float32. Powers of two bring a sample's x, and each channel's dh, below fp16's largest.
-// Samples that the convolution could not make in fp16 are left to differentiate_plainly, which comes last.
+// Operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products at a
+// time are summed from zero, then added in float32. Powers of two bring a sample's x and a channel's dh into its range.
+// differentiate_plainly, the last, makes x's and the weights' gradients again of samples that overflow fp16 (`plain`).
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
@@ -793,8 +794,8 @@ constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or
 constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel of a sample: q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz, dh = q * push;
-// push = rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: the sample's part of their gradients.
+// Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
+// dh = q * push, push = rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its part of gradients.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
@@ -878,7 +879,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
         }
         const double2 all = sum_of_block(own);
         atomicMax(&largest[0][c], __float_as_uint(own_grad)), atomicMax(&largest[1][c], __float_as_uint(own_slope));
-        // Of the exact mean. NaN where grad is not finite, as in ATen.
+        // y: for the exact mean, mean + rest. NaN where grad is not finite, as in ATen.
         if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
         __syncthreads();
     }
@@ -1157,7 +1158,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     }
 }
 
-// Of a sample: bands enough to fill the multiprocessors, of eight rows at least.
+// Bands of a sample: at most one for each multiprocessor, over all samples; of eight rows or more, or a single one.
 static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1208,7 +1209,6 @@ CPP_SOURCE = r"""
 #endif
 
 namespace {
-
 using at::Tensor;
 using Vec = at::vec::Vectorized<float>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
@@ -1336,17 +1336,17 @@ TORCH_LIBRARY(NAMESPACE, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name carries a hash of all that shapes the binary:
-    edited copies and other versions of torch live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
+    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
     simd = torch.backends.cpu.get_cpu_capability()
-    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are what at::vec asks for
+    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are for at::vec, where used
         cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
     cuda_flags = ["-O3", "--split-compile=0"]
     for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
-        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 has no wgmma and no setmaxnreg
+        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 lacks wgmma and setmaxnreg
         cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -1387,11 +1387,11 @@ _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
-    own, everywhere = module.__dict__, nn.modules.module.__dict__
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
+    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
 def _activate(h: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -1452,7 +1452,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
-            tensors = [t.view_as(t) for t in tensors]  # no gradient goes on to what they were made of
+            tensors = [t.view_as(t) for t in tensors]  # views: one may depend on another, the gradients not
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
@@ -1493,8 +1493,8 @@ class ModelNew(nn.Module):
         return _forward(tensors[0], tensors[1:], groups, eps, fits)[0]
 
     def _is_usual(self) -> bool:
-        """Whether the layers inside are those of the constructor, and no one is to see what goes between them."""
+        """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
         conv, norm = self.conv, self.group_norm
-        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:  # fixed-point sums
+        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
             return False
         return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

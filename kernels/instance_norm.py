@@ -27,6 +27,7 @@ import os
 import pathlib
 import shutil
 import sys
+import types
 
 import torch
 from torch import nn
@@ -101,12 +102,12 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
 // and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
 // is at most some n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
-// most log2(n) of a double's 53 bits. Equal values leave zeros.
+// most log2(n) of a double's 53 bits. g is summed in that sweep, too: so its gradient cannot depend on y.
 
 template <int OPERANDS> struct alignas(16) Sums {
-    double of[2 * OPERANDS];
+    double of[2 * OPERANDS];  // of d, d^2, g, d * g
 
-    // Adds a pack: in float its sums of deviations from its own mean; then, in double, these sums moved to the anchor.
+    // Adds a pack: in float, sums around its first value, and products around its mean; in double, around the anchor.
     template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
@@ -142,7 +143,7 @@ template <int OPERANDS> struct alignas(16) Sums {
 };
 
 // y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, by fused multiply-adds. x - hi, where hi is
-// the mean rounded to float, is nearly exact however far the mean is from zero; `rest` has what the rounding left over.
+// the mean rounded to float, is nearly exact. `rest` makes up for mean - hi and, backward, subtracts mean(g) * rstd.
 template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
@@ -236,7 +237,7 @@ constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' parts fit in it
 constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
-static_assert(kChunkBytes / 2 % 128 == 0, "stages, and their halves backward, stay aligned for the bulk copies");
+static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
 // A part has at least three chunks, so a producer is at most six slices ahead of the slowest sum. To sum slice s, all
 // blocks have exchanged the sums of slice s - 2, so every thread has read the queue's entries before that.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
@@ -376,7 +377,7 @@ template <typename T, int OPERANDS> __device__ void consume(
             continue;
         }
         const float anchor = to_float(task.x[slice * task.n]);
-        // full's parity tells only successive fillings of a stage apart: the other team must have seen its own first.
+        // Parity cannot tell a filling of a stage from the next but one: so the other team sees the one between first.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kMine];
@@ -394,7 +395,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         mbarrier_arrive(&state.gathered[team]);
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
-        // Hides `held` from the compiler, which would keep its 16-bit values converted to float, and spill 204 bytes.
+        // Hides `held` from the compiler, which would keep bfloat16 converted to float, and spill 204 bytes backward.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
         for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
@@ -475,7 +476,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // the fewest that hold the slice, for few shuffles; but 8, of 128 bytes, if there are 8 packs
+    int group = 1;  // the fewest that hold the slice, for few shuffles; but 8 if it has more than 4 packs
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -483,7 +484,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     return cudaGetLastError();
 }
 
-// Parts of a slice that is read twice: some 32 blocks a multiprocessor in all, parts of 64 KiB or so at least.
+// Parts of a slice that is read twice: some 4096 blocks in all, of more than 32 KiB each.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
     const int64_t wanted = divide_up(4096, slices), most = divide_up(bytes, 1 << 16);
     return wanted < most ? wanted : most;
@@ -560,15 +561,14 @@ CPP_SOURCE = r"""
 
 namespace {
 
-// On one core; sums in double, around the slice's first value.
+// By one thread; sums in double, around the slice's first value.
 void normalize_slice(const float* x, float* y, int64_t n, double eps) {
     const double anchor = x[0];
     double sum = 0, square = 0;
 #pragma omp simd reduction(+ : sum, square)
     for (int64_t i = 0; i < n; ++i) {
         const double deviation = x[i] - anchor;
-        sum += deviation;
-        square += deviation * deviation;
+        sum += deviation, square += deviation * deviation;
     }
     const double shift = sum / n, variance = (square - sum * shift) / n;
     const double r = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);  // not std::max, which would drop a NaN
@@ -577,7 +577,7 @@ void normalize_slice(const float* x, float* y, int64_t n, double eps) {
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - hi) * rstd + rest;
 }
 
-// x (..., H, W) of float32; y contiguous, as InstanceNorm2d's is. A core takes a slice at a time.
+// x (..., H, W) of float32; y contiguous, as InstanceNorm2d's is. A thread takes some slices.
 at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const at::Tensor input = x.contiguous();
     at::Tensor y = at::empty_like(input, at::MemoryFormat::Contiguous);
@@ -596,7 +596,7 @@ extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t el
 extern "C" int instance_norm(int dtype, const void* grad, const void* x, void* y, int64_t slices, int64_t n, double eps,
     void* workspace, cudaStream_t stream);
 
-// A view of another tensor may be neither.
+// t, or a copy if it is not contiguous or not aligned: views may be neither.
 at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
@@ -647,17 +647,17 @@ TORCH_LIBRARY(NAMESPACE, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name carries a hash of all that shapes the binary:
-    edited copies and other versions of torch live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
+    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
     simd = torch.backends.cpu.get_cpu_capability()
-    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are what at::vec asks for
+    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are for at::vec, where used
         cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
     cuda_flags = ["-O3", "--split-compile=0"]
     for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
-        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 has no wgmma and no setmaxnreg
+        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 lacks wgmma and setmaxnreg
         cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -714,11 +714,11 @@ class InstanceNorm(torch.autograd.Function):
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
-    own, everywhere = module.__dict__, nn.modules.module.__dict__
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
+    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
@@ -727,7 +727,7 @@ def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
-    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # which PyTorch refuses
+    images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # PyTorch refuses 1
     bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
     usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0

@@ -7,8 +7,8 @@ The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pix
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8 (on a
-CPU 24 or more), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Strict float32
-products from 2^30 multiplications on, on sm_90, run on fp16 tensor cores as exactly as in float32; others are ATen's.
+CPU 24 or more), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Large float32
+products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores as exactly as in float32; others are ATen's.
 One kernel follows the forward's product, one precedes the gradients'. Everything else is plain: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
@@ -22,6 +22,7 @@ import os
 import pathlib
 import shutil
 import sys
+import types
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, as accurate as float32. The same text in both linear_*.py. ----
+// ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
@@ -107,7 +108,7 @@ constexpr int kTile = 128;
 constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
 constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%), so lines come in multiples of 4
 constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds ahead, and misread the parity of taken
-constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
+constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are still in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it accumulator * unscale might overflow: uncertain
@@ -125,7 +126,7 @@ __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
-// Each of `group` threads, a power of two, gets op over their v. Beyond 32 all of a block call; warp_values: 1 a warp.
+// Op over the v of `group` threads, a power of two. Whole warps call; beyond 32 the whole block. warp_values: 1 a warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -153,7 +154,7 @@ struct RowScale {
     float unscale, doubt;
 };
 // Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
-// `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
+// `smallest`, and those of x's rows to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
     int smallest;  // as take_smallest stores it
     int rows[1];  // as many as there are
@@ -310,7 +311,7 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 // The products of a line, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi. Steps of K and
-// the way from hi to lo are in the descriptors' units of 16 bytes.
+// the distance from hi to lo are in the descriptors' units of 16 bytes.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
@@ -358,7 +359,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 starts after 0, so that they add in turns. 0 may be 4 lines, a small tile, ahead: so two barriers
+        // Warpgroup 1 starts a tile after 0, so they add in turns. 0 may be a tile of 4 lines ahead: so two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -600,13 +601,13 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
-//
+// So errors are small beside the norm of dW, and of dX unless W's largest rows meet zeros of G alone: then dX loses a
+// bit for each factor of 2, beyond 2^16, between them and the others. Columns far smaller than others lose bits, too.
 // The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;
-    Exponents* own;  // smallest, zeroed beforehand: of a_i + the exponent of x's row i. rows: the a_i
+    Exponents* own;  // rows: the a_i. smallest, zeroed beforehand: the least a_i + exponent of x's row i
 };
 // The epilogue of dX, or of dW.
 struct StoreGradient {
@@ -679,7 +680,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
         }
         for (int at = lane + ITEMS * group; at < packs; at += group) use(from[at], other[at], at);
     };
-    const float share = 1.0f / n;  // before the sum of the mean, which large values could overflow
+    const float share = 1.0f / n;  // a factor of each term: the bare sum of large values could overflow
     float mean = 0, rest = 0, squares = 0;
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
@@ -778,7 +779,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
         }
     };
     double column_sums[kColumns] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z holds h, then z; own_y y, grad_y; g grad, d, G
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, then z; own_y: y, grad_y; g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
         read_columns(h + row * n, z, n), read_columns(y + row * n, own_y, n), read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
@@ -858,10 +859,9 @@ CPP_SOURCE = r"""
 #endif
 
 namespace {
-
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + bias, and of float32 without TF32 the exponents of x's and weight's scales: zeros if ATen made h.
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded` on a GPU, also
+// h = x weight^T + bias and, of float32 without TF32, the exponents of x's and weight's scales: zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool tf32, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
@@ -916,7 +916,6 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 
 #ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
-
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* forward;
@@ -935,7 +934,7 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
+// dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
@@ -971,7 +970,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     auto& [out, h, exponents] = outputs;
     if (y.numel() == 0) return outputs;
     const c10::cuda::CUDAGuard guard(x.device());
-    at::Tensor product = recorded ? h : out;  // which row_norm_residual then overwrites
+    at::Tensor product = recorded ? h : out;  // row_norm_residual reads it, and, if not recorded, writes out there
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor found = recorded ? exponents : at::empty({1 + m}, x.options().dtype(at::kInt));
@@ -981,7 +980,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
             found.data_ptr<int>(), pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, current_stream()));
     } else {
         at::linear_out(product, x, weight, bias);
-        exponents.zero_();  // where there are any: the same each time
+        exponents.zero_();  // no backward reads these, but results are to be the same each time
     }
     check_launch(row_norm_residual(kernel_dtype(x), product.data_ptr(), aligned(y).data_ptr(), out.data_ptr(), m, n,
         float(eps), current_stream()));
@@ -1042,17 +1041,17 @@ TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name carries a hash of all that shapes the binary:
-    edited copies and other versions of torch live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
+    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
     simd = torch.backends.cpu.get_cpu_capability()
-    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are what at::vec asks for
+    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are for at::vec, where used
         cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
     cuda_flags = ["-O3", "--split-compile=0"]
     for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
-        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 has no wgmma and no setmaxnreg
+        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 lacks wgmma and setmaxnreg
         cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -1087,11 +1086,11 @@ def _load(name: str) -> str:
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
-    own, everywhere = module.__dict__, nn.modules.module.__dict__
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
+    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -1140,7 +1139,8 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
         h = torch.native_layer_norm(h, h.shape[1:], None, None, norm.eps)[0]
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
-    return (h + y) * y
+    h = h + y  # which frees the old h
+    return h * y
 
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -1170,7 +1170,7 @@ class LinearRowNormResidual(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # no gradient goes on to what they were made of
+            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # views: y may depend on x, but not the gradients
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
             wanted = [t for t, need in zip(tensors, needs) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))

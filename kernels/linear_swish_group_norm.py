@@ -7,12 +7,12 @@
 
 Two ways, chosen by `_fits`. The operator: plain 2-D x, vectors of one value a feature, all of float32, float16 or
 bfloat16, groups of 16, 32, 64, 128 or, on a GPU, 8 features, no hooks, autocast or transforms; with gradients only on
-sm_90, groups of 64, 8192 features at most. Strict float32 products from 2^30 multiplications on, for groups of 64 on
+sm_90, groups of 64, 8192 features at most. Large float32 products without TF32 (`product_fits`), for groups of 64 on
 sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue; other
 products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.18 ms at cuBLAS's 700 TFLOP/s.
-Before, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
+First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
 linear_swish_group_norm --backward`: 1.24 ms, 6.6x eager; with backward 4.32 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
 """
 
@@ -23,6 +23,7 @@ import os
 import pathlib
 import shutil
 import sys
+import types
 
 import torch
 from torch import nn
@@ -81,7 +82,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, as accurate as float32. The same text in both linear_*.py. ----
+// ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
 //
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
@@ -108,7 +109,7 @@ constexpr int kTile = 128;
 constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
 constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%), so lines come in multiples of 4
 constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds ahead, and misread the parity of taken
-constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are met in L2
+constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are still in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
 constexpr float kLargestUnscale = 0x1p60f;  // beyond it accumulator * unscale might overflow: uncertain
@@ -126,7 +127,7 @@ __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (
 __host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
 struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
 struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
-// Each of `group` threads, a power of two, gets op over their v. Beyond 32 all of a block call; warp_values: 1 a warp.
+// Op over the v of `group` threads, a power of two. Whole warps call; beyond 32 the whole block. warp_values: 1 a warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -154,7 +155,7 @@ struct RowScale {
     float unscale, doubt;
 };
 // Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
-// `smallest`, and x's rows' to `rows`. The backward has a second one, for G: see SplitGradient.
+// `smallest`, and those of x's rows to `rows`. The backward has a second one, for G: see SplitGradient.
 struct Exponents {
     int smallest;  // as take_smallest stores it
     int rows[1];  // as many as there are
@@ -311,7 +312,7 @@ template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const
                   : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
 // The products of a line, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi. Steps of K and
-// the way from hi to lo are in the descriptors' units of 16 bytes.
+// the distance from hi to lo are in the descriptors' units of 16 bytes.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
@@ -359,7 +360,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 starts after 0, so that they add in turns. 0 may be 4 lines, a small tile, ahead: so two barriers
+        // Warpgroup 1 starts a tile after 0, so they add in turns. 0 may be a tile of 4 lines ahead: so two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -601,14 +602,56 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
 //     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
 //
-// So every term is kept to 2^-39 of the largest of its sum, or better: errors are small beside the result's norm.
-//
+// So errors are small beside the norm of dW, and of dX unless W's largest rows meet zeros of G alone: then dX loses a
+// bit for each factor of 2, beyond 2^16, between them and the others. Columns far smaller than others lose bits, too.
 // The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
     const Exponents* forward;
-    Exponents* own;  // smallest, zeroed beforehand: of a_i + the exponent of x's row i. rows: the a_i
+    Exponents* own;  // rows: the a_i. smallest, zeroed beforehand: the least a_i + exponent of x's row i
 };
+// The epilogue of dX, or of dW.
+struct StoreGradient {
+    SplitGradient grad;
+    float* out;
+    int m, n;
+    bool of_weight;
+    struct Scales {
+        float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
+    };
+    __device__ __forceinline__ Scales load(const Corner& corner) const {
+        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
+        Scales scales;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
+        }
+        return scales;
+    }
+    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
+        store_part<true>(out, v, corner, m, n);
+    }
+};
+
+// dX = G W, or dW = G^T x, after G has been split: splits the other operand (W or x; `pieces` has room for it) first.
+extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
+    int64_t k, const SplitGradient* grad, cudaStream_t stream) {
+    const int64_t terms = of_weight ? m : n;
+    Operand split = {other, pieces, terms, int(k)};
+    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
+    split.less = of_weight ? grad->own->rows : nullptr;
+    const cudaError_t error = launch_split(split, {}, stream);
+    if (error != cudaSuccess) return error;
+    const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
+    const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
+    return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
+                     : launch_multiply<false, true>(a, b, terms, epilogue, stream);
+}
+// ---- The groups of linear_swish_group_norm ----
+
 // A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
 // thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
 constexpr int kColumns = 16;
@@ -652,55 +695,13 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColum
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// The epilogue of dX, or of dW.
-struct StoreGradient {
-    SplitGradient grad;
-    float* out;
-    int m, n;
-    bool of_weight;
-    struct Scales {
-        float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
-    };
-    __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
-        Scales scales;
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
-            scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
-        }
-        return scales;
-    }
-    __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-#pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
-        store_part<true>(out, v, corner, m, n);
-    }
-};
-
-// dX = G W, or dW = G^T x, after G has been split: splits the other operand (W or x; `pieces` has room for it) first.
-extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
-    int64_t k, const SplitGradient* grad, cudaStream_t stream) {
-    const int64_t terms = of_weight ? m : n;
-    Operand split = {other, pieces, terms, int(k)};
-    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
-    split.less = of_weight ? grad->own->rows : nullptr;
-    const cudaError_t error = launch_split(split, {}, stream);
-    if (error != cudaSuccess) return error;
-    const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
-    const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
-    return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
-                     : launch_multiply<false, true>(a, b, terms, epilogue, stream);
-}
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each has a row of partial sums
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
     const int64_t most = sm_count() * 512 / gradient_threads(n);
     return m < most ? m : most;
 }
-// ---- The groups of linear_swish_group_norm ----
-
-// The activation and its derivative. To use another, also change finish_slice (C++) and _finish_plainly (Python). Where
-// h is small its error must be small beside h: the norm enlarges small groups. For large h the slope must stay finite.
-__device__ __forceinline__ float sigmoid(float h) {  // relative error: a few 2^-23, 2^-18 near -87; 0 or 1 beyond |87|
+// The activation and its derivative. To use another, change both, finish_slice (C++) and _finish_plainly (Python).
+// Where h is small its error must be, too: the norm enlarges small groups. For large h the slope must stay finite.
+__device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 or 1 beyond |87|
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -725,7 +726,7 @@ template <int COUNT> __device__ __forceinline__ void normalize_group(
     for (int i = 0; i < COUNT; ++i) v[i] -= mean, rest += v[i], squares = fmaf(v[i], v[i], squares);
     squares = reduce_group(squares, lanes, nullptr, Sum()) * share;
     rest = reduce_group(rest, lanes, nullptr, Sum()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // scale is 0 then; inf * 0 must not make a NaN of it
+    if (isinf(squares)) rest = 0;  // it may be infinite, too: scale is to be 0, not a NaN
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
@@ -759,7 +760,7 @@ struct StoreSwishGroupNorm : LinearProduct {
     }
 };
 // The same after ATen's product. `lanes` neighbouring lanes have the same group (8 to 128 features), 16 bytes each, of
-// kSliceRows rows, and load its vectors once. WIDTH: a group's features if 64, for a faster kernel (148 us, 173), or 0.
+// kSliceRows rows, and load its vectors once. WIDTH: a group's features if 64, for a kernel of 0.86 the time, or 0.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
 template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
@@ -789,7 +790,7 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
         if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
     }
 }
-// Memory to shared memory, by the copy engine, which counts the bytes in `bar`. Multiples of 16 bytes.
+// Device memory to shared memory, by the TMA unit, which counts the bytes in `bar`. Multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
@@ -808,7 +809,7 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     for (int i = 0; i < kColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
     if (threadIdx.x * kColumns < n) own[0] = packs[0], own[1] = packs[1];
 }
-// Every kTurns rows: adds the block's column sums to `total`, its row of partials, and zeroes them, for less rounding.
+// Every kTurns rows: adds the block's column sums to `total`, one of its partials, and zeroes them, for less rounding.
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
     float before[kColumns] = {};
@@ -888,7 +889,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
     }
 #endif
 }
-// ---- What the C++ below calls. Pointers are device memory of the current device, 16-byte aligned. ----
+// ---- What the C++ below calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, float* out, float* h, RowScale* scales, Exponents* exponents,
@@ -902,7 +903,7 @@ template <typename T> static cudaError_t launch_slices(const void* h, const void
     const void* beta, void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T);
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));  // fewer than 2^24
+    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));  // < 2^24: memory
     const auto kernel = n == 64 * groups ? finish_slices<T, 64> : finish_slices<T, 0>;
     kernel<<<blocks, kSliceThreads, 0, stream>>>(
         as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps, int(n / groups / V));
@@ -971,7 +972,7 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + linear_bias, and of float32 also the exponents of x's and weight's scales, zeros beside ATen's h.
+// h = x weight^T + linear_bias and, of float32 without TF32, the exponents of both's scales: zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
     bool recorded) {
@@ -987,7 +988,7 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? 1 + m : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
-// A group of a row, by one thread; v waits in out. Statistics are added up in double.
+// A group of a row, by one thread; out holds v in between. Statistics are added up in double.
 void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
     double eps) {
     using Vec = at::vec::Vectorized<float>;
@@ -1038,7 +1039,6 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 
 #ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
-
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* forward;
@@ -1047,7 +1047,6 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const GradientPointers* grad, cudaStream_t stream);
-extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
     return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
@@ -1058,7 +1057,7 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// dX and dW, where wanted, from x, W and what the forward knew of them. split_gradient(to) splits G.
+// dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
@@ -1081,6 +1080,7 @@ extern "C" int linear_swish_group_norm(const float* x, const float* weight, cons
     void* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
     void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
@@ -1110,7 +1110,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     } else {
         at::Tensor product = recorded ? h : at::empty_like(out);
         at::linear_out(product, x, weight, linear_bias);
-        exponents.zero_();  // where there are any: the same each time
+        exponents.zero_();  // no backward reads these, but results are to be the same each time
         check_launch(swish_group_norm(kernel_dtype(x), product.data_ptr(), plus.data_ptr(), times.data_ptr(),
             shift.data_ptr(), out.data_ptr(), m, n, groups, float(eps), current_stream()));
     }
@@ -1174,17 +1174,17 @@ TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name carries a hash of all that shapes the binary:
-    edited copies and other versions of torch live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
+    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
     simd = torch.backends.cpu.get_cpu_capability()
-    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are what at::vec asks for
+    if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are for at::vec, where used
         cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
     cuda_flags = ["-O3", "--split-compile=0"]
     for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
-        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 has no wgmma and no setmaxnreg
+        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 lacks wgmma and setmaxnreg
         cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
     key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -1219,11 +1219,11 @@ def _load(name: str) -> str:
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than its class's forward: nothing is hung on it or put in its place."""
-    own, everywhere = module.__dict__, nn.modules.module.__dict__
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    hooks = any(own[f"_{k}"] or everywhere[f"_global_{k}"] for k in kinds)
-    return type(module) is kind and "forward" not in list(own) and not hooks and not torch.jit.is_tracing()
+    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
+        return False
+    return isinstance(module.forward, types.MethodType) and module.forward.__func__ is kind.forward
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -1309,7 +1309,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
         if not torch.is_grad_enabled():
             found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, needs)
         else:  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in tensors]  # no gradient goes on to what they were made of
+            tensors = [t.view_as(t) for t in tensors]  # views: one may depend on another, the gradients not
             x, weight, linear_bias, bias, gamma, beta = tensors
             out = _finish_plainly(
                 bias,
