@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from judge import bench, check, record, roofline, source
 from judge.record import Result
@@ -123,7 +124,7 @@ class Judge:
         form = DTYPES[first.dtype], first.precision, batch, options.seed
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
-        shapes = [list(x.shape) for x in case.inputs(0) if isinstance(x, torch.Tensor)]
+        shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
         for i, direction in enumerate([*options.directions, "after"]):
             at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
             if not at_stake:
@@ -250,7 +251,7 @@ def main(argv: list[str]) -> int:
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
                 environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-                records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment})
+                records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment}, default=str)
                 tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
                 options.json.write_text(json.dumps(tidy, indent=1) + "\n")
     if any(run.status == BUILD for run in runs):

@@ -2,7 +2,7 @@
 
 A turn is a call to warm up, on old inputs, and then a few calls, each on new inputs of its own and behind a flush of
 the cache, timed by the worker's own clock (events on a GPU); then one of the answers, drawn when they are all there, is
-handed over. The parent's clock runs over all but the first call. What a turn takes beyond the sum that the worker
+handed over. The judge's clock runs over all but the first call. What a turn takes beyond the sum that the worker
 claims is the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from judge.check import Case, blank, inspect, secret
 from judge.worker import Rejected, Request, answers_of, settle
@@ -28,8 +29,8 @@ LONGEST_FLUSH_US = 4000.0
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
-# By so much a turn may exceed its claims more than eager's: a share of them, and a share of the flushes, whose times in
-# two processes were seen to differ by 2.2%. On a CPU that others use, also by a time slice of its scheduler.
+# What a turn takes beyond its claims may exceed eager's by a share of the claims, a share of eager's (flushes mostly,
+# which were seen to differ by 2.2% in two processes), and milliseconds: on a CPU, a time slice of its scheduler.
 HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, {"cuda": 0.05, "cpu": 4.0}
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
@@ -53,7 +54,7 @@ class Ring:
         (expected,) = answers_of(case.model, [inputs], self.request)
         self.answers = case.room(expected)
         size = sum(x.nbytes for x in self.answers)
-        nbytes = size + sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor))
+        nbytes = size + sum(x.nbytes for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))
         count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
         self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
         self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
@@ -66,7 +67,7 @@ class Ring:
         for i, slot in enumerate(self.slots[:calls]):
             factor = secret.uniform(0.9, 1.0)
             self.draws[i] = partial(self.case.inputs, secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
-            for new, x in zip(self.draws[i](), slot):
+            for new, x in zip(tree_leaves(self.draws[i]()), tree_leaves(slot)):
                 if isinstance(x, torch.Tensor) and x.numel():
                     x.untyped_storage().copy_(new.untyped_storage())
 
@@ -125,7 +126,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
 
 
 def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
-    """Rounds until the time is up; a baseline that fails leaves them, with a note."""
+    """MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
     samples = Samples()
     for name, worker in list(case.workers.items()):
         try:

@@ -1,7 +1,7 @@
 """Is a ModelNew right?
 
 Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model in the run's dtype,
-or, where that is far off itself, to the Model in float64. Gate 2: against the Model in float64, the largest and the
+or, where that is far off itself (no NaN), to the Model in float64. Gate 2: against the latter, the largest and the
 root-mean-square error are at most twice the Model's own. A tolerance alone passes kernels that lost half the digits; an
 error ratio alone has no meaning in float64. Then what a careless author forgets: a table of requests, each put to the
 candidate and to the Model alike.
@@ -19,7 +19,7 @@ from math import inf, nan
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge.source import Problem, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
@@ -40,9 +40,9 @@ TOLERANCE = {"highest": HIGHEST, "high": HIGHEST | {torch.float32: 5e-3}}
 
 @dataclass
 class Errors:
-    """Of one output or gradient, or of several answers' by `+`.
+    """Errors of one output or gradient; `+` pools those of several answers.
 
-    `most`: the largest |new - exact|, |eager - exact|, |exact| and |new - eager|. `squares`: the sums of their squares.
+    `most`: the largest |new - exact|, |eager - exact|, |exact|, and |new - eager| beyond gate 1. `squares`: their sums.
     """
 
     most: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
@@ -79,8 +79,8 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
         apart, of_eager = distance(n, e), distance(e, r)
         overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
         errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)]
-        figures = torch.stack([*errors, r.abs().nan_to_num(0.0, 0.0), apart])
-        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0))
+        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0)) if tolerance else chunk[0] != chunk[1]
+        figures = torch.stack([*errors, r.abs().nan_to_num(0.0, 0.0), apart.masked_fill(~far, 0.0)])
         total += Errors(figures.amax(1).cpu(), figures.square().sum(1).cpu(), len(n), int(far.sum()))
     return total
 
@@ -119,7 +119,7 @@ class Case:
     def inputs(self, seed: int, change: Callable | None = None, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
         drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
-        for x in drawn:
+        for x in tree_leaves(drawn):
             if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
                 change(x)
         return drawn
@@ -153,10 +153,10 @@ class Case:
             return None
         try:
             model = copy.deepcopy(model).double().train(request.mode == "train")
-            inputs = [to_dtype(x, torch.float64) for x in inputs]
+            inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
             return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
-            self.notes.append(f"gate 2 was not asked of every answer: in float64 the Model raised {last_line(error)}")
+            self.notes.append(f"gate 2 was not applied to every answer: in float64 the Model raised {last_line(error)}")
             return None
 
 
@@ -197,7 +197,7 @@ LAYOUTS = {
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 
-# Asked at the shape and in the layout that is timed; `after` all is timed, what may make a compiler compile anew.
+# Asked at the shape and in the layout that is timed. `after`: when all is timed, what may make a compiler compile anew.
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", twin=True),
@@ -249,8 +249,8 @@ def check(case: Case, direction: str) -> None:
     if direction != "after":
         seeds(case, direction)
     elif batch:
-        others = range(2, batch)  # two of them, so one at least is no batch that is always asked
-        drawn = {0, 1, batch - batch // 3, batch + 1, *secret.sample(others, min(2, len(others)))}
+        others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
+        drawn = {0, 1, batch - batch // 3, batch + 1, *secret.sample(others, 2)}
         requests = [*requests, *(Request(f"batch {other}", batch=other) for other in sorted(drawn - {batch}))]
     for seed, request in enumerate(requests, 20):
         if case.device == "cuda" or not request.stream:
@@ -282,7 +282,7 @@ def seeds(case: Case, direction: str) -> None:
 
 
 def ask(case: Case, request: Request) -> None:
-    """Puts a request to both, again with another seed while in doubt; skips it for want of memory, unless it must be.
+    """Puts a request to both, again with new seeds while gate 2 is undecided; skips an optional one if memory runs out.
 
     Raises Rejected for a wrong answer.
     """
@@ -307,7 +307,7 @@ def ask(case: Case, request: Request) -> None:
 
 
 def put(case: Case, request: Request, must: bool) -> None:
-    """Nothing is asked where the Model has no answer to compare with: it may refuse what it likes."""
+    """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
     model, layout = case.model, LAYOUTS[request.layout]
     if request.weights:
         model = copy.deepcopy(model)
@@ -324,7 +324,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         return
     if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
         return
-    if request.mode == "train" and RANDOM in expected[0].did:
+    once_more = request.twin or request.move  # the candidate is called once more: on what that call wrote
+    if expected[0].did and once_more or request.mode == "train" and RANDOM in expected[0].did:
         return
     del drawn  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
@@ -345,7 +346,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     reject(request, wrong)
     for answer, forms, given in zip(expected, reply["forms"], places, strict=True):
         inspect(case, request, answer, forms, given, draws[answer.inputs], model)
-    if len(request.order) > 2 and not all(same_bits(a, b) for a, b in zip(*places[:2])):
+    if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
 
 
@@ -370,7 +371,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     if request.direction == "forward_recorded" and optional:  # where it is timed it is wrong
         bare, theirs = ([form.partition(", requires_grad")[0] for form in each] for each in (forms, answer.forms))
         if bare == theirs and forms != answer.forms:
-            case.notes.append("outputs carry no gradient, the Model's do")
+            case.notes.append("requires_grad of the outputs is not as the Model's")
             forms = answer.forms
     pairs = zip(answer.leaves, forms, answer.forms)
     reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
@@ -392,7 +393,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             right = exact[name]
             if which not in case.doubts and are_close(new, right, tolerance, scale_of(name, right)):
                 continue  # the Model is far off itself
-            if optional:  # both are: gate 2 decides, over as many seeds as it takes
+            if optional:  # neither is close to float64: gate 2 decides, over up to MOST_SEEDS seeds
                 case.doubts[which] = case.doubts.get(which, Errors()) + found
                 over = [*case.doubts[which].over_limit(case.dtype)]
                 if not over:
@@ -402,7 +403,7 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
         if found.far and (new == new.flatten()[0]).all() and not (eager == eager.flatten()[0]).all():
             wrong.append(f"{name} is constant, the Model's is not")
         elif found.far:
-            said = f"by up to {found.most[3]:.2e}, the tolerance is {tolerance * scale:.1e}"
+            said = f"by up to {found.most[3]:.2e}, allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)"
             said = "NaN or infinite in one and not in the other" if found.most[3] == inf else said
             wrong.append(f"{name}: {found.far} of {found.count} elements are not close to the Model's, {said}")
     reject(request, wrong, "doubt" if doubts == len(wrong) else "wrong")

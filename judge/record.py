@@ -20,7 +20,7 @@ from judge.source import BUILD, last_line
 from judge.worker import Rejected
 
 OK, WRONG = "ok", "wrong"
-CALLED = {"cudagraph": "new_cudagraph"}  # here: it is the candidate's, and no rival of its own
+CALLED = {"cudagraph": "new_cudagraph"}  # in records: the candidate, replayed as a CUDA graph
 
 
 @dataclass
@@ -46,14 +46,14 @@ class Result:
     gradient_error: dict = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
     spread: dict[str, list[float]] = field(default_factory=dict)
-    host_us: dict[str, float] = field(default_factory=dict)  # to launch a call's work on a GPU; no part of `ms`
+    host_us: dict[str, float] = field(default_factory=dict)  # to launch a call on a GPU; up to 4 ms no part of `ms`
     rounds: int = 0
     calls: int = 0  # of each contender in a round
     speedup: dict[str, float] = field(default_factory=dict)
     speedup_ci: dict[str, list[float]] = field(default_factory=dict)
-    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each, by the interval
+    verdict: dict[str, str] = field(default_factory=dict)  # FASTER, SLOWER or AMBIGUOUS than each: bench.verdict
     clocks: dict[str, dict | None] = field(default_factory=dict)  # `before` and `after` the timing, on a GPU
-    interference: list[str] = field(default_factory=list)  # what says that something else ran meanwhile
+    interference: list[str] = field(default_factory=list)  # signs of it: times that spread or drift, clocks held down
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
 

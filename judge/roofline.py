@@ -1,7 +1,7 @@
 """How fast could it be? The work of a pair, what the machine can do, and the floor the two set.
 
-Bytes: every input, parameter and buffer read once, every output written once. With the backward pass: inputs,
-parameters and the incoming gradients are read once more, and a gradient is written for each floating input and each
+Bytes: every input, parameter and buffer read once, every output written once. With the backward pass all of these count
+twice, the incoming gradients in the outputs' place, and a gradient is written for each floating input and each
 parameter. FLOPs: PyTorch's own FlopCounterMode over the Model, on the meta device: no memory, no time.
 """
 
@@ -20,7 +20,7 @@ from judge.worker import roots_of
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}
-# No time is believed that is this much below the floor. A copy on a CPU also reads the lines that it overwrites.
+# A time is rejected if the floor is more than this many times as long. A copy on a CPU also reads what it overwrites.
 IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
 
 
@@ -29,14 +29,14 @@ def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward
     with torch.device("meta"):
         model = problem.model(seed=0).to(dtype)
     inputs = problem.inputs(batch, "meta", dtype, seed=0)
-    floating = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    floating = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     for x in floating:
         x.requires_grad_(backward)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         outputs = model(*inputs)
         if roots := roots_of(outputs):  # not autograd.grad: FlopCounterMode cannot follow it to leaf tensors
             torch.autograd.backward(roots, [torch.empty_like(out) for out in roots])
-    tensors = [*inputs, *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
+    tensors = [*tree_leaves(inputs), *model.parameters(), *model.buffers(), *tree_leaves(outputs)]
     moved = sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
     written = sum(x.nbytes for x in [*floating, *model.parameters()])
     return 2 * moved + written if backward else moved, counter.get_total_flops()

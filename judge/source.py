@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PRECISIONS = ("highest", "high")
@@ -54,10 +55,10 @@ class Problem:
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
         vars(self.module).update(self.constants)
-        self.sweep: list[dict] = getattr(self.module, "sweep", [{}])  # the shapes worth a measurement
+        self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [{}])]  # the shapes worth a measurement
         batch = getattr(self.module, "batch_size", None)
         self.benchmark_batch: int | None = batch
-        # The files name one that a CPU computes in well under a second.
+        # The model files give a smaller one, which a CPU computes in well under a second.
         self.cpu_batch: int | None = batch if constants else getattr(self.module, "cpu_batch_size", batch)
 
     def arguments(self, seed: int) -> list:
@@ -75,7 +76,7 @@ class Problem:
         is_argument = "batch_size" in inspect.signature(self.module.get_inputs).parameters
         with torch.device(device):
             inputs = self.module.get_inputs(**chosen if is_argument else {})
-        return [to_dtype(x, dtype, device) for x in inputs]
+        return tree_map_only(torch.Tensor, lambda x: to_dtype(x, dtype, device), list(inputs))
 
 
 def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
@@ -84,9 +85,9 @@ def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
     return cls(*arguments).eval()
 
 
-def to_dtype(x, dtype: torch.dtype, device: str | None = None):
-    if not isinstance(x, torch.Tensor):
-        return x
+def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> torch.Tensor:
+    if x.untyped_storage().nbytes() < x.nbytes:  # expanded: it is to be written to
+        x = x.clone()
     if x.is_complex() and dtype == torch.float64:
         dtype = torch.complex128
     elif not x.is_floating_point():
@@ -108,14 +109,15 @@ def build_failure(error: BaseException) -> str | None:
     """The compiler's first complaint, or None where no build failed."""
     trace = "".join(traceback.format_exception(error))  # with all that caused it
     of_a_tool = re.search(r"CalledProcessError|cpp_extension\.py", trace)
-    if not of_a_tool and not re.search(r"\b(ninja|nvcc|cuda_home|building)\b", str(error), re.IGNORECASE):
+    of_a_build = r"error building extension|\bbuilding \w+ needs\b|\b(ninja|nvcc|cuda_home)\b"
+    if not of_a_tool and not re.search(of_a_build, str(error), re.IGNORECASE):
         return None
     complaints = re.findall(r".*\berror\s*:.*", str(error), re.IGNORECASE)
     return complaints[0].strip() if complaints else last_line(error)
 
 
 def code_of(text: str) -> str:
-    """A kernel file without comments, docstrings and blank lines, in Python and in its C++ and CUDA strings."""
+    """A kernel file without comments (# and //), docstrings and blank lines, in Python and in multi-line strings."""
     tree, lines = ast.parse(text), text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:

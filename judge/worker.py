@@ -99,7 +99,7 @@ class Request:
     twin: bool = False  # another instance, with other weights, is called first
     mode: str = "eval"  # or "train" or "inference"
     whose: str = ""  # "nobody's", "parameters", "inputs" or "all": gradients are asked of; those of the direction
-    strict: bool = False  # both gates, and the Model must have an answer; otherwise it is enough to pass one of them
+    strict: bool = False  # both gates, and the Model must have an answer; otherwise one gate, for `poison` the first
     timed: bool = False  # its answers are those handed over while the clock runs: of a backward pass gradients alone
     finite: bool = False  # not asked where the Model's answer is not finite
     infinite: bool = False  # where the order of operations may decide between NaN and an infinity, both are right
@@ -143,7 +143,8 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
     """All forward passes of a request, then all backward passes; the answers that are compared."""
 
     def watched() -> dict[str, torch.Tensor]:
-        named = ((f"input {i}{' of another call' * k}", x) for k, s in enumerate(sets) for i, x in enumerate(s))
+        leaves = ((k, i, x) for k, inputs in enumerate(sets) for i, x in enumerate(tree_leaves(inputs)))
+        named = ((f"input {i}{' of another call' * k}", x) for k, i, x in leaves)
         found = {name: x for name, x in named if isinstance(x, torch.Tensor)}
         grads = {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
         return found | grads | module.state_dict(keep_vars=True)
@@ -188,7 +189,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
 def wanted_of(module: torch.nn.Module, inputs: list, request: Request) -> dict[str, torch.Tensor]:
     """What gradients are asked of, by name."""
     whose = request.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(request.direction, "all")
-    tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+    tensors = {f"input {i}": x for i, x in enumerate(tree_leaves(inputs)) if isinstance(x, torch.Tensor)}
     floating = {name: x for name, x in tensors.items() if x.is_floating_point() or x.is_complex()}
     for x in floating.values():
         x.requires_grad_(whose in ("all", "inputs"))
@@ -411,7 +412,7 @@ class Contender:
             if self.gpu:  # lines that a kernel marked to be evicted last would outlive the flush
                 ctypes.CDLL("libcuda.so.1").cuCtxResetPersistingL2Cache()
                 events[0].record()
-            for _ in range(flushes):  # overwrites at least twice what the last cache holds
+            for _ in range(flushes):  # overwrites on a GPU at least twice what its last cache holds
                 self.buffer.zero_()
             if self.gpu:
                 events[1].record()

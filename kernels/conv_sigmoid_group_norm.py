@@ -15,7 +15,7 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.453
+floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.454
 ms, also with gradients recorded, 12.9x eager; forward and backward 2.49 ms, 7.4x. The forward is limited by L2 reads
 (a band of two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
 """

@@ -11,9 +11,9 @@ sm_90, groups of 64, 8192 features at most. Large float32 products without TF32 
 sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue; other
 products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.18 ms at cuBLAS's 700 TFLOP/s.
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
 First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
-linear_swish_group_norm --backward`: 1.24 ms, 6.6x eager; with backward 4.32 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
+linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager; with backward 4.30 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
 """
 
 import contextlib

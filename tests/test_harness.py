@@ -141,7 +141,7 @@ def test_what_is_wrong_is_not_timed(judge):
 def test_what_is_wrong_with_gradients_leaves_the_forward_right(judge):
     runs = judge(source("no_gradient"), directions=DIRECTIONS)
     assert [run.ok for run in runs] == [True, False, False], [run.reasons for run in runs]
-    assert runs[0].notes == ["outputs carry no gradient, the Model's do"] and runs[0].ms["new"] > 0
+    assert runs[0].notes == ["requires_grad of the outputs is not as the Model's"] and runs[0].ms["new"] > 0
 
 
 def test_a_crash_in_the_backward_pass_leaves_the_forward_right(judge):
