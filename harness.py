@@ -28,6 +28,7 @@ import contextlib
 import itertools
 import json
 import resource
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -65,14 +66,14 @@ class Options:
     list: bool = option(False, "name the pairs and stop", action="store_true")
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
-    precision: Names = option(("highest",), "highest: strict float32 (default); high: TF32 allowed", type=parts)
+    precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
     baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
     batch: int | None = option(None, "default: the file's batch_size, or cpu_batch_size on a CPU", type=int)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
-    timeout: float = option(120.0, "seconds for a call; ten times that to build (120)", type=float)
+    timeout: float = option(120.0, "seconds for a request; ten times that to build and warm up (120)", type=float)
     profile: Path | None = option(None, "a folder: time nothing; table and trace of the candidate's kernels", type=Path)
     json: Path | None = option(None, "a file for the records", type=Path)
 
@@ -99,10 +100,10 @@ class Judge:
 
     def judge(self, pair: Pair) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, sha256, shapes = self.options, source.code_sha256(pair.new_path), [{}]
-        if options.sweep:
-            with contextlib.suppress(*RAISED):  # the run says what is wrong with the file
-                shapes = Problem(pair.model_path).sweep or shapes
+        options, sha256, shapes = self.options, "", [{}]
+        with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
+            sha256 = source.code_sha256(pair.new_path)
+            shapes = options.sweep and Problem(pair.model_path).sweep or shapes
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
             runs = [Result(direction, *what) for direction in options.directions]
@@ -183,7 +184,7 @@ class Judge:
             checked[name] = checked.get(name, check.Errors()) + errors
         case.errors = checked
         if case.workers["new"].strays():
-            raise Rejected("starts a process in a session of its own, which goes on while others are timed")
+            raise Rejected("starts a process in a group of its own, which goes on while others are timed")
         run.interference = bench.interference(samples)
         if before:
             run.clocks = {"before": before, "after": record.clocks(case.device)}
@@ -195,8 +196,8 @@ class Judge:
     def _profile(self, case: check.Case, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
         case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
-        self.options.profile.mkdir(parents=True, exist_ok=True)
-        path = self.options.profile.resolve() / f"{run.model}_{run.dtype}_{case.batch}_{run.direction}.json"
+        form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
+        path = self.options.profile.resolve() / f"{run.model}_{form}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         case.workers["new"].ask("rest")
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
@@ -218,19 +219,21 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
     for what, (names, choices) in asked.items():
         if unknown := [name for name in names if name not in choices]:
-            parser.error(f"unknown {what} '{unknown[0]}': there are: {', '.join(choices)}")
+            parser.error(f"unknown {what} '{min(unknown, key=os.path.isfile)}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
     for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
         value = getattr(options, name)
         if value is not None and not least <= value < 1 << 32:
             parser.error(f"--{name} {value} is not at least {least} and below {1 << 32}")
-    if path := options.json:
-        try:  # known before anything is measured
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.open("a").close()
-        except OSError as error:
-            parser.error(f"{path} cannot be written: {error.strerror}")
+    try:  # known before anything is measured
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.open("a").close()
+        if options.profile:
+            options.profile.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{error.filename} cannot be written: {error.strerror}")
     return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
@@ -260,4 +263,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what contenders started is to end, too
+    sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main(sys.argv[1:]))

@@ -237,7 +237,7 @@ def start(case: Case, new_path: Path) -> float:
     case.model = case.problem.model(case.seed).to(case.device, case.dtype)
     case.initial = copy.deepcopy(case.model.state_dict())
     reply = case.load(case.workers["new"], new_path)
-    for mine, theirs in zip_longest(reply["state"], state_of(case.model)):
+    for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
         if mine != theirs:
             raise Rejected(f"state_dict: has {mine}; the Model's, made from the same seed, has {theirs}")
     return reply["seconds"]
@@ -301,6 +301,8 @@ def ask(case: Case, request: Request) -> None:
             if kind == "memory" and not must:
                 case.notes.append(f"not asked for want of memory: {request.when}")
                 break
+            if kind == "raised":
+                reject(request, [*error.args], kind)
             if kind != "doubt" or turn == MOST_SEEDS - 1:
                 raise
     settle(case.device)

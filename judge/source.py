@@ -92,7 +92,7 @@ def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> 
         dtype = torch.complex128
     elif not x.is_floating_point():
         dtype = x.dtype
-    return x.to(device=device or x.device, dtype=dtype)
+    return x.to(device=device or x.device, dtype=dtype).resolve_conj().resolve_neg()
 
 
 def set_precision(level: str) -> None:

@@ -1,9 +1,9 @@
 """A contender in a process of its own.
 
 The judge (`Worker`) sends a request and waits for the reply. The process (`serve`, `Contender`) is stopped (SIGSTOP)
-whenever it is not its turn; it has nothing in flight then, since it synchronises before it replies. It sees inputs and
-weights, which it copies, and room for its answers. Requests are pickled, tensors as memory that both have open; replies
-are JSON, so that the judge runs nothing that a candidate has written.
+from a reply to the next request; it has nothing in flight then, since it synchronises before it replies. It sees inputs
+and weights, which it copies, and room for its answers. Requests are pickled, tensors as memory that both have open;
+replies are JSON, so that the judge runs nothing that a candidate has written.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed 
 IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared, and memory is kept for the next turn
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
-# Each contender's process is a copy of one that has loaded torch, and never touches the GPU.
+# Contenders are forked from a server that has loaded torch, and never initialises CUDA.
 multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
 
 
 class Rejected(Exception):
-    """The candidate is wrong, for the reasons given. `kind`: "wrong", "doubt", BUILD, "raised" or "memory"."""
+    """A contender failed, for the reasons given. `kind`: "wrong", "doubt", BUILD, "raised" or "memory"."""
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
@@ -59,7 +59,7 @@ class Rejected(Exception):
 
 
 def copied(x: torch.Tensor, new: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
-    """A copy on a new storage, made by its size; the same shape, strides and offset: as far off any alignment."""
+    """A copy in a storage that new(nbytes) makes, with the same shape, strides and storage offset."""
     nbytes = x.untyped_storage().nbytes()
     storage = new(max(1, nbytes))
     if nbytes:
@@ -78,7 +78,7 @@ def shared(x: torch.Tensor, by_ipc: bool) -> torch.Tensor:
 
 
 def reduced(storage: torch.UntypedStorage) -> tuple:
-    """How memory is sent: the host's by its name; by PyTorch what has none, in a constructor's argument."""
+    """Pickles memory made by `shared` as a path; any other, of a constructor's arguments, as PyTorch does."""
     if not storage.filename:
         return reductions.reduce_storage(storage)
     return torch.UntypedStorage.from_file, (storage.filename, True, storage.nbytes())
@@ -214,7 +214,7 @@ def form_of(leaf, output_of: Request | None = None) -> str:
         return type(leaf).__name__ + ("" if isinstance(leaf, torch.Tensor) else f" {leaf!r}")
     form = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
     if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
-        # Of one element any stride is right.
+        # In a dimension of size 1 any stride is right.
         form += f", stride {[stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())]}"
     recorded = output_of and not output_of.timed
     return form + f", requires_grad {leaf.requires_grad}" * bool(recorded)
@@ -282,7 +282,7 @@ class Contender:
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
 
     def load(self, path: Path, constants: dict, arguments: list, level: str, dtype, seed: int) -> dict:
-        """Imports a contender's file, the build included, if that is not done; makes two instances of its module."""
+        """Imports a contender's file, which builds it if need be; makes two instances of its module."""
         self.rest()
         set_precision(level)
         self.settings, self.modules, begin = settings(), [], perf_counter()
@@ -462,6 +462,7 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
+    sys.stdout = sys.stderr
     multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
     warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker
@@ -513,7 +514,7 @@ class Worker:
 
     def ask(self, command: str, **arguments) -> dict:
         """Lets the process go on until it has answered, and stops it again."""
-        patience = self.timeout * (10 if command in ("load", "ready") else 1)
+        patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         self._signal(signal.SIGCONT)
         try:
             self._pipe.send((command, arguments))
@@ -523,10 +524,11 @@ class Worker:
             reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
-            code = self._process.exitcode or 0
-            self.kill()  # what it started
-            ending = f"by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with exit code {code}"
-            raise Rejected(f"ended its process {ending}, and gave no answer to '{command}'") from error
+            code = self._process.exitcode
+            self.kill()  # what it started in its process group
+            ending = f"by signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"with exit code {code}"
+            ending = "closed the pipe of its answers" if code is None else f"ended its process {ending}"
+            raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
         except (OSError, ValueError, TypeError):  # longer than a reply may be, not of the pipe's form, no JSON, no dict
             self.kill()
             raise Rejected("wrote something of its own into the pipe of its answers") from None
@@ -559,11 +561,11 @@ class Worker:
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
-                _, parent, group, *_ = path.read_bytes().rpartition(b")")[2].split()
-                parents[int(path.parent.name)] = int(parent), int(group)
+                state, parent, group, *_ = path.read_bytes().rpartition(b")")[2].split()
+                parents |= {int(path.parent.name): (int(parent), int(group))} if state != b"Z" else {}
         family = {self._process.pid}
-        for _ in range(3):
-            family |= {pid for pid, (parent, _) in parents.items() if parent in family}
+        while more := {pid for pid, (parent, _) in parents.items() if parent in family} - family:
+            family |= more
         return [pid for pid in family if pid in parents and parents[pid][1] != self._process.pid]
 
     def _signal(self, number: int) -> None:
