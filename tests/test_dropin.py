@@ -195,7 +195,7 @@ def with_a_forward_of_its_own(layer):
 
 def of_a_class_of_its_own(layer):
     kind = type(layer)
-    layer.__class__ = type("Squeezed", (kind,), {"forward": lambda self, x: kind.forward(self, x).tanh()})
+    layer.__class__ = type("Squeezed", (kind,), {"__call__": lambda self, x: kind.__call__(self, x).tanh()})
 
 
 class WithAdapter(nn.Module):
