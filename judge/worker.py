@@ -307,13 +307,13 @@ class Contender:
         """Puts a request to the module; copies the answers to where they belong."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
-        inputs, module = self._own(sets), self.modules[0].train(request.mode == "train")
+        module = self.modules[0].train(request.mode == "train")
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
         for instance, state in zip(self.modules, states):
             instance.load_state_dict(state, strict=True)  # which copies
         if request.twin or request.move:  # what is kept of this call must not serve the one that counts
-            answers_of(self.modules[int(request.twin)], inputs, request)
+            answers_of(self.modules[int(request.twin)], self._own(sets), request)
         if request.move:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
             module._apply(torch.clone)
@@ -321,6 +321,7 @@ class Contender:
                 memory.fill_(float("nan"))
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
+        inputs = self._own(sets)
         late = self._late(inputs) if request.stream else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
             found = answers_of(module, inputs, request)
@@ -462,7 +463,7 @@ def serve(role: str, device: str, pipe) -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what it starts stays among its descendants
     os.dup2(2, 1)  # stdout is the table's
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr  # which loses no line when the process is killed
     multiprocessing.current_process()._config["daemon"] = False  # a candidate may start processes, to build say
     warnings.filterwarnings("ignore")
     server, tracker = multiprocessing.forkserver._forkserver, resource_tracker._resource_tracker

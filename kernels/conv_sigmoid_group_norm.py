@@ -90,7 +90,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale: bounded, and NaN for NaN, by which `convolve` finds overflow. To change
-// it, edit this part, `activate` in CPP_SOURCE and `_activate` in Python. Here t = kActivationFactor * z is given.
+// it, edit this part, `activate` in CPP_SOURCE and `_activate` in Python. They get t = kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
@@ -260,7 +260,7 @@ __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& 
     const float2 f = __half22float2(h);
     hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
 }
-// fp16 hi and lo of a pixel's x * scale. Overflow gives a NaN: hi + lo is inf - inf; of 16 bits, inf * the weights' 0.
+// fp16 hi and lo of a pixel's x * scale. Overflow makes h NaN: by inf - inf or, if x has 16 bits, by inf * 0.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
     uint32_t h[4], l[4];
@@ -778,7 +778,7 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
 // Operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products at a
-// time are summed from zero, then added in float32. Powers of two bring a sample's x and a channel's dh into its range.
+// time are summed from zero, then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
 // differentiate_plainly, the last, makes x's and the weights' gradients again of samples that overflow fp16 (`plain`).
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
@@ -1387,7 +1387,7 @@ _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
         return False
@@ -1452,7 +1452,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
     def backward(ctx, grad):
         (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
-            tensors = [t.view_as(t) for t in tensors]  # views: one may depend on another, the gradients not
+            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))

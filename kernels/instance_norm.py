@@ -714,7 +714,7 @@ class InstanceNorm(torch.autograd.Function):
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
         return False

@@ -1086,7 +1086,7 @@ def _load(name: str) -> str:
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
         return False
@@ -1170,7 +1170,7 @@ class LinearRowNormResidual(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # views: y may depend on x, but not the gradients
+            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # views: if y is made of x, x's gradient omits that
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
             wanted = [t for t, need in zip(tensors, needs) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))

@@ -903,7 +903,8 @@ template <typename T> static cudaError_t launch_slices(const void* h, const void
     const void* beta, void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T);
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));  // < 2^24: memory
+    // Fewer than 2^24, from where on h would take 256 GiB: so the kernel's index is below 2^32.
+    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));
     const auto kernel = n == 64 * groups ? finish_slices<T, 64> : finish_slices<T, 0>;
     kernel<<<blocks, kSliceThreads, 0, stream>>>(
         as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps, int(n / groups / V));
@@ -1219,7 +1220,7 @@ def _load(name: str) -> str:
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether calling the module is no more than `kind.forward`: without hooks, tracing, or another forward in it."""
+    """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if type(module) is not kind or hooks or nn.modules.module._has_any_global_hook() or torch.jit.is_tracing():
         return False
@@ -1309,7 +1310,7 @@ class LinearSwishGroupNorm(torch.autograd.Function):
         if not torch.is_grad_enabled():
             found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, needs)
         else:  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in tensors]  # views: one may depend on another, the gradients not
+            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
             x, weight, linear_bias, bias, gamma, beta = tensors
             out = _finish_plainly(
                 bias,
