@@ -107,6 +107,7 @@ JUDGE = [
     ("worker", "self._own(sets), request)", "sets, request)"),
     ("worker", 'if state != b"Z" else {}', "if True else {}"),
     ("bench", "allowed = HIDDEN_SHARE", "allowed = 100 * HIDDEN_SHARE"),
+    ("bench", "(new[0] - eager[0]) / 3)", "-1)"),
     ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
     ("bench", "theirs / mine for mine, theirs", "mine / theirs for mine, theirs"),
 ]  # fmt: skip
