@@ -191,10 +191,7 @@ def test_parametrized_weights(case, way, device):
 
 # ---- transforms of functions
 
-slow_vmap = pytest.mark.filterwarnings("ignore:There is a performance drop")  # our operators run sample by sample
 
-
-@slow_vmap
 @first_cases
 def test_per_sample_gradients(case, device):
     """vmap over grad: of the parameters and of the inputs, for each sample alone."""
@@ -211,7 +208,6 @@ def test_per_sample_gradients(case, device):
     torch.testing.assert_close(per_sample(new, *inputs), per_sample(model, *inputs), rtol=1e-3, atol=1e-5)
 
 
-@slow_vmap
 @first_cases
 @pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen"])
 @pytest.mark.parametrize("by", ["torch.func.jvp", "dual numbers"])
@@ -230,7 +226,6 @@ def test_forward_mode(case, by, frozen, device):
     torch.testing.assert_close(tangent_of(new), tangent_of(model), rtol=1e-4, atol=1e-4)
 
 
-@slow_vmap
 @learning_cases
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_an_ensemble_by_vmap(case, recorded, device):
