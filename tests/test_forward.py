@@ -68,18 +68,19 @@ def test_takes_one_parameter_in_another_layout(case, dtype, device):
         parameter.data = kept
 
 
-POINTWISE = Case("conv_sigmoid_group_norm", "1 x 1 kernels", (3, 8, 1, 4, (8, 1, 1), (8, 1, 1)), ((2, 3, 8, 8),))
+POINTWISE = Case("conv_sigmoid_group_norm", "weights of 1 x 1", (3, 8, 1, 4, (8, 1, 1), (8, 1, 1)), ((2, 3, 8, 8),))
+GREY = Case("conv_sigmoid_group_norm", "images of one channel", (1, 8, 3, 4, (8, 1, 1), (8, 1, 1)), ((2, 1, 8, 10),))
 
 
-@pytest.mark.parametrize("case", [POINTWISE], ids=str)
-@pytest.mark.skipif(POINTWISE.stem not in STEMS, reason="the pair is not here")
+@pytest.mark.parametrize("case", [POINTWISE, GREY], ids=str)
+@pytest.mark.skipif(GREY.stem not in STEMS, reason="the pair is not here")
 @torch.no_grad()
-def test_weights_that_lie_channels_last_and_are_contiguous(case, device):
+def test_contiguous_and_yet_channels_last(case, device):
     """PyTorch's convolution gives its output their layout."""
     model, new, inputs = build(case, device)
-    for module in (model, new):
-        module.conv.weight.data = module.conv.weight.data.to(memory_format=torch.channels_last)
-    assert new.conv.weight.is_contiguous()
+    for t in (new.conv.weight, model.conv.weight) if case is POINTWISE else inputs:
+        t.data = t.data.to(memory_format=torch.channels_last)
+        assert t.is_contiguous()
     assert_same_form(new(*inputs), model(*inputs))
 
 
