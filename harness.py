@@ -103,7 +103,8 @@ class Judge:
         options, sha256, shapes = self.options, "", [{}]
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
             sha256 = source.code_sha256(pair.new_path)
-            shapes = options.sweep and Problem(pair.model_path).sweep or shapes
+            if options.sweep:
+                shapes = Problem(pair.model_path).sweep or shapes
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
             runs = [Result(direction, *what) for direction in options.directions]
@@ -174,7 +175,7 @@ class Judge:
         for _ in range(3):  # a disturbance looks like hidden time once, but hardly three times; so for a large error
             case.errors = {}
             samples = bench.measure(case, run.direction, seconds)
-            if case.workers["new"].strays():  # known for sure, where the clocks' difference is a sign
+            if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected("starts a process in a group of its own, which goes on while others are timed")
             hidden = bench.hidden_time(samples, case.device)
             wrong = [hidden] if hidden else check.over_limit(case)
@@ -218,7 +219,7 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     asked = {"pair": (options.names, pairs), "dtype": (options.dtype, DTYPES)}
     asked |= {"precision": (options.precision, PRECISIONS), "baseline": (options.baselines, BASELINES)}
     for what, (names, choices) in asked.items():
-        if unknown := [name for name in names if name not in choices]:
+        if unknown := [name for name in names if name not in choices]:  # of two paths the one without a file is named
             parser.error(f"unknown {what} '{min(unknown, key=os.path.isfile)}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")

@@ -104,7 +104,7 @@ JUDGE = [
     ("check", "(same, 0.0).nan_to_num_(inf, inf)", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
     ("check", "with request.memory(case.device):", "if True:"),
     ("worker", "self._own(sets), request)", "sets, request)"),
-    ("worker", 'if state != b"Z" else {}', "if True else {}"),
+    ("worker", 'if state != b"Z":', "if True:"),
     ("bench", "allowed = HIDDEN_SHARE", "allowed = 100 * HIDDEN_SHARE"),
     ("bench", "(new[0] - eager[0]) / 3)", "-1)"),
     ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
@@ -123,7 +123,7 @@ CUDA = [
     (ROWS, "mbarrier_wait(&shared.full[s], phase);", "", "linear_products"),
     (SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
     (SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
-    (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # of a CPU's operator slow only
+    (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
 
 
