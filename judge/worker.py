@@ -437,7 +437,7 @@ class Contender:
             x.fill_(float("nan"))
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda._sleep(20_000_000)  # some 10 ms: whoever does not wait for this stream reads the NaN
+            torch.cuda._sleep(200_000_000)  # some 0.1 s: whoever does not wait for this stream reads the NaN
             for x, value in zip(tensors, values):
                 x.copy_(value)
             yield
