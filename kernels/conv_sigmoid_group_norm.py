@@ -90,7 +90,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale: bounded, and NaN for NaN, by which `convolve` finds overflow. To change
-// it, edit this part, `activate` in CPP_SOURCE and `_activate` in Python. They get t = kActivationFactor * z.
+// it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. Here t is kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
@@ -131,9 +131,10 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
 // x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32. bring multiplies x by a power of two,
-// scales.input: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25. Where x overflows
-// fp16, the accumulators become NaN, and the warp computes its values again in plain float32 (convolve_again).
+// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32, but with one input channel and values of
+// different sizes 2.4 times worse: then channel 1 is for w * x's rest, and 2 for w's rest * x (rest_of). bring scales
+// x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25.
+// Where x overflows fp16, accumulators become NaN, and the warp makes its values again in float32 (convolve_again).
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
@@ -165,7 +166,7 @@ struct ConvArguments {
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
 };
 
-struct Norm { float factor, offset; };  // of a channel: its output is v * factor + offset
+struct Norm { float middle, factor, offset; };  // of a channel: its output is (v - middle) * factor + offset
 // Of some values v: one of them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
 struct Deviations { float anchor, sum, square; };
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
@@ -260,12 +261,21 @@ __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& 
     const float2 f = __half22float2(h);
     hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
 }
+__device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
+    const float lo = v - __half2float(__float2half_rn(v));
+    return lo - __half2float(__float2half_rn(lo));
+}
 // fp16 hi and lo of a pixel's x * scale. Overflow makes h NaN: by inf - inf or, if x has 16 bits, by inf * 0.
+// `single`: channel 1 becomes what hi and lo leave of channel 0.
 template <typename T>
-__device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo) {
+__device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
+    float v[kMostIn];
     uint32_t h[4], l[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) split(to_float(x[2 * k]) * scale, to_float(x[2 * k + 1]) * scale, h[k], l[k]);
+    for (int k = 0; k < kMostIn; ++k) v[k] = to_float(x[k]) * scale;
+    if (single) v[1] = rest_of(v[0]);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) split(v[2 * k], v[2 * k + 1], h[k], l[k]);
     hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
@@ -333,7 +343,7 @@ __device__ __forceinline__ void bring(
                 for (int i = 0; i < kPixels; ++i) {
                     raw[i][c] = i * kStride < left ? __ldg(from + i * kStride) : from_float<T>(0.0f);
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // a channel that does not exist has weights of 0
+                from += c < p.in_channels - 1 ? image : 0;  // the last channel again, for which the weights are 0
             }
             if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
@@ -341,7 +351,7 @@ __device__ __forceinline__ void bring(
             for (int i = 0; i < kPixels; ++i) {
                 uint4 hi, lo;
                 for (T value : raw[i]) largest = max(largest, __float_as_uint(fabsf(to_float(value))));
-                split_pixel(raw[i], scale, hi, lo);
+                split_pixel(raw[i], scale, hi, lo, p.in_channels == 1);
                 if (i * kStride < left) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
             }
         }
@@ -395,8 +405,11 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int tap = min(2 * step + half, 8), in = threadIdx.x % 4 * 2;  // tap 8 twice: for x's hi and lo
-            split(weight_at(p, c, in, tap) * scale, weight_at(p, c, in + 1, tap) * scale, words[2 * half],
-                words[2 * half + 1]);
+            const auto weight = [&](int in) {
+                const float w = weight_at(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
+                return p.in_channels == 1 && in == 2 ? rest_of(w) : w;
+            };
+            split(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
         }
         a[step] = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -532,8 +545,9 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
 }
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
-// all bands' sums; wakes the writers (norm_full).
-__device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
+// all bands' sums; wakes the writers (norm_full). In 16 bits eager, which rounds v, is exact where v is constant: so
+// there it is `centred`, and the mean subtracted first. Not in float32, for 0.99 of the time.
+__device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
     const float gamma = exists ? p.gamma[c] : 0.0f, beta = exists ? p.beta[c] : 0.0f;
@@ -551,9 +565,10 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
             const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
             const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
-            const float mean_float = float(exact_mean), factor = gamma * rstd;
-            shared.norm[at.place][c] = {factor, isfinite(factor) ? float(beta - exact_mean * factor) : NAN};  // as ATen
-            if (blockIdx.x == 0) p.statistics[group] = {mean_float, float(exact_mean - mean_float), rstd};
+            const float rounded = float(exact_mean), factor = gamma * rstd, middle = centred ? rounded : 0.0f;
+            const float offset = isfinite(factor) ? float(beta - (exact_mean - middle) * factor) : NAN;  // as ATen
+            shared.norm[at.place][c] = {middle, factor, offset};
+            if (blockIdx.x == 0) p.statistics[group] = {rounded, float(exact_mean - rounded), rstd};
         }
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
@@ -573,7 +588,7 @@ __device__ __forceinline__ void write(
         else for (uint64_t& full : shared.v_full[at.place]) mbarrier_wait(&full, at.parity);
 #pragma unroll 1
         for (; c < p.out_channels; c += kWriters) {
-            const auto [factor, offset] = NORMALIZE ? shared.norm[at.place][c] : Norm{1, 0};
+            const Norm n = NORMALIZE ? shared.norm[at.place][c] : Norm{0, 1, 0};
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
             const int64_t channel = int64_t(at.sample) * p.out_channels + c;
             Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
@@ -586,9 +601,9 @@ __device__ __forceinline__ void write(
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
-                    const auto norm = [&, f = factor, o = offset](float v) { return fmaf(v, f, o); };
+                    auto of = [&](float v) { return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset); };
                     const auto [a, b, c, d] = four[k];
-                    store_four(to + 4 * min(begin + 32 * k, fours - 1), norm(a), norm(b), norm(c), norm(d));
+                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(a), of(b), of(c), of(d));
                 }
             }
         }
@@ -628,7 +643,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         fewer_registers<kOtherRegisters>();
         if (other < kWriters) write<T, NORMALIZE>(p, shared, band, held, other);
         else if (NORMALIZE && other == kWriters) post(p, shared);
-        else if (NORMALIZE) gather(p, shared);
+        else if (NORMALIZE) gather(p, shared, sizeof(T) == 2);
     }
 #endif
 }
@@ -957,7 +972,7 @@ __device__ __forceinline__ void make(
     };
     const auto store_x = [&](int row) {
         uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
-        split_pixel(x, tile.x_scale, to[0], to[kPlane]);
+        split_pixel(x, tile.x_scale, to[0], to[kPlane], false);
     };
     float sums[4] = {}, products[4] = {};
     for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
@@ -1191,10 +1206,7 @@ extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaSt
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -1210,11 +1222,8 @@ CPP_SOURCE = r"""
 
 namespace {
 using at::Tensor;
-using Vec = at::vec::Vectorized<float>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
-
-Vec activate(Vec z) { return Vec(1.0f) / (Vec(1.0f) + z.neg().exp()); }
 
 // The output, and where our kernels take x (`fits`), of each group the Statistics: mean, rest, rstd.
 std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
@@ -1224,22 +1233,13 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList paramete
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
 }
-// Float32: ATen's convolution, v in its place, ATen's norm.
+// Float32: ATen's operators, up to the norm in the memory of the convolution's result.
 std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
-    const Tensor v = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
-    const Tensor bias = parameters[kBias].contiguous(), scale = parameters[kScale].contiguous();
-    const int64_t channels = v.size(1), pixels = v.size(2) * v.size(3);
-    const auto planes = [&](int64_t begin, int64_t end) {
-        for (int64_t plane = begin; plane < end; ++plane) {
-            const Vec b(bias.const_data_ptr<float>()[plane % channels]);
-            const Vec s(scale.const_data_ptr<float>()[plane % channels]);
-            float* const h = v.data_ptr<float>() + plane * pixels;
-            at::vec::map<float>([=](Vec h) { return activate((h + b) * s); }, h, h, pixels);
-        }
-    };
-    at::parallel_for(0, v.size(0) * channels, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, pixels)), planes);
+    const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
+    const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
     const Tensor gamma = parameters[kGamma].contiguous(), beta = parameters[kBeta].contiguous();
-    const auto normed = at::native_group_norm(v, gamma, beta, v.size(0), channels, pixels, groups, eps);
+    const auto normed = at::native_group_norm(
+        v, gamma, beta, v.size(0), v.size(1), v.size(2) * v.size(3), groups, eps);
     return {std::get<0>(normed), at::empty({0}, x.options())};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.

@@ -153,26 +153,19 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
 struct RowScale {
     float unscale, doubt;
 };
-// Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
-// `smallest`, and those of x's rows to `rows`. The backward has a second one, for G: see SplitGradient.
-struct Exponents {
-    int smallest;  // as take_smallest stores it
-    int rows[1];  // as many as there are
-};
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
+    // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), without less[i] if less is null.
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]).
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         if (scales != nullptr) return scale_exponent(largest);
-        if (less == nullptr) return smallest_of(common);
         return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
     }
 };
@@ -232,8 +225,8 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     own.scales[row] = result;
-    if (own.exponents != nullptr) own.exponents[row] = exponent;
-    else take_smallest(own.smallest, exponent);
+    own.exponents[row] = exponent;
+    if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
 }
 
 // ---- multiply ----
@@ -463,7 +456,7 @@ struct LinearProduct {
     float* out;
     int m, n, k;
     RowScale* scales;  // of W's rows, then of x's
-    Exponents* exponents;
+    int* exponents;    // of both for the backward, then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -582,9 +575,9 @@ template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    int *const smallest = &epilogue.exponents->smallest, *const rows = epilogue.exponents->rows;
-    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, rows, nullptr};
-    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, nullptr, smallest};
+    int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, exponents + n, nullptr};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
     cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
@@ -595,35 +588,43 @@ template <class Epilogue> static cudaError_t launch_linear(
 //
 // G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
-// those rows cannot be taken out of the sum. Instead:
-//
-//     G's row i is scaled to its own maximum, by 2^a_i;
-//     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
-//     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
-//
-// So errors are small beside the norm of dW, and of dX unless W's largest rows meet zeros of G alone: then dX loses a
-// bit for each factor of 2, beyond 2^16, between them and the others. Columns far smaller than others lose bits, too.
+// those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
+//     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
+//     W's row j, where it is below 2^-12 of W's largest, is scaled by 2^-b_j, at most 2^12, and G's column j by 2^b_j;
+//     dW's row j is unscaled.
+// So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
+constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
 // The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
-    const Exponents* forward;
-    Exponents* own;  // rows: the a_i. smallest, zeroed beforehand: the least a_i + exponent of x's row i
+    const int* forward;   // the forward's exponents
+    int *columns, *rows;  // b_j, a_i
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i
 };
-// The epilogue of dX, or of dW.
+// Launched when G is split. A thread finds b_j, and, where it is not 0, scales column j of every gridDim.y-th row.
+__global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
+    const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (j >= n) return;
+    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits, b = -min(max(below, 0), kSpareBits);
+    if (blockIdx.y == 0) to.columns[j] = b;
+    for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
+        __half* const piece = to.pieces + i * padded_k(n) * 2 + j / kTerms * kLine + j % kTerms;
+        for (int part : {0, kTerms}) piece[part] = __hmul(piece[part], __float2half(power_of_two(b)));
+    }
+}
+// The epilogue of dX, or of dW: unscales row i by 2^-(smallest_of(common) + rows[i]).
 struct StoreGradient {
-    SplitGradient grad;
+    const int *common, *rows;
     float* out;
     int m, n;
-    bool of_weight;
     struct Scales {
         float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
         Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            const int exponent = -smallest_of(common) - rows[min(corner.row + 4 * r, m - 1)];
             scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
@@ -640,11 +641,12 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
-    split.less = of_weight ? grad->own->rows : nullptr;
+    split.common = of_weight ? grad->smallest : grad->forward + n + m;
+    split.less = of_weight ? grad->rows : grad->columns;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
+    const int* const rows = of_weight ? grad->columns : grad->rows;
+    const StoreGradient epilogue = {split.common, rows, out, int(of_weight ? n : m), int(k)};
     const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
@@ -656,7 +658,7 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
     }
 };
-// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, finish_rows_cpu, _finish_plainly.
+// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, forward_cpu, _finish_plainly.
 // `group` threads, at most the block, own a row; each keeps 32 values of h and of y in registers: 8192 a whole block.
 // The rest of a longer row is read from memory or L2 each time. `out` may be h.
 constexpr int kRowThreads = 256;
@@ -756,8 +758,8 @@ __device__ __forceinline__ void store_split_row(
         if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
-    to.own->rows[row] = exponent;
-    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
+    to.rows[row] = exponent;
+    take_smallest(to.smallest, exponent + to.forward[n + row]);
 }
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
@@ -780,12 +782,14 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
     };
     double column_sums[kColumns] = {};
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, then z; own_y: y, grad_y; g: grad, d, G
-        float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, squares = 0, of_d = 0, of_dz = 0;
+        float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, of_d = 0, of_dz = 0;
+        float parts[4] = {};  // of the squares: a large one is rounded at each addition that follows
         read_columns(h + row * n, z, n), read_columns(y + row * n, own_y, n), read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
         mean = sum_of(mean);
-        each([&](int i) { z[i] -= mean, rest += z[i], squares = fmaf(z[i], z[i], squares); });
-        rest = sum_of(rest) * share, squares = sum_of(squares) * share;
+        each([&](int i) { z[i] -= mean, rest += z[i], parts[i % 4] = fmaf(z[i], z[i], parts[i % 4]); });
+        const float squares = sum_of((parts[0] + parts[1]) + (parts[2] + parts[3])) * share;
+        rest = sum_of(rest) * share;
         if (isinf(squares)) rest = 0;
         const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);
         each([&](int i) {
@@ -810,7 +814,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
 }
 // ---- What the C++ below calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 extern "C" int linear_forward(const float* x, const float* weight, const float* bias, float* h, RowScale* scales,
-    Exponents* exponents, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    int* exponents, __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const StoreLinear epilogue = {{x, weight, bias, h, int(m), int(n), int(k), scales, exponents}};
     return launch_linear(epilogue, pieces_x, pieces_w, stream);
 }
@@ -838,17 +842,17 @@ extern "C" int residual_gradients(int dtype, const void* grad, const void* h, co
             partials, m, int(n), eps, to != nullptr ? *to : SplitGradient(), static_cast<T*>(whole));
     };
     dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
+    if (to != nullptr) scale_columns<<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
     return cudaGetLastError();
 }
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -873,35 +877,16 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
     const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? 1 + m : 0;
+    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
-}
-// h, y and out (m, n) in float32. Statistics are added up in double.
-void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
-    const int64_t n = h.size(1);
-    at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            const float *from = h.const_data_ptr<float>() + row * n, *other = y.const_data_ptr<float>() + row * n;
-            float* to = out.mutable_data_ptr<float>() + row * n;
-            double sum = 0, squares = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; ++i) sum += from[i];
-            const double mean = sum / n;
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; ++i) squares += (from[i] - mean) * (from[i] - mean);
-            const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
-        }
-    });
 }
 Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
-    const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
-    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
-    return {result.to(x.scalar_type()), none, nothing};
+    const at::Tensor h = single(at::linear(x, weight, bias)), other = single(y);
+    const at::Tensor z = at::layer_norm(h, {h.size(1)}, {}, {}, eps);  // the same mean and variance
+    return {z.add_(other).mul_(other).to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -919,7 +904,7 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* forward;
-    int* own;
+    int *columns, *rows, *smallest;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
@@ -938,9 +923,10 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == 1 + m, "h is not of this product");
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, exponents.options());
-    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), own.data_ptr<int>()};
+    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({n + m + 1}, exponents.options());
+    int *const columns = own.data_ptr<int>(), *const rows = columns + n;
+    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
     const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
         const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);
@@ -973,7 +959,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     at::Tensor product = recorded ? h : out;  // row_norm_residual reads it, and, if not recorded, writes out there
     if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        const at::Tensor found = recorded ? exponents : at::empty({1 + m}, x.options().dtype(at::kInt));
+        const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_forward(floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
@@ -1002,7 +988,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         const int error = residual_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), ready_y.data_ptr(),
             needs[3] ? results[3].data_ptr() : nullptr, floats(partials), m, n, float(eps), to,
             split ? nullptr : g.data_ptr(), current_stream());
-        if (needs[2]) results[2] = at::sum(partials, {0}).to(x.scalar_type());
+        if (needs[2]) results[2] = partials.sum(at::IntArrayRef{0}, false, at::kDouble).to(x.scalar_type());
         return error;
     };
     if (split) product_gradients(x, weight, exponents, needs[0], needs[1], results, find);

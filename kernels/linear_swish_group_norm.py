@@ -154,26 +154,19 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
 struct RowScale {
     float unscale, doubt;
 };
-// Exponents of row scales, in device memory. The forward writes, for the backward, the minimum over W's rows to
-// `smallest`, and those of x's rows to `rows`. The backward has a second one, for G: see SplitGradient.
-struct Exponents {
-    int smallest;  // as take_smallest stores it
-    int rows[1];  // as many as there are
-};
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: row i is scaled by its maximum. Writes scales[i], and its exponent to exponents[i] (x) or smallest (W).
+    // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), without less[i] if less is null.
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]).
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         if (scales != nullptr) return scale_exponent(largest);
-        if (less == nullptr) return smallest_of(common);
         return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
     }
 };
@@ -233,8 +226,8 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
     own.scales[row] = result;
-    if (own.exponents != nullptr) own.exponents[row] = exponent;
-    else take_smallest(own.smallest, exponent);
+    own.exponents[row] = exponent;
+    if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
 }
 
 // ---- multiply ----
@@ -464,7 +457,7 @@ struct LinearProduct {
     float* out;
     int m, n, k;
     RowScale* scales;  // of W's rows, then of x's
-    Exponents* exponents;
+    int* exponents;    // of both for the backward, then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -583,9 +576,9 @@ template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    int *const smallest = &epilogue.exponents->smallest, *const rows = epilogue.exponents->rows;
-    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, rows, nullptr};
-    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, nullptr, smallest};
+    int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
+    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, exponents + n, nullptr};
+    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
     cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
     if (error == cudaSuccess) error = launch_split(x, w, stream);
     if (error != cudaSuccess) return error;
@@ -596,35 +589,43 @@ template <class Epilogue> static cudaError_t launch_linear(
 //
 // G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
-// those rows cannot be taken out of the sum. Instead:
-//
-//     G's row i is scaled to its own maximum, by 2^a_i;
-//     for dX, all of W is scaled by one power of two, and dX's row i is unscaled by it and by 2^a_i;
-//     for dW, x's row i is scaled by 2^-a_i, and all of x by one power of two that makes every value fit.
-//
-// So errors are small beside the norm of dW, and of dX unless W's largest rows meet zeros of G alone: then dX loses a
-// bit for each factor of 2, beyond 2^16, between them and the others. Columns far smaller than others lose bits, too.
+// those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
+//     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
+//     W's row j, where it is below 2^-12 of W's largest, is scaled by 2^-b_j, at most 2^12, and G's column j by 2^b_j;
+//     dW's row j is unscaled.
+// So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
+constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
 // The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
 struct SplitGradient {
     __half* pieces;
-    const Exponents* forward;
-    Exponents* own;  // rows: the a_i. smallest, zeroed beforehand: the least a_i + exponent of x's row i
+    const int* forward;   // the forward's exponents
+    int *columns, *rows;  // b_j, a_i
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i
 };
-// The epilogue of dX, or of dW.
+// Launched when G is split. A thread finds b_j, and, where it is not 0, scales column j of every gridDim.y-th row.
+__global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
+    const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (j >= n) return;
+    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits, b = -min(max(below, 0), kSpareBits);
+    if (blockIdx.y == 0) to.columns[j] = b;
+    for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
+        __half* const piece = to.pieces + i * padded_k(n) * 2 + j / kTerms * kLine + j % kTerms;
+        for (int part : {0, kTerms}) piece[part] = __hmul(piece[part], __float2half(power_of_two(b)));
+    }
+}
+// The epilogue of dX, or of dW: unscales row i by 2^-(smallest_of(common) + rows[i]).
 struct StoreGradient {
-    SplitGradient grad;
+    const int *common, *rows;
     float* out;
     int m, n;
-    bool of_weight;
     struct Scales {
         float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
-        const int common = smallest_of(&(of_weight ? grad.own : grad.forward)->smallest);
         Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -common - (of_weight ? 0 : grad.own->rows[min(corner.row + 4 * r, m - 1)]);
+            const int exponent = -smallest_of(common) - rows[min(corner.row + 4 * r, m - 1)];
             scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
@@ -641,20 +642,37 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.common = &(of_weight ? grad->own : grad->forward)->smallest;
-    split.less = of_weight ? grad->own->rows : nullptr;
+    split.common = of_weight ? grad->smallest : grad->forward + n + m;
+    split.less = of_weight ? grad->rows : grad->columns;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const StoreGradient epilogue = {*grad, out, int(of_weight ? n : m), int(k), of_weight};
+    const int* const rows = of_weight ? grad->columns : grad->rows;
+    const StoreGradient epilogue = {split.common, rows, out, int(of_weight ? n : m), int(k)};
     const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
 }
 // ---- The groups of linear_swish_group_norm ----
 
+constexpr int kColumns = 16;
+// A thread's columns of a row of n; zeros beyond n.
+__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
+        const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
+        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    }
+}
+__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
+#pragma unroll
+    for (int i = 0; i < kColumns; i += 4) {
+        const int column = threadIdx.x * kColumns + i;
+        if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    }
+}
 // A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
 // thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
-constexpr int kColumns = 16;
 static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
 template <int THREADS> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
@@ -676,24 +694,8 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
         if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
     }
     if (threadIdx.x > 0) return;
-    to.own->rows[row] = exponent;
-    take_smallest(&to.own->smallest, exponent + to.forward->rows[row]);
-}
-// A thread's columns of a row of n; zeros beyond n.
-__device__ __forceinline__ void load_columns(const float* from, float (&v)[kColumns], int n) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const int column = threadIdx.x * kColumns + i;
-        const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
-        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-    }
-}
-__device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
-#pragma unroll
-    for (int i = 0; i < kColumns; i += 4) {
-        const int column = threadIdx.x * kColumns + i;
-        if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
-    }
+    to.rows[row] = exponent;
+    take_smallest(to.smallest, exponent + to.forward[n + row]);
 }
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
     const int64_t most = sm_count() * 512 / gradient_threads(n);
@@ -892,7 +894,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
 // ---- What the C++ below calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, RowScale* scales, Exponents* exponents,
+    const float* gamma, const float* beta, float* out, float* h, RowScale* scales, int* exponents,
     __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
     const LinearProduct product = {x, weight, linear_bias, out, int(m), int(n), int(k), scales, exponents};
     const StoreSwishGroupNorm epilogue = {product, h, bias, gamma, beta, eps};
@@ -937,6 +939,7 @@ template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
     kernel<<<blocks, threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps,
         SPLIT ? *to : SplitGradient(), static_cast<T*>(whole));
+    if (SPLIT) scale_columns<<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
     return cudaGetLastError();
 }
 // G, split to `to` (float32 alone) or, if that is null, stored to `whole`, and the partial sums over its rows. m is at
@@ -959,7 +962,6 @@ CPP_SOURCE = r"""
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -986,7 +988,7 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
     const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? 1 + m : 0;
+    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
 // A group of a row, by one thread; out holds v in between. Statistics are added up in double.
@@ -1043,7 +1045,7 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
     const int* forward;
-    int* own;
+    int *columns, *rows, *smallest;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
@@ -1062,9 +1064,10 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == 1 + m, "h is not of this product");
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({1 + m}, exponents.options());
-    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), own.data_ptr<int>()};
+    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
+    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({n + m + 1}, exponents.options());
+    int *const columns = own.data_ptr<int>(), *const rows = columns + n;
+    const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
     const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
         const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);
@@ -1102,7 +1105,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     if (fits) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor found = recorded ? exponents : at::empty({1 + m}, x.options().dtype(at::kInt));
+        const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
         const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
         check_launch(linear_swish_group_norm(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
@@ -1133,7 +1136,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         const at::Tensor partials = at::empty({blocks, 4, n}, x.options().dtype(at::kFloat));
         const int error = swish_group_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), plus.data_ptr(),
             times.data_ptr(), floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(), current_stream());
-        const at::Tensor sums = at::sum(partials, {0});
+        const at::Tensor sums = partials.sum(at::IntArrayRef{0}, false, at::kDouble);
         for (int i = 0; i < 4; ++i) {
             if (needs[i + 2]) results[i + 2] = sums.select(0, i).to(x.scalar_type(), false, true);  // a copy
         }

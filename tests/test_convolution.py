@@ -30,7 +30,7 @@ SHAPES = [
     case("low images", 2, 8, 3, 400, 3, 8, 4),
     case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
     case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
-    case("one channel to one", 3, 1, 40, 41, 3, 1, 1),
+    case("one channel to one", 3, 1, 40, 42, 3, 1, 1),
     case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
     case("groups of 20 channels", 2, 8, 100, 100, 3, 2, 20),
     case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
@@ -124,6 +124,13 @@ HARD = {
 @pytest.mark.parametrize("change", HARD)
 def test_is_as_accurate_as_eager_with(case, change):
     assert_as_accurate_as_eager(forward, draws(case, "cuda", torch.float32, HARD[change]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_groups_of_one_value_give_beta_in_16_bits(dtype):
+    _, new, inputs = build(NAMED["one channel to one"], "cuda", dtype)
+    new.conv.weight.data.zero_()
+    assert torch.all(new(*inputs) == new.group_norm.bias)
 
 
 @ways

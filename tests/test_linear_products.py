@@ -240,9 +240,11 @@ def network_gradients(module: nn.Module, inputs: list, wanted: list | None = Non
     return {"output": out.detach(), **dict(zip(asked, found, strict=True))}
 
 
-def ours_eagers_and_right(case: Case, change=lambda x: x) -> tuple[dict, dict, dict]:
+def ours_eagers_and_right(case: Case, change=lambda x, w: None) -> tuple[dict, dict, dict]:
     model, new, inputs = build(case, "cuda")
-    inputs[0] = change(inputs[0])
+    with torch.no_grad():
+        change(inputs[0], next(p for p in model.parameters() if p.dim() == 2))
+    new.load_state_dict(model.state_dict())
     found, eager = (network_gradients(module, inputs) for module in (new, model))
     return found, eager, network_gradients(model.double(), [t.double() for t in inputs])
 
@@ -255,23 +257,17 @@ def test_gradients_are_as_accurate_as_eager(case, dtype, tf32, monkeypatch):
     assert_as_accurate_as_eager(network_gradients, draws(case, "cuda", dtype))
 
 
-def many_sizes(x):
-    generator = torch.Generator().manual_seed(1)
-    return x * 2.0 ** torch.randint(-20, 21, (x.shape[0], 1), generator=generator).to(x.device)
-
-
-def an_outlier(x):
-    x[3, 5] = 1e6
-    return x
-
-
-def three_columns(x):
-    x[:, 3:] = 0
-    return x
+BADLY_SCALED = {  # x and the weights, in place
+    "many sizes": lambda x, w: x.mul_(2.0 ** torch.randint(-20, 21, (x.shape[0], 1), device=x.device)),
+    "an outlier": lambda x, w: x[3, 5].fill_(1e6),
+    "three columns": lambda x, w: x[:, 3:].zero_(),
+    "large weights of a feature": lambda x, w: (x.abs_(), w[5].abs_().mul_(1e6)),
+    "large weights of a feature that Swish shuts": lambda x, w: (x.abs_(), w[5].abs_().mul_(-1e6)),
+}
 
 
 @trained
-@pytest.mark.parametrize("change", [many_sizes, an_outlier, three_columns], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", BADLY_SCALED.values(), ids=BADLY_SCALED)
 def test_no_scale_costs_gradients_accuracy(case, change):
     """To the norm of each gradient: twice eager's error at most."""
     found, eager, right = ours_eagers_and_right(case, change)
