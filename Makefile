@@ -15,13 +15,14 @@ lint: $(VENV)/installed-for-tests
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 
-# The committed measurements, anew; they are an H200's. Of one pair alone: make measure MEASURED=instance_norm
+# The committed measurements, anew. Of one pair alone: make measure MEASURED=instance_norm; on an H100: GPU=h100
+GPU ?= h200
 MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
-	    $(RECORD) --backward --dtype float32,bfloat16 --json results/h200/$$name.json; \
-	    case $$name in linear*) $(RECORD) --backward --precision high --json results/h200/$${name}_tf32.json;; esac; \
+	    $(RECORD) --backward --dtype float32,bfloat16 --json results/$(GPU)/$$name.json; \
+	    case $$name in linear*) $(RECORD) --backward --precision high --json results/$(GPU)/$${name}_tf32.json;; esac; \
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 

@@ -34,7 +34,6 @@ CUDA_SOURCE = r"""
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
-#include <utility>
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
@@ -82,7 +81,6 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
-//
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
 // taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
@@ -229,7 +227,6 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
 }
 
-// ---- multiply ----
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -585,7 +582,6 @@ template <class Epilogue> static cudaError_t launch_linear(
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
-//
 // G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
 // those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
@@ -594,8 +590,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
 constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
-// The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
-struct SplitGradient {
+struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
     __half* pieces;
     const int* forward;   // the forward's exponents
     int *columns, *rows;  // b_j, a_i
@@ -658,7 +653,7 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
     }
 };
-// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, forward_cpu, _finish_plainly.
+// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, finish_rows_cpu, _finish_plainly.
 // `group` threads, at most the block, own a row; each keeps 32 values of h and of y in registers: 8192 a whole block.
 // The rest of a longer row is read from memory or L2 each time. `out` may be h.
 constexpr int kRowThreads = 256;
@@ -848,10 +843,10 @@ extern "C" int residual_gradients(int dtype, const void* grad, const void* h, co
 """
 
 CPP_SOURCE = r"""
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
@@ -880,13 +875,32 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
+// h, y and out (m, n) in float32. Statistics are added up in double.
+void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
+    const int64_t n = h.size(1);
+    at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const float *from = h.const_data_ptr<float>() + row * n, *other = y.const_data_ptr<float>() + row * n;
+            float* to = out.mutable_data_ptr<float>() + row * n;
+            double sum = 0, squares = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < n; ++i) sum += from[i];
+            const double mean = sum / n;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < n; ++i) squares += (from[i] - mean) * (from[i] - mean);
+            const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
+#pragma omp simd
+            for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
+        }
+    });
+}
 Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool) {
     const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
     auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
-    const at::Tensor h = single(at::linear(x, weight, bias)), other = single(y);
-    const at::Tensor z = at::layer_norm(h, {h.size(1)}, {}, {}, eps);  // the same mean and variance
-    return {z.add_(other).mul_(other).to(x.scalar_type()), none, nothing};
+    const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
+    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
+    return {result.to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,

@@ -83,7 +83,6 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
-//
 // Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
 // taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
@@ -230,7 +229,6 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
 }
 
-// ---- multiply ----
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -586,7 +584,6 @@ template <class Epilogue> static cudaError_t launch_linear(
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
-//
 // G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
 // those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
@@ -595,8 +592,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
 constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
-// The split G in device memory, written by the kernel that finds G, and read by linear_gradient.
-struct SplitGradient {
+struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
     __half* pieces;
     const int* forward;   // the forward's exponents
     int *columns, *rows;  // b_j, a_i

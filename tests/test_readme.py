@@ -13,7 +13,7 @@ from processes import run_python
 
 from judge.source import code_of, code_sha256
 
-RECORDS = [path for folder in ("h200", "sweep") for path in sorted((ROOT / "results" / folder).glob("*.json"))]
+RECORDS = [path for folder in ("h200", "h100", "sweep") for path in sorted((ROOT / "results" / folder).glob("*.json"))]
 
 
 @pytest.mark.parametrize("name", summary.TABLES)

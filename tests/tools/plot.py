@@ -59,15 +59,15 @@ def draw_direction(direction: str, colours: dict):
     for axes, stem in zip(grid.flat, summary.STEMS):
         run = summary.strict_float32(stem, direction)
         title = f"{stem}: {run['roof']['percent']:.0f}% of the floor" if run else f"{stem}: not measured"
-        styled(axes, colours, title + (" *" if run and summary.is_earlier(stem) else ""))
+        styled(axes, colours, title)
+        axes.set_xlabel(summary.where(stem), fontsize=8, loc="left")
         if run:
             bars(axes, run, colours)
         else:
             axes.set(xticks=[], yticks=[])
-    figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32, one NVIDIA H200", fontsize=10, color=colours["ink"])
+    figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32", fontsize=10, color=colours["ink"])
     floor = "floor: the machine's measured bandwidth and matrix rate allow no less"
-    star = "; * an earlier revision" if any(map(summary.is_earlier, summary.STEMS)) else ""
-    legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor + star)])
+    legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor)])
     return figure
 
 

@@ -3,8 +3,7 @@
     python tests/tools/summary.py [--write]
 
 README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
-between their marks; without it the README's is printed. A pair that results/h200 has no record of is shown as
-results/earlier has it, and named so.
+between their marks; without it the README's is printed. A pair is shown as the first of FOLDERS has it that does.
 """
 
 import argparse
@@ -13,6 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDERS = ("h200", "h100", "earlier_h100", "earlier_h200")
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
@@ -26,11 +26,18 @@ def runs_of(path: Path) -> list[dict]:
     return [run for run in runs if run["ms"]]
 
 
+def folder_of(stem: str) -> str:
+    return next((name for name in FOLDERS if (ROOT / "results" / name / f"{stem}.json").exists()), FOLDERS[-1])
+
+
+def where(stem: str) -> str:
+    return "an earlier revision, " * ("earlier" in folder_of(stem)) + f"on an {folder_of(stem)[-4:].upper()}"
+
+
 def benchmark(stem: str) -> list[dict]:
     """All runs of a pair at its benchmark shapes."""
-    folder = ROOT / "results" / "h200"
-    folder = folder if (folder / f"{stem}.json").exists() else ROOT / "results" / "earlier"
-    return [run for path in sorted(folder.glob(f"{stem}*.json")) for run in runs_of(path)]
+    paths = (ROOT / "results" / folder_of(stem)).glob(f"{stem}*.json")
+    return [run for path in sorted(paths) for run in runs_of(path)]
 
 
 STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchmark(path.stem)]
@@ -38,17 +45,8 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json") or runs_of(
-        ROOT / "results" / "earlier" / f"sweep_{stem}.json"
-    )
-
-
-def is_earlier(stem: str) -> bool:
-    return not (ROOT / "results" / "h200" / f"{stem}.json").exists()
-
-
-def named(stem: str) -> str:
-    return f"`{stem}`" + " (an earlier revision)" * is_earlier(stem)
+    results = ROOT / "results"
+    return runs_of(results / "sweep" / f"{stem}.json") or runs_of(results / "earlier_h200" / f"sweep_{stem}.json")
 
 
 def strict_float32(stem: str, direction: str) -> dict | None:
@@ -68,8 +66,8 @@ def front_table() -> str:
         times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
         return f"{times} {run['roof']['percent']:.0f}% of the floor"
 
-    rows = [[named(stem), *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
-    return markdown(["pair", *DIRECTIONS.values()], rows)
+    rows = [[f"`{stem}`", where(stem), *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
+    return markdown(["pair", "", *DIRECTIONS.values()], rows)
 
 
 def full_row(run: dict) -> list[str]:
@@ -95,8 +93,8 @@ def full_row(run: dict) -> list[str]:
 def full_tables() -> str:
     header = ["dtype", "TF32", "direction", "new ms", "eager ms", "compile ms", "x eager [95%]", "x compile [95%]"]
     header += ["of floor", "largest error, new / eager"]
-    tables = [f"{named(stem)}:\n\n{markdown(header, [full_row(run) for run in benchmark(stem)])}" for stem in STEMS]
-    return "\n\n".join(tables)
+    tables = {stem: markdown(header, [full_row(run) for run in benchmark(stem)]) for stem in STEMS}
+    return "\n\n".join(f"`{stem}`, {where(stem)}:\n\n{table}" for stem, table in tables.items())
 
 
 def slower_table() -> str:
