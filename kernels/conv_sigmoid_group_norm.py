@@ -14,10 +14,10 @@ The forward is one kernel. It reads x from DRAM once, writes out once, and keeps
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution; the
-floor is 0.31 ms, memory. Measured on an H200, `python harness.py conv_sigmoid_group_norm --backward`: forward 0.454
-ms, also with gradients recorded, 12.9x eager; forward and backward 2.49 ms, 7.4x. The forward is limited by L2 reads
-(a band of two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
+H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.524 ms, 12.4x
+eager, also with gradients recorded; forward and backward 2.93 ms, 7.0x. The forward is limited by L2 reads (a band of
+two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
 """
 
 import contextlib
@@ -111,9 +111,9 @@ __device__ __forceinline__ float activation_gradient(float t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward. A team of blocks has a sample, each block a band of its rows, and the teams take the samples in turn. A
+// The forward. A team of blocks makes a sample, each block a band of its rows, and the teams take samples in turn. A
 // block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
-// writes its band of the output. Three samples are under way in a block:
+// writes its band of the output. Up to three samples are under way in a block. Its roles:
 //
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
@@ -131,10 +131,10 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
 // x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is as accurate as float32, but with one input channel and values of
-// different sizes 2.4 times worse: then channel 1 is for w * x's rest, and 2 for w's rest * x (rest_of). bring scales
-// x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at most 2^-25.
-// Where x overflows fp16, accumulators become NaN, and the warp makes its values again in float32 (convolve_again).
+// shifts B's start address. (hi + lo) * (hi + lo) is about as accurate as float32. With a single input channel, whose
+// values differ in size, errors were 2.4 times as large: so there channel 1 adds w * rest_of(x), and 2 rest_of(w) * x.
+// bring scales x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at
+// most 2^-25. Where x overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
@@ -166,7 +166,7 @@ struct ConvArguments {
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
 };
 
-struct Norm { float middle, factor, offset; };  // of a channel: its output is (v - middle) * factor + offset
+struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset; middle: 0 in float32
 // Of some values v: one of them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
 struct Deviations { float anchor, sum, square; };
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
@@ -265,7 +265,7 @@ __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// fp16 hi and lo of a pixel's x * scale. Overflow makes h NaN: by inf - inf or, if x has 16 bits, by inf * 0.
+// fp16 hi and lo of a pixel's x * scale. Overflow makes the sums NaN: by inf - inf or, if x has 16 bits, by inf * 0.
 // `single`: channel 1 becomes what hi and lo leave of channel 0.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
@@ -343,7 +343,7 @@ __device__ __forceinline__ void bring(
                 for (int i = 0; i < kPixels; ++i) {
                     raw[i][c] = i * kStride < left ? __ldg(from + i * kStride) : from_float<T>(0.0f);
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // the last channel again, for which the weights are 0
+                from += c < p.in_channels - 1 ? image : 0;  // the last channel again: see load_weights
             }
             if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
@@ -545,8 +545,8 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
 }
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
-// all bands' sums; wakes the writers (norm_full). In 16 bits eager, which rounds v, is exact where v is constant: so
-// there it is `centred`, and the mean subtracted first. Not in float32, for 0.99 of the time.
+// all bands' sums; wakes the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is
+// constant, as eager is in 16 bits. In float32 eager is not, and it would take 1.01 of the time.
 __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
@@ -1233,7 +1233,7 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList paramete
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
 }
-// Float32: ATen's operators, up to the norm in the memory of the convolution's result.
+// Float32. All before the norm is done in place, in the convolution's result.
 std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();

@@ -12,7 +12,7 @@ products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores as ex
 One kernel follows the forward's product, one precedes the gradients'. Everything else is plain: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
-read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms. H100: 0.76, the product 0.53, the norm 0.03.
+read, 0.27 GB, and its pieces are written, 0.27. harness.py, H100: 0.77 ms, the product 0.53, the norm 0.03; H200: 0.71.
 """
 
 import contextlib
@@ -586,17 +586,17 @@ template <class Epilogue> static cudaError_t launch_linear(
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
 // those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
-//     W's row j, where it is below 2^-12 of W's largest, is scaled by 2^-b_j, at most 2^12, and G's column j by 2^b_j;
+//     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
-constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
+constexpr int kSpareBits = 12;  // at 2^-12 of the maximum, hi + lo still hold more than 24 bits
 struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
     __half* pieces;
     const int* forward;   // the forward's exponents
     int *columns, *rows;  // b_j, a_i
-    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
 };
-// Launched when G is split. A thread finds b_j, and, where it is not 0, scales column j of every gridDim.y-th row.
+// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
@@ -631,7 +631,7 @@ struct StoreGradient {
     }
 };
 
-// dX = G W, or dW = G^T x, after G has been split: splits the other operand (W or x; `pieces` has room for it) first.
+// dX = G W, or dW = G^T x. G is split already; splits `other` (W or x) to `pieces`, then multiplies.
 extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;

@@ -12,8 +12,9 @@ sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest o
 products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
-First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. One H200, `python harness.py
-linear_swish_group_norm --backward`: 1.23 ms, 6.7x eager; with backward 4.30 ms, 5.4x; in bfloat16 0.54 and 1.52 ms.
+First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py linear_swish_group_norm
+--backward`, H100: 1.24 ms, 6.9x eager; with backward 4.61 ms, 5.3x; in bfloat16 0.58 and 1.71 ms. H200, the revision
+before: 1.23 and 4.30 ms, 0.54 and 1.52.
 """
 
 import contextlib
@@ -588,17 +589,17 @@ template <class Epilogue> static cudaError_t launch_linear(
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
 // those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
-//     W's row j, where it is below 2^-12 of W's largest, is scaled by 2^-b_j, at most 2^12, and G's column j by 2^b_j;
+//     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
-constexpr int kSpareBits = 12;  // a value so far below the maximum still has more bits than a float
+constexpr int kSpareBits = 12;  // at 2^-12 of the maximum, hi + lo still hold more than 24 bits
 struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
     __half* pieces;
     const int* forward;   // the forward's exponents
     int *columns, *rows;  // b_j, a_i
-    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
 };
-// Launched when G is split. A thread finds b_j, and, where it is not 0, scales column j of every gridDim.y-th row.
+// Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
@@ -633,7 +634,7 @@ struct StoreGradient {
     }
 };
 
-// dX = G W, or dW = G^T x, after G has been split: splits the other operand (W or x; `pieces` has room for it) first.
+// dX = G W, or dW = G^T x. G is split already; splits `other` (W or x) to `pieces`, then multiplies.
 extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
     int64_t k, const SplitGradient* grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
