@@ -186,8 +186,8 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
 
     So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms,
     which becomes NaN and spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value
-    too near zero to have a sign, also where float64 on the CPU, which multiplies before it subtracts, has NaN itself:
-    the second kind. (The norms are what the Models end with.)
+    too near zero to have a sign, or, on a CPU, where PyTorch multiplies before it subtracts, times such a mean of a
+    group: the second kind. (The norms are what the Models end with.)
     """
     exact, given, info, signless = in_float64(model), {}, torch.finfo(inputs[0].dtype), []
 
@@ -204,16 +204,16 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
             for t in (*norm_inputs, given[name])
         )
         error = (normed - rounded).abs().flatten(2).amax(2).view(*normed.shape[:2], *[1] * (normed.dim() - 2))
-        near = (normed.abs() <= 2 * error + info.eps).flatten(1, 2)
+        values = norm_inputs[0].unflatten(1, (norm.num_groups, -1)).flatten(2)
+        mean = (values.mean(2) / values.std(2)).view_as(error)
+        near = (torch.fmin(normed.abs(), mean.abs()) <= 2 * error + info.eps).flatten(1, 2)
         signless.append(near & norm.weight.isinf().view(-1, *[1] * (out.dim() - 2)))
 
     for (name, layer), original in zip(exact.named_modules(), model.modules()):
         if isinstance(layer, (torch.nn.Linear, torch.nn.Conv2d)):
             layer.register_forward_hook(overflowing)
         elif isinstance(layer, torch.nn.GroupNorm):
-            original.register_forward_pre_hook(
-                lambda norm, norm_inputs, name=name: given.update({name: norm_inputs[0]})
-            )
+            original.register_forward_pre_hook(lambda norm, values, name=name: given.update({name: values[0]}))
             layer.register_forward_hook(functools.partial(without_sign, name=name))
     model(*inputs)
     for layer in model.modules():
