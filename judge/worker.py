@@ -563,7 +563,7 @@ class Worker:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 state, parent, group, *_ = path.read_bytes().rpartition(b")")[2].split()
-                if state != b"Z":  # it has ended
+                if state != b"Z":  # Z: it has ended
                     parents[int(path.parent.name)] = int(parent), int(group)
         family = {self._process.pid}
         while more := {pid for pid, (parent, _) in parents.items() if parent in family} - family:

@@ -546,7 +546,7 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
 // all bands' sums; wakes the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is
-// constant, as eager is in 16 bits. In float32 eager is not, and it would take 1.01 of the time.
+// constant, as eager is in 16 bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
 __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;

@@ -128,9 +128,9 @@ def test_is_as_accurate_as_eager_with(case, change):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_groups_of_one_value_give_beta_in_16_bits(dtype):
-    _, new, inputs = build(NAMED["one channel to one"], "cuda", dtype)
-    new.conv.weight.data.zero_()
-    assert torch.all(new(*inputs) == new.group_norm.bias)
+    _, new, (x,) = build(NAMED["one channel to one"], "cuda", dtype)
+    new.group_norm.bias.data.zero_()  # any other would hide an error of 1e-5 in 16 bits
+    assert new(torch.zeros_like(x)).abs().max() < 1e-8
 
 
 @ways

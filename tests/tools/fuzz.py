@@ -185,9 +185,9 @@ def undecided(model: torch.nn.Module, inputs: list) -> tuple[torch.Tensor, torch
     or either infinity.
 
     So it is with what depends on a sum of products that passes the dtype's largest number in some order of its terms,
-    which becomes NaN and spreads as far as NaN does in the Model; and with an infinite weight of a norm times a value
-    too near zero to have a sign, or, on a CPU, where PyTorch multiplies before it subtracts, times such a mean of a
-    group: the second kind. (The norms are what the Models end with.)
+    which becomes NaN and spreads as far as NaN does in the Model; and with an infinite weight of a norm where the
+    normalised value or, since PyTorch multiplies before it subtracts, the group's mean is too near zero to have a sign:
+    the second kind. (The norms are what the Models end with.)
     """
     exact, given, info, signless = in_float64(model), {}, torch.finfo(inputs[0].dtype), []
 

@@ -3,7 +3,7 @@
     python tests/tools/summary.py [--write]
 
 README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
-between their marks; without it the README's is printed. A pair is shown as the first of FOLDERS has it that does.
+between their marks; without it the README's is printed. A pair's record is taken from the first of FOLDERS that has it.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def front_table() -> str:
         return f"{times} {run['roof']['percent']:.0f}% of the floor"
 
     rows = [[f"`{stem}`", where(stem), *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
-    return markdown(["pair", "", *DIRECTIONS.values()], rows)
+    return markdown(["pair", "measured", *DIRECTIONS.values()], rows)
 
 
 def full_row(run: dict) -> list[str]:
