@@ -1131,14 +1131,14 @@ def _is_ordinary(norm: nn.Module) -> bool:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines, without the norm's warning, which would break torch.compile's graph. On a CPU with gradients,
-    layer norm instead: PyTorch 2.13's instance norm there reads a transposed gradient as if it were contiguous."""
+    """The Model's lines, without the norm's warning, which would break torch.compile's graph. On a CPU PyTorch 2.13's
+    instance norm reads a transposed gradient as if it were contiguous: the hook makes it so."""
     if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
-    elif h.is_cpu and h.requires_grad:
-        h = torch.native_layer_norm(h, h.shape[1:], None, None, norm.eps)[0]
     else:
         h = nn.functional.instance_norm(h.unsqueeze(1).unsqueeze(1), eps=norm.eps).squeeze(1).squeeze(1)
+        if h.is_cpu and h.requires_grad and not torch.compiler.is_compiling():
+            h.register_hook(torch.Tensor.contiguous)
     h = h + y  # which frees the old h
     return h * y
 
