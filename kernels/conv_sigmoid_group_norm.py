@@ -284,11 +284,11 @@ __device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in
 }
 __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
 
-// The power of two that brings values up to `largest` below 2^15.
-__device__ __forceinline__ float scale_below_overflow(float largest) {
+// The power of two, at most 2^most, that brings values up to `largest` below 2^15.
+__device__ __forceinline__ float scale_below_overflow(float largest, int most = 126) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);
-    return ldexpf(1.0f, min(110, 15 - exponent));  // not 127: it is multiplied by scales.input, up to 2^14
+    return ldexpf(1.0f, min(most, 15 - exponent));
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
@@ -301,7 +301,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
             const float w = fabsf(p.weight[c * weights + i]);
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
         }
-        scales.weight[c] = scale_below_overflow(largest);
+        scales.weight[c] = scale_below_overflow(largest, 110);  // it is multiplied by scales.input, up to 2^14
         // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
         const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
         float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
@@ -908,7 +908,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
     const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-100f);  // so push * dh_scale is finite
+    const float most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);  // so push * dh_scale is finite
     const float dh_scale = scale_below_overflow(most * fabsf(push));
     p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
         group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
@@ -1114,10 +1114,10 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const float of_dh = 1 / tile.channels[o].dh_scale, of_x = 1 / tile.x_scale;
+        const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * of_x * of_dh;
+            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;
             if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }

@@ -3,8 +3,8 @@
     python tests/tools/fuzz.py [--pair NAME,...] [--cases 10000] [--device cuda] [--seconds 300]
 
 A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
-(pair, seed, index). The pair's own operators take a quarter of them or more, the plain way the rest; the last lines say
-how many. For each miss one line is printed: the command that repeats it, and what is wrong; a case that hangs or ends
+(pair, seed, index). In three quarters the output is judged, in the others the gradients. The pair's own operators take
+some of them, the plain way the rest; the last lines say how many. For each miss one line is printed: the command that repeats it, and what is wrong; a case that hangs or ends
 its process is a miss. Exit code 1 if there was one. The pairs take turns; after `--seconds` no more are begun. Each
 process has one thread and, on a GPU, a context of its own.
 """
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
 from cases import DTYPES, LAYOUTS, ROOT, STEMS, Case, converted, fits, in_float64
 from processes import finish, start_python, visible_gpus
+from test_gradients import ROUNDINGS, differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import in_processes
 
@@ -140,7 +141,7 @@ VALUES: dict[str, Callable] = {
 
 
 # Of equal values float64's own result is the rounding of their mean, and nothing finer tells how large it may be; they
-# are left to tests/test_forward.py, which knows.
+# are left to tests/test_forward.py, which knows. So it is with the gradients in any dtype.
 EQUAL = ["zero", "constant", "of tiny variance", "subnormal"]
 
 
@@ -238,12 +239,15 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     r = random.Random(f"{stem} {seed} {index}")
     init, shapes = SHAPES[stem](r) if stem in SHAPES else (None, None)
     dtype = r.choice([torch.float32] * 4 + DTYPES if shapes is not None else [torch.float32])
-    values = [kind for kind in VALUES if dtype is not torch.float64 or kind not in EQUAL]
+    recorded = r.random() < 0.25
+    unequal = recorded or dtype is torch.float64
+    values = [kind for kind in VALUES if not unequal or kind not in EQUAL]
     kinds = [r.choice(values) if r.random() < 0.7 else "ordinary" for _ in range(9)]
     changed = [r.choice(values) if r.random() < 0.3 else None for _ in range(9)]  # of parameters; None: as they were
+    incoming = r.choice(values) if r.random() < 0.5 else "ordinary"  # the gradient of the output
     first_seed = r.randrange(2**40)
     case = Case(stem, "", init, shapes)
-    taken = [name for name in LAYOUTS if fits(case, name) and (dtype, name) != (torch.float64, "one value repeated")]
+    taken = [name for name in LAYOUTS if fits(case, name) and not (unequal and name == "one value repeated")]
     layouts = [LAYOUTS[name] for name in taken]
 
     def change(model, new, inputs):
@@ -262,6 +266,19 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     def forward(module, inputs) -> dict[str, torch.Tensor]:
         return {"output": on_device(module, inputs)}
 
+    def gradients(module, inputs) -> dict[str, torch.Tensor]:
+        """NaN for an infinity, too: which of them it is depends on the order of operations, in eager as well."""
+        for p in module.parameters():
+            p.data = moved(p.data, device)
+        tensors = differentiable(module, [moved(t, device) for t in inputs])
+        out = module(*(t for name, t in tensors.items() if name.startswith("input ")))
+        torch.default_generator.manual_seed(first_seed)
+        grad = drawn(incoming, torch.empty(out.shape, dtype=dtype), random.Random(first_seed)).to(out)
+        if device != "cpu":  # where PyTorch 2.13's batch_norm misreads a transposed gradient
+            grad = laid(grad, [torch.clone], random.Random(first_seed))
+        grads = torch.autograd.grad(out, list(tensors.values()), grad)
+        return {name: t.masked_fill(~t.isfinite(), torch.nan) for name, t in zip(tensors, grads)}
+
     def noting_what_to_leave_out(samples):
         for model, new, inputs in samples:
             model.left_out = new.left_out = undecided(copy.deepcopy(model), inputs)
@@ -277,18 +294,22 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
         with Dispatched() as seen:
             out = on_device(*copy.deepcopy((new, inputs)))
         assert_same_form(out, on_device(*copy.deepcopy((model, inputs))))
+        run, roundings = (gradients, ROUNDINGS) if recorded else (forward, 1)
         try:
-            assert_as_accurate_as_eager(forward, itertools.chain([first], samples))
+            assert_as_accurate_as_eager(run, itertools.chain([first], samples), roundings)
         except Inaccurate:
             # Where the two values of a group nearly meet, each rounding counts a thousandfold, and whose is the larger
             # in the worst such sample is luck, once in tens of thousands of cases. A fault is in other samples too.
-            assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype, change, first_seed + 24))
+            assert_as_accurate_as_eager(run, draws(case, "cpu", dtype, change, first_seed + 24), roundings)
         except AssertionError:  # NaN or Inf elsewhere than in eager
+            if recorded:
+                raise
             samples = noting_what_to_leave_out(draws(case, "cpu", dtype, change, first_seed))
             assert_as_accurate_as_eager(forward_but_for_them, samples)
     except Exception as error:
         said = [f"input {kind}" for kind, _ in zip(kinds, inputs)]
         said += [f"{name} {kind}" for (name, _), kind in zip(model.named_parameters(), changed) if kind is not None]
+        said += [f"gradient {incoming}"] * recorded
         what = f"{shapes} from {init} in {dtype}, {', '.join(said)}"
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     return seen.others
