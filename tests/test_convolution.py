@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import LAYOUTS, STEMS, Case, build, gpu, in_float64
+from cases import STEMS, Case, build, gpu, in_float64
 from test_gradients import both_ways, gradients
 
 STEM = "conv_sigmoid_group_norm"
@@ -23,28 +23,21 @@ SHAPES = [
     case("an odd size", 2, 8, 35, 37, 3, 8, 4),
     case("the benchmark's images", 3, 8, 256, 256, 3, 8, 4),
     case("images 260 wide", 2, 8, 40, 260, 3, 8, 4),
-    case("a column beyond a strip", 1, 8, 17, 131, 3, 8, 4),
-    case("more units than teams", 70, 8, 130, 130, 3, 8, 4),
-    case("a team for each unit", 300, 8, 34, 34, 3, 4, 4),
+    case("images 131 wide", 1, 8, 17, 131, 3, 8, 4),
+    case("more samples than teams", 70, 8, 130, 130, 3, 8, 4),
+    case("many small samples", 300, 8, 34, 34, 3, 4, 4),
     case("narrow images", 2, 8, 200, 20, 3, 2, 4),
     case("low images", 2, 8, 3, 400, 3, 8, 4),
     case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
     case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
     case("one channel to one", 3, 1, 40, 42, 3, 1, 1),
     case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
-    case("groups of 20 channels", 2, 8, 100, 100, 3, 2, 20),
-    case("groups of 13 channels", 1, 9, 50, 52, 3, 3, 13),
-    case("images too large for 32 channels at once", 1, 8, 520, 516, 3, 8, 4),
-    case("images of odd width in two launches", 1, 8, 600, 601, 3, 8, 4),
+    case("images too large for the kernels", 1, 8, 520, 516, 3, 8, 4),
     case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
     case("images seven pixels wide", 2, 8, 300, 7, 3, 8, 4),
-    case("images four pixels wide of twelve channels", 2, 12, 300, 4, 3, 8, 4),
     case("images too small for the kernels", 2, 8, 10, 10, 3, 8, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
-    case("40 channels to 75", 2, 40, 29, 64, 3, 15, 5),
     case("1x1 kernels", 2, 8, 128, 128, 1, 6, 4),
-    case("1x1 kernels of an odd size", 2, 20, 57, 59, 1, 4, 6),
-    case("1x1 kernels from 64 channels to 128", 3, 64, 56, 56, 1, 1, 128),
     case("5x5 kernels", 2, 8, 24, 24, 5, 8, 4),
 ]
 NAMED = {case.name: case for case in SHAPES}
@@ -130,7 +123,7 @@ def test_is_as_accurate_as_eager_with(case, change):
 def test_groups_of_one_value_give_beta_in_16_bits(dtype):
     _, new, (x,) = build(NAMED["one channel to one"], "cuda", dtype)
     new.group_norm.bias.data.zero_()  # any other would hide an error of 1e-5 in 16 bits
-    assert new(torch.zeros_like(x)).abs().max() < 1e-8
+    assert new(torch.zeros_like(x)).abs().max().item() < 1e-8  # float16 has none between 0 and 6e-8
 
 
 @ways
@@ -140,14 +133,6 @@ def test_gradients_of_any_magnitude(case, magnitude):
         return gradients(module, inputs, lambda grad: grad * magnitude)
 
     assert_as_accurate_as_eager(scaled, draws(case, "cuda", torch.float32))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_in_any_layout(layout):
-    def laid(module, inputs):
-        return gradients(module, inputs, LAYOUTS[layout])
-
-    assert_as_accurate_as_eager(laid, draws(FEW, "cuda", torch.float32))
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
@@ -182,7 +167,7 @@ def test_roundings_do_not_add_up_over_an_image():
 @torch.no_grad()
 def test_two_streams_at_once():
     """Each launch needs all its blocks at once: two launches must not hold half of the GPU each, and wait."""
-    _, new, inputs = build(NAMED["more units than teams"], "cuda")
+    _, new, inputs = build(NAMED["more samples than teams"], "cuda")
     expected = new(*inputs)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()

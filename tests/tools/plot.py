@@ -58,13 +58,9 @@ def draw_direction(direction: str, colours: dict):
     figure.get_layout_engine().set(wspace=0.06, hspace=0.08)
     for axes, stem in zip(grid.flat, summary.STEMS):
         run = summary.strict_float32(stem, direction)
-        title = f"{stem}: {run['roof']['percent']:.0f}% of the floor" if run else f"{stem}: not measured"
-        styled(axes, colours, title)
+        styled(axes, colours, f"{stem}: {run['roof']['percent']:.0f}% of the floor")
         axes.set_xlabel(summary.where(stem), fontsize=8, loc="left")
-        if run:
-            bars(axes, run, colours)
-        else:
-            axes.set(xticks=[], yticks=[])
+        bars(axes, run, colours)
     figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32", fontsize=10, color=colours["ink"])
     floor = "floor: the machine's measured bandwidth and matrix rate allow no less"
     legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor)])

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("h200", "h100", "earlier_h100", "earlier_h200")
+FOLDERS = ("h200", "h100", "earlier_h200")
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
@@ -45,14 +45,13 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    results = ROOT / "results"
-    return runs_of(results / "sweep" / f"{stem}.json") or runs_of(results / "earlier_h200" / f"sweep_{stem}.json")
+    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json")
 
 
-def strict_float32(stem: str, direction: str) -> dict | None:
-    """The run of the README's table and charts, if it was measured."""
+def strict_float32(stem: str, direction: str) -> dict:
+    """The run of the README's table and charts."""
     wanted = (direction, "float32", "highest")
-    return next((run for run in benchmark(stem) if (run["direction"], run["dtype"], run["precision"]) == wanted), None)
+    return next(run for run in benchmark(stem) if (run["direction"], run["dtype"], run["precision"]) == wanted)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -60,9 +59,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def front_table() -> str:
-    def cell(run: dict | None) -> str:
-        if run is None:
-            return "not measured"
+    def cell(run: dict) -> str:
         times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
         return f"{times} {run['roof']['percent']:.0f}% of the floor"
 
