@@ -4,7 +4,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
 from cases import STEMS, Case, build, gpu, in_float64
-from test_gradients import both_ways, gradients
+from test_gradients import ROUNDINGS, both_ways, gradients
 
 STEM = "conv_sigmoid_group_norm"
 pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
@@ -31,9 +31,7 @@ SHAPES = [
     case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
     case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
     case("one channel to one", 3, 1, 40, 42, 3, 1, 1),
-    case("one group of 24 channels", 2, 20, 56, 57, 3, 1, 24),
     case("images too large for the kernels", 1, 8, 520, 516, 3, 8, 4),
-    case("one group of 40 channels", 3, 8, 66, 66, 3, 1, 40),
     case("images seven pixels wide", 2, 8, 300, 7, 3, 8, 4),
     case("images too small for the kernels", 2, 8, 10, 10, 3, 8, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
@@ -46,8 +44,6 @@ BENCHMARK, ODD = NAMED["the benchmark's images"], NAMED["an odd size"]
 ways = pytest.mark.parametrize("case", [FEW, MANY], ids=["few channels", "many channels"])
 shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-# The backward adds up thousands of roundings of each parameter's gradient.
-ROUNDINGS = 8
 
 
 @shapes
@@ -126,13 +122,12 @@ def test_groups_of_one_value_give_beta_in_16_bits(dtype):
     assert new(torch.zeros_like(x)).abs().max().item() < 1e-8  # float16 has none between 0 and 6e-8
 
 
-@ways
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-9, 1e-3, 1e3])
-def test_gradients_of_any_magnitude(case, magnitude):
+def test_gradients_of_any_magnitude(magnitude):
     def scaled(module, inputs):
         return gradients(module, inputs, lambda grad: grad * magnitude)
 
-    assert_as_accurate_as_eager(scaled, draws(case, "cuda", torch.float32))
+    assert_as_accurate_as_eager(scaled, draws(FEW, "cuda", torch.float32))
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
