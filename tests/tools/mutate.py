@@ -72,7 +72,7 @@ KERNELS = [
     (ROWS, "bare and norm.eps > 0", "bare", "dropin"),
     (ROWS, "tensors = [t.view_as(t) for t in (x, weight, bias, y)]", "tensors = [x, weight, bias, y]", "gradients"),
     (SWISH, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
-    (ROWS, "elif h.is_cpu and h.requires_grad:", "elif False:", "gradients"),
+    (ROWS, "h.register_hook(torch.Tensor.contiguous)", "pass", "gradients"),
     (ROWS, "any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors)", "False", "distributed"),
     (SWISH, "any(t.requires_grad for t in tensors)", "tensors[0].requires_grad", "gradients"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
