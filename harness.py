@@ -45,7 +45,7 @@ from judge.worker import COMPILE_MODES, Rejected, Worker
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
 Names = tuple[str, ...]
-BASELINES = ("eager", "compile", "max-autotune", "cudagraph")
+BASELINES = ("eager", *COMPILE_MODES)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
 
@@ -164,7 +164,7 @@ class Judge:
         """Makes the modules that are timed."""
         for role in ("new", *self.baselines):
             try:
-                case.load(self._worker(role), pair.new_path if role in ("new", "cudagraph") else None)
+                case.load(self._worker(role), pair.new_path if role == "new" else None)
             except Rejected as failed:
                 case.drop(role, failed)
 

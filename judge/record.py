@@ -20,7 +20,6 @@ from judge.source import BUILD, last_line
 from judge.worker import Rejected
 
 OK, WRONG = "ok", "wrong"
-CALLED = {"cudagraph": "new_cudagraph"}  # in records: the candidate, replayed as a CUDA graph
 
 
 @dataclass
@@ -68,15 +67,14 @@ class Result:
     def set_figures(self, samples: bench.Samples, errors: dict[str, Errors]) -> None:
         """Times, and errors: of the outputs the largest of each figure. In float64 the Model counts as exact."""
         self.rounds, self.calls = len(samples.ms["new"]), samples.calls
-        for role, values in samples.ms.items():
-            name = CALLED.get(role, role)
+        for name, values in samples.ms.items():
             self.ms[name], self.spread[name] = statistics.median(values), statistics.quantiles(values, n=4)[::2]
             if self.device == "cuda":
-                self.host_us[name] = samples.ready[role]["host_us"]
-                if role in ("new", "eager", "compile"):  # the others hold memory of their own from capture on
-                    self.peak_memory[name] = samples.ready[role]["peak"]
-            if not name.startswith("new"):
-                self.speedup[name], self.speedup_ci[name] = bench.speedup(samples, role, self.device)
+                self.host_us[name] = samples.ready[name]["host_us"]
+                if name != "max-autotune":  # it holds memory of its own from the capture of a CUDA graph on
+                    self.peak_memory[name] = samples.ready[name]["peak"]
+            if name != "new":
+                self.speedup[name], self.speedup_ci[name] = bench.speedup(samples, name, self.device)
                 self.verdict[name] = bench.verdict(*self.speedup_ci[name], bool(self.interference))
         if self.host_us and self.host_us["new"] > 1e3 * self.ms["new"]:
             times = ", ".join(f"{name} {us:.0f}" for name, us in self.host_us.items())
@@ -116,7 +114,7 @@ def show(run: Result) -> None:
     shape = run.constants | {"batch_size": run.batch}
     way = [run.dtype, run.precision, run.direction, *(f"{k} {v}" for k, v in shape.items() if isinstance(v, int))]
     cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):54}", f"{run.status:5}"]
-    for name, ms in sorted(run.ms.items(), key=lambda timed: not timed[0].startswith("new")):
+    for name, ms in sorted(run.ms.items(), key=lambda timed: timed[0] != "new"):
         cells.append(f"{f'{name} {ms:.4g} ms':20}")
         if name in run.speedup:
             low, high = run.speedup_ci[name]

@@ -289,7 +289,7 @@ class Contender:
         module = load(path)
         seconds = perf_counter() - begin
         vars(module).update(constants)
-        self.cls = getattr(module, "ModelNew" if self.role in ("new", "cudagraph") else "Model")
+        self.cls = getattr(module, "ModelNew" if self.role == "new" else "Model")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         self.modules = [make(self.cls, copy.deepcopy(arguments), seed).to(self.device, dtype) for _ in range(2)]
@@ -301,7 +301,7 @@ class Contender:
     def rest(self, given=None) -> None:
         """Forgets what was timed; unused memory then goes back to the device."""
         self.ring, self.given, self.answers, self.kept, self.incoming = [], [], [], [], []
-        self.graph = self.buffer = None
+        self.buffer = None
 
     def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
@@ -335,22 +335,14 @@ class Contender:
         self.rest()
         self.modules[0].load_state_dict(state, strict=True)
         self.request, self.given, self.answers = request, ring, answers
-        # CUDA graphs, which max-autotune makes too, read the inputs where they lay first: one set serves all calls.
-        self.ring = self._own(ring[:1] if self.role in ("cudagraph", "max-autotune") else ring)
+        # CUDA graphs, which max-autotune makes, read the inputs where they lay first: one set serves all calls.
+        self.ring = self._own(ring[:1] if self.role == "max-autotune" else ring)
         self.wanted = [list(wanted_of(self.modules[0], each, request).values()) for each in self.ring]
         if request.direction == "forward_backward" and self.wanted[0]:
             self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*self.ring[0]))]
         self.buffer = torch.empty(FLUSH_BYTES[self.device], dtype=torch.uint8, device=self.device)
         if self.role == "max-autotune":  # it would copy inputs that may move
             tree_map_only(torch.Tensor, torch._dynamo.mark_static_address, self.ring[0])
-        if self.role == "cudagraph":
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(3):
-                    self._timed_call(0)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.graph = graph, self._timed_call(0)
         self._claims(1, 1)
         self.kept = []
         if self.gpu:
@@ -395,9 +387,6 @@ class Contender:
 
     def _timed_call(self, index: int) -> list:
         """The outputs, or of a backward pass the gradients: the outputs beside them would take memory."""
-        if self.graph:
-            self.graph[0].replay()
-            return self.graph[1]
         index %= len(self.ring)
         with torch.set_grad_enabled(self.request.direction != "forward"):
             result = self.timed(*self.ring[index])

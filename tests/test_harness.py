@@ -437,13 +437,8 @@ def test_what_a_gpu_says_of_its_clocks(monkeypatch):
 def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
     (run,) = judge(plain_after("import time; time.sleep(1e-3)"), device="cuda")
     assert run.ok and run.host_us["new"] > 1000 > run.host_us["eager"] and run.ms["new"] < 0.5
+    assert run.peak_memory["new"] >= 32 * 64 * 4
     assert any(note.startswith("the host takes longer to launch a call") for note in run.notes)
-
-
-@pytest.mark.gpu
-def test_times_the_candidate_in_a_cuda_graph(judge):
-    for run in judge(PLAIN, device="cuda", baselines=("eager", "cudagraph"), directions=DIRECTIONS):
-        assert run.ok and set(run.ms) == {"new", "eager", "new_cudagraph"} and run.peak_memory["new"] >= 32 * 64 * 4
 
 
 # The floor

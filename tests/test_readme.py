@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import mutate
 import pytest
 import summary
 import torch
@@ -28,6 +29,10 @@ def test_records_are_of_the_files_as_they_are(path):
     for run in runs:
         assert run["source_sha256"] == hashes[run["model"]], f"changed since {path.name} was measured"
         assert run["ok"]
+
+
+def test_what_mutations_change_is_there():
+    assert not [f"{old}: {said}" for path, old, *_ in mutate.rows() if (said := mutate.lost(ROOT, path, old))]
 
 
 CODE = '''"""A file."""
