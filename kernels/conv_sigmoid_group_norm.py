@@ -15,8 +15,8 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.524 ms, 12.4x
-eager, also with gradients recorded; forward and backward 2.93 ms, 7.0x. The forward is limited by L2 reads (a band of
+H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.525 ms, 12.3x
+eager, also with gradients recorded; forward and backward 2.94 ms, 7.0x. The forward is limited by L2 reads (a band of
 two rows needs two more of x as its halo, so each row is read twice) and by instruction issue.
 """
 
@@ -1114,7 +1114,7 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);
+        const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);  // 0 * inf is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
             const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;

@@ -248,8 +248,8 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     incoming = r.choice(values) if r.random() < 0.5 else "ordinary"  # the gradient of the output
     first_seed = r.randrange(2**40)
     case = Case(stem, "", init, shapes)
-    taken = [name for name in LAYOUTS if fits(case, name) and not (unequal and name == "one value repeated")]
-    layouts = [LAYOUTS[name] for name in taken]
+    repeated = ["one value repeated"] * unequal
+    layouts = [lay for name, lay in LAYOUTS.items() if fits(case, name) and name not in repeated]
 
     def change(model, new, inputs):
         r = random.Random(first_seed)  # the same magnitudes and places for each sample, other values
@@ -272,7 +272,7 @@ def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
             p.data = moved(p.data, device)
         tensors = differentiable(module, [moved(t, device) for t in inputs])
         out = module(*(t for name, t in tensors.items() if name.startswith("input ")))
-        torch.default_generator.manual_seed(first_seed)
+        torch.default_generator.manual_seed(first_seed)  # the same gradient for each module
         grad = drawn(incoming, torch.empty(out.shape, dtype=dtype), random.Random(first_seed)).to(out)
         if device != "cpu":  # where PyTorch 2.13's batch_norm misreads a transposed gradient
             grad = laid(grad, [torch.clone], random.Random(first_seed))

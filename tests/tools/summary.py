@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("h200", "h100", "earlier_h200")
+FOLDERS = ("h200", "h100")
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
@@ -31,7 +31,7 @@ def folder_of(stem: str) -> str:
 
 
 def where(stem: str) -> str:
-    return "an earlier revision, " * ("earlier" in folder_of(stem)) + f"on an {folder_of(stem)[-4:].upper()}"
+    return f"on an {folder_of(stem).upper()}"
 
 
 def benchmark(stem: str) -> list[dict]:
