@@ -181,7 +181,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
     for name, (x, version, bits) in before.items():
         if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
             did.append(f"writes {name}")
-    if rng_state() != states:
+    if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
     return answers
 
@@ -237,7 +237,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def rng_state() -> list:
-    return [torch.get_rng_state().tolist(), torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else []]
+    """The CPU's; and the GPU's, once CUDA is in use: a compiler may begin to use it during a call."""
+    kinds = [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
+    return [kind.get_rng_state().tolist() for kind in kinds]
 
 
 def settle(device: str) -> None:

@@ -146,18 +146,17 @@ def test_a_captured_graph_replays_on_new_inputs(case, dtype, device):
 # ---- devices
 
 
-@first_cases
-@torch.no_grad()
-def test_runs_on_the_inputs_device_while_another_is_current(case):
+@pytest.mark.parametrize(("case", "dtype"), FAST, ids=str)
+def test_runs_on_the_inputs_device_while_another_is_current(case, dtype):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    _, new, inputs = build(case, "cuda:1")
-    with torch.cuda.device(1):
-        expected = new(*inputs)
+    _, new, inputs = build(case, "cuda:1", dtype)
+    found = output_and_gradients(new, inputs, None)
     assert torch.cuda.current_device() == 0
-    out = new(*inputs)
-    assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
-    assert torch.equal(out, expected)
+    with torch.cuda.device(1):
+        expected = output_and_gradients(new, inputs, None)
+    assert all(x.device == torch.device("cuda:1") for x in found)
+    assert all(map(torch.equal, found, expected))
 
 
 @learning_cases
