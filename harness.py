@@ -19,8 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 warnings.filterwarnings("ignore")
-if __name__ == "__main__":  # contenders are forked from a server; it loads torch (as judge/worker.py asks) meanwhile
-    multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+if __name__ == "__main__":  # contenders are forked from a server; it loads what judge/worker.py asks for, meanwhile
+    multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
     multiprocessing.forkserver.ensure_running()
 
 import argparse

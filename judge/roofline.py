@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from judge.source import DTYPES, Problem, set_precision
@@ -80,6 +79,8 @@ class Ceilings:
 
     def _least_seconds(self, call: Callable[[], object]) -> float:
         """Of a call, made twice in a row: the launch and the wait for the end are little beside that."""
+        from torch.utils.benchmark import Timer  # here: takes 0.08 s, which contenders' processes need not spend
+
         timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
         return min(timer.timeit(2).mean for _ in range(4))
 

@@ -46,8 +46,9 @@ FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed 
 IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared, and memory is kept for the next turn
 RANDOM = "changes PyTorch's random state"
 Event, perf_counter = torch.cuda.Event, time.perf_counter
-# Contenders are forked from a server that has loaded torch, and never initialises CUDA.
-multiprocessing.set_forkserver_preload(["torch", "judge.worker"])
+# Contenders are forked from a server that never initialises CUDA. It has loaded torch, and what autograd.grad imports
+# when it is first called: sympy, 0.3 s.
+multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic_shapes", "judge.worker"])
 
 
 class Rejected(Exception):
