@@ -52,8 +52,10 @@ class Ceilings:
         """Measures, and keeps the better of this time and any time before. Products are strict, whatever is judged."""
         level = torch.get_float32_matmul_precision()
         set_precision("highest")
-        free = torch.cuda.mem_get_info()[0] if self.device == "cuda" else 4 * COPIED_BYTES["cpu"]
-        source = torch.ones(min(COPIED_BYTES[self.device], free // 4), dtype=torch.uint8, device=self.device)
+        nbytes = COPIED_BYTES[self.device]
+        if self.device == "cuda":
+            nbytes = min(nbytes, torch.cuda.mem_get_info()[0] // 4)  # of what is free
+        source = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         seconds = self._least_seconds(lambda: target.copy_(source))
         self.copy_bandwidth = max(self.copy_bandwidth, 2 * len(source) / seconds)
