@@ -15,9 +15,8 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.525 ms, 12.3x
-eager, also with gradients recorded; forward and backward 2.94 ms, 7.0x. During the forward the DRAM is busy for 75% of
-the time, and the schedulers issue an instruction in 45% of the cycles: what else limits it was not found.
+H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.480 ms, 13.5x
+eager, also with gradients recorded; forward and backward 2.9 ms, 7.1x.
 """
 
 import contextlib
@@ -93,6 +92,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. Here t is kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
+constexpr double kRange = double(kHighest) - kLowest;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
@@ -118,8 +118,8 @@ __device__ __forceinline__ float activation_gradient(float t) {
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
 //   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   post:      sums -> the sample's totals in global memory v_full                             posted
-//   gather:    totals -> mean, rstd -> norm of channels     posted, totals of all blocks       norm_full
+//   post:      sums -> the sample's totals in global memory v_full                             norm_full
+//   gather:    totals -> mean, rstd -> norm of channels     totals of all blocks               norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
@@ -144,7 +144,7 @@ constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters 
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
 constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of two taps; a task's wgmmas: 2 * 9 taps (hi, lo) / 2
-constexpr int kLine = 16;                      // words (128 bytes) between totals: L2 serializes atomics on one line
+constexpr int kLine = 32;                      // words between groups' totals: L2 serializes atomics on one line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -155,7 +155,7 @@ struct ConvArguments {
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     void* out;      // of T; of float where it is h + bias
     Statistics* statistics;  // (samples, groups)
-    unsigned long long* totals;  // (samples, groups, 2, kLine): of v and of its squares; zeros before the launch
+    unsigned long long* totals;  // (samples, groups, kLine), two used: of v, of its squares; zeros before the launch
     // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
@@ -179,7 +179,8 @@ struct ConvShared {  // static; x, then the places of v, are in dynamic shared m
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    uint64_t x_full, x_empty, v_full[kPlaces][kConsumers], posted[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
+    uint64_t x_full[kProducers], x_empty[kProducers];  // of what each warpgroup brings
+    uint64_t v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 
 struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
@@ -196,17 +197,18 @@ struct Walk {
 
 // A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
 // Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
-// A sum beyond what kLowest and kHighest allow is cut at 0, or carries: the mean is NaN, or await_total never ends.
+// A sum beyond what kLowest and kHighest allow is cut at 0, or carries: the mean is NaN, or await_totals never ends.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed, bool finite) {
     const unsigned long long fixed = finite ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(total), "l"(fixed + (1ull << kTermsBit)) : "memory");
 }
-__device__ __forceinline__ unsigned long long await_total(const unsigned long long* total, int terms) {
-    unsigned long long word;
+// A group's two totals, once they are complete. One load: two, one after the other, took 1.06 of the kernel's time.
+__device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int terms) {
     while (true) {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(total) : "memory");
-        if (int(word >> kTermsBit) == terms) return word;
+        ulonglong2 two;
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
+        if (int(two.x >> kTermsBit) == terms && int(two.y >> kTermsBit) == terms) return two;
         __nanosleep(20);
     }
 }
@@ -321,7 +323,7 @@ __device__ __forceinline__ void bring(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
     constexpr int kStride = 128 * kProducers, kPixels = 4;
-    const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
+    const int thread = threadIdx.x - 128 * kConsumers, half = thread / 128, pixels = (band.rows + 2) * p.width;
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
         const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
@@ -345,7 +347,7 @@ __device__ __forceinline__ void bring(
                 }
                 from += c < p.in_channels - 1 ? image : 0;  // the last channel again: see load_weights
             }
-            if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
+            if (begin == thread) mbarrier_wait(&shared.x_empty[half], at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
@@ -360,7 +362,7 @@ __device__ __forceinline__ void bring(
             if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
         }
         fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
-        mbarrier_arrive(&shared.x_full);
+        mbarrier_arrive(&shared.x_full[half]);
     }
 }
 
@@ -418,7 +420,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
 // wgmma: one's wgmma overlaps the others' activations. A thread has a task's pixels 2 t and 2 t + 1 of every eight, of
 // one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, the producers (x_empty) after the sample's last one, `post` (v_full) after the last store.
+// when its wgmma is issued, producers (x_empty) after the last one that reads their x, `post` (v_full) at the end.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -436,6 +438,8 @@ __device__ __forceinline__ void convolve(
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
+    const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
+    const int left_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // those that need what the first one brings
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);
     int first_task = warpgroup;
@@ -445,12 +449,14 @@ __device__ __forceinline__ void convolve(
         // Of the task's first pixel: its row and column, and where it is in x's and v's shared memory.
         int count = 0, task = first_task, row = first_task, column = 0, v_at = row * p.columns;
         uint32_t x_at = x_begin + row * p.width;
-        mbarrier_wait(&shared.x_full, at.x_parity);
+        mbarrier_wait(&shared.x_full[0], at.x_parity);
         for (; task < band.tasks; task += kConsumers, row += kConsumers) {
             for (; row >= band.rows; row -= band.rows) {
                 column += kTile, x_at += kTile - band.rows * p.width, v_at += kTile - band.rows * p.columns;
             }
             float d[kTile / 2];
+            const bool first = task == first_task, last = task + kConsumers >= band.tasks;
+            if (!halves || last || column + kTile + 2 > 128) mbarrier_wait(&shared.x_full[1], at.x_parity);
             barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
@@ -462,8 +468,8 @@ __device__ __forceinline__ void convolve(
             wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (task + kConsumers >= band.tasks) mbarrier_arrive(&shared.x_empty);
-            const bool first = task == first_task;
+            if (task + kConsumers >= left_tasks && (first || task < left_tasks)) mbarrier_arrive(&shared.x_empty[0]);
+            if (last) mbarrier_arrive(&shared.x_empty[1]);
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
                 float* const to = v + v_at;
@@ -494,7 +500,8 @@ __device__ __forceinline__ void convolve(
             x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
         }
         if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
-            mbarrier_arrive(&shared.x_empty);
+            mbarrier_wait(&shared.x_full[1], at.x_parity);
+            mbarrier_arrive(&shared.x_empty[0]), mbarrier_arrive(&shared.x_empty[1]);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
         // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
@@ -511,26 +518,25 @@ __device__ __forceinline__ void convolve(
             shared.made[at.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
         }
         if (threadIdx.x % 128 == 0) shared.counts[at.place][warpgroup] = count;
-        mbarrier_arrive(&shared.v_full[at.place][warpgroup]);
+        mbarrier_arrive(&shared.v_full[at.place]);
     }
 }
 
 // One warp, lane c for channel c: adds the band's sums of u = (v - kLowest) / (kHighest - kLowest), and of u^2, to
-// the totals in global memory. Waits for v_full; signals posted when it has read `made`, before it adds to the totals.
+// the totals in global memory. Waits for v_full; when it has read `made`, it arrives at norm_full, as `gather` does.
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
-    constexpr double kUnit = 1.0 / (double(kHighest) - kLowest);
     for (Walk at; at.sample < p.samples; at.next(p)) {
         double own_sum = 0, own_square = 0;
+        mbarrier_wait(&shared.v_full[at.place], at.parity);
         for (int k = 0; k < kConsumers; ++k) {
-            mbarrier_wait(&shared.v_full[at.place][k], at.parity);
             const Moments some = shared.made[at.place][k][c];
             const int count = shared.counts[at.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - kLowest;
             own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.posted[at.place]);  // `made` has been read and may be overwritten
+        mbarrier_arrive(&shared.norm_full[at.place]);  // `made` has been read and may be overwritten
         double sum = own_sum, square = own_square;
         for (int i = 1; i < p.group_channels; ++i) {
             sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
@@ -538,29 +544,24 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
             const bool finite = square < INFINITY;
-            add_to_total(p.totals + group * (2 * kLine), sum * kUnit, p.to_fixed, finite);
-            add_to_total(p.totals + group * (2 * kLine) + kLine, square * (kUnit * kUnit), p.to_fixed, finite);
+            add_to_total(p.totals + group * kLine, sum / kRange, p.to_fixed, finite);
+            add_to_total(p.totals + group * kLine + 1, square / (kRange * kRange), p.to_fixed, finite);
         }
     }
 }
 
-// One warp, a lane a channel: the channel's norm from its group's totals. Waits for posted and until the totals have
-// all bands' sums; wakes the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is
-// constant, as eager is in 16 bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
+// One warp, a lane a channel: the channel's norm from its group's totals. Waits until these have all bands' sums; wakes
+// the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is constant, as eager is in 16
+// bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
 __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
     const int c = threadIdx.x % 32, own_group = c / p.group_channels;
     const bool exists = c < p.out_channels;
     const float gamma = exists ? p.gamma[c] : 0.0f, beta = exists ? p.beta[c] : 0.0f;
-    constexpr double kRange = double(kHighest) - kLowest;
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
-        mbarrier_wait(&shared.posted[at.place], at.parity);
         if (exists) {
-            // First all lanes poll the first total until complete: polling all of them would slow down the atomics.
-            const int64_t first = int64_t(at.sample) * p.groups, group = first + own_group;
-            await_total(p.totals + first * (2 * kLine), p.bands);
-            const unsigned long long of_v = await_total(p.totals + group * (2 * kLine), p.bands);
-            const unsigned long long of_square = await_total(p.totals + group * (2 * kLine) + kLine, p.bands);
+            const int64_t group = int64_t(at.sample) * p.groups + own_group;
+            const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
             const double mean = sum_of_total(of_v) * share;
             const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
             const double exact_mean = kLowest + mean * kRange;
@@ -584,8 +585,7 @@ __device__ __forceinline__ void write(
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
     for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
-        if constexpr (NORMALIZE) mbarrier_wait(&shared.norm_full[at.place], at.parity);
-        else for (uint64_t& full : shared.v_full[at.place]) mbarrier_wait(&full, at.parity);
+        mbarrier_wait(&(NORMALIZE ? shared.norm_full : shared.v_full)[at.place], at.parity);
 #pragma unroll 1
         for (; c < p.out_channels; c += kWriters) {
             const Norm n = NORMALIZE ? shared.norm[at.place][c] : Norm{0, 1, 0};
@@ -619,11 +619,11 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     extern __shared__ __align__(128) unsigned char x[];
     __shared__ ConvShared shared;
     if (threadIdx.x == 0) {
-        mbarrier_init(&shared.x_full, 128 * kProducers), mbarrier_init(&shared.x_empty, 128 * kConsumers);
+        for (uint64_t& full : shared.x_full) mbarrier_init(&full, 128);
+        for (uint64_t& empty : shared.x_empty) mbarrier_init(&empty, 128 * kConsumers);
         for (int i = 0; i < kPlaces; ++i) {
-            for (int k = 0; k < kConsumers; ++k) mbarrier_init(&shared.v_full[i][k], 128);
-            mbarrier_init(&shared.posted[i], 32), mbarrier_init(&shared.norm_full[i], 32);
-            mbarrier_init(&shared.v_empty[i], 32 * kWriters);
+            mbarrier_init(&shared.v_full[i], 128 * kConsumers), mbarrier_init(&shared.v_empty[i], 32 * kWriters);
+            mbarrier_init(&shared.norm_full[i], 64);
         }
         fence_mbarrier_init();
     }
@@ -672,7 +672,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     return bytes;
 }
 
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * 2 * kLine * 8; }
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * kLine * 8; }
 
 // pointers: x, out; in float32 conv_weight, conv_bias, bias, scale, gamma, beta; the statistics; the workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
@@ -717,7 +717,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // the first launch each adds up v and v^2 of its share; in the second it adds up all shares and writes its part of out.
 
 constexpr int kGroupThreads = 512, kShares = 16;
-static_assert(kShares * sizeof(double2) <= 2 * kLine * 8, "a group's sums lie where its totals would");
+static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");
 
 // The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
