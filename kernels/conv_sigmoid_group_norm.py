@@ -554,23 +554,20 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
 // the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is constant, as eager is in 16
 // bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
 __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
-    const int c = threadIdx.x % 32, own_group = c / p.group_channels;
-    const bool exists = c < p.out_channels;
-    const float gamma = exists ? p.gamma[c] : 0.0f, beta = exists ? p.beta[c] : 0.0f;
+    const int c = min(threadIdx.x % 32, p.out_channels - 1);  // the last channel's: several lanes, the same values
+    const float gamma = p.gamma[c], beta = p.beta[c];
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (Walk at; at.sample < p.samples; at.next(p)) {
-        if (exists) {
-            const int64_t group = int64_t(at.sample) * p.groups + own_group;
-            const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
-            const double mean = sum_of_total(of_v) * share;
-            const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
-            const double exact_mean = kLowest + mean * kRange;
-            const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
-            const float rounded = float(exact_mean), factor = gamma * rstd, middle = centred ? rounded : 0.0f;
-            const float offset = isfinite(factor) ? float(beta - (exact_mean - middle) * factor) : NAN;  // as ATen
-            shared.norm[at.place][c] = {middle, factor, offset};
-            if (blockIdx.x == 0) p.statistics[group] = {rounded, float(exact_mean - rounded), rstd};
-        }
+        const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
+        const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
+        const double mean = sum_of_total(of_v) * share;
+        const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
+        const double exact_mean = kLowest + mean * kRange;
+        const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
+        const float rounded = float(exact_mean), factor = gamma * rstd, middle = centred ? rounded : 0.0f;
+        const float offset = isfinite(factor) ? float(beta - (exact_mean - middle) * factor) : NAN;  // as ATen
+        shared.norm[at.place][c] = {middle, factor, offset};
+        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(exact_mean - rounded), rstd};
         mbarrier_arrive(&shared.norm_full[at.place]);
     }
 }
