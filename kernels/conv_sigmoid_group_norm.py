@@ -317,8 +317,9 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
     __syncthreads();
 }
 
-// Eight warps copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel, all
-// channels, four pixels at a time. Loads the first four, then waits for x_empty; stores; wakes the consumers (x_full).
+// Two warpgroups copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel,
+// all channels, four pixels at a time. Loads these, then waits for x_empty; stores; wakes the consumers (x_full).
+// Each warpgroup has barriers of its own: if a row has 256 pixels, it brings one half of the columns.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
