@@ -251,3 +251,16 @@ def build(
 
 def in_float64(model: torch.nn.Module) -> torch.nn.Module:
     return copy.deepcopy(model).double()
+
+
+def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]:
+    """A CUDA graph of a call; what the call gave before, on a stream of its own; and what a replay fills."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        first = call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, first, out

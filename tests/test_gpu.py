@@ -11,6 +11,7 @@ from cases import (
     STEMS,
     Case,
     build,
+    captured,
     converted,
     each,
     first_cases,
@@ -31,15 +32,7 @@ from test_training import output_and_gradients
 pytestmark = gpu
 
 # Rows and groups that the tests of products leave out: they end in a kernel of their own.
-ROWS = [
-    (300, 16, 32),
-    (300, 16, 200),
-    (128, 512, 4096),
-    (64, 256, 8192),
-    (32, 8, 16384),
-    (16, 8, 65536),
-    (3, 4, 1 << 20),
-]
+ROWS = [(300, 16, 32), (300, 16, 200), (128, 512, 4096), (64, 256, 8192), (32, 8, 16384), (16, 8, 65536), (3, 4, 2**20)]
 GROUPS = [(300, 16, 8, 8), (200, 64, 64, 64), (128, 512, 32, 128), (64, 64, 8, 16), (32, 8, 1, 32), (64, 8, 1024, 64)]
 TAILS = [
     *(Case("linear_instance_norm_residual", f"{b} rows of {f}", (k, f), ((b, k), (b, f))) for b, k, f in ROWS),
@@ -126,14 +119,7 @@ def test_the_forward_is_the_same_to_the_bit_with_and_without_gradients(case, dty
 def test_a_captured_graph_replays_on_new_inputs(case, dtype, device):
     _, new, inputs = build(case, device, dtype)
     static = [t.clone() for t in inputs]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        new(*static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = new(*static)
+    graph, _, out = captured(lambda: new(*static))
     for seed in (1, 2):
         fresh = build(case, device, dtype, seed)[2]
         for t, value in zip(static, fresh, strict=True):

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from cases import build, converted, first_cases, gpu, in_dtype, learning_cases
+from cases import build, captured, converted, first_cases, gpu, in_dtype, learning_cases
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -261,16 +261,10 @@ def test_a_whole_training_step_in_a_cuda_graph(case):
         loss = loss_of(new(*static))
         loss.backward()
         optimizer.step()
-        return loss
+        return loss.detach()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        losses = [step().item()]
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
+    graph, first, loss = captured(step)
+    losses = [first.item()]
     for inputs in rest:
         for t, value in zip(static, inputs, strict=True):
             t.copy_(value)
