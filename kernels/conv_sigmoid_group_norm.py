@@ -16,8 +16,7 @@ and reads it twice: for the sums that the norm's gradient needs, and for h's own
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
 H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.427 ms, 13.7x
-eager, also with gradients recorded; forward and backward 2.47 ms, 7.5x. On an H100, whose memory is slower, 0.480 ms is
-92% of the floor. What counts is how long a sample's v stays in shared memory: it waits for the sums of all blocks.
+eager, also with gradients recorded; forward and backward 2.47 ms, 7.5x. On an H100 0.480 ms is 92% of the floor.
 """
 
 import contextlib
@@ -89,7 +88,7 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded, and NaN for NaN, by which `convolve` finds overflow. To change
+// The activation v of z = (h + bias) * scale: bounded; NaN for NaN, since `convolve` finds overflow by NaN. To change
 // it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. Here t is kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
@@ -145,7 +144,7 @@ constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters 
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // of v: samples under way in a block
 constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of two taps; a task's wgmmas: 2 * 9 taps (hi, lo) / 2
-constexpr int kLine = 32;                      // words between groups' totals: L2 serializes atomics on one line
+constexpr int kLine = 32;                      // 8-byte words between groups' totals: L2 serializes atomics on a line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -175,14 +174,17 @@ struct Moments { float mean, square; };  // of a warpgroup's v of a channel; squ
 // Powers of two: what a channel's weights are multiplied by, and x.
 struct Scales { float weight[kMostOut], input; };
 
-struct ConvShared {  // static; x, then the places of v, are in dynamic shared memory
+struct alignas(128) ConvShared {  // static; x, then the places of v, are in dynamic shared memory
     Moments made[kPlaces][kConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    uint64_t x_full[kProducers], x_empty[kProducers];  // of what each warpgroup brings
+    // Threads that arrive, once a sample: 128 of a producer warpgroup, for its part of x; the 512 consumers.
+    uint64_t x_full[kProducers], x_empty[kProducers];
+    // The consumers; 32 of post, 32 of gather; the 192 writers, by which `made`, `norm` and `counts` are free, too.
     uint64_t v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
+static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
 struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
 
@@ -268,7 +270,7 @@ __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// fp16 hi and lo of a pixel's x * scale. Overflow makes the sums NaN: by inf - inf or, if x has 16 bits, by inf * 0.
+// fp16 hi and lo of a pixel's x * scale. Overflow makes sums NaN: inf - inf or, if x has 16 bits, inf * 0, weights' lo.
 // `single`: channel 1 becomes what hi and lo leave of channel 0.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
@@ -422,7 +424,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
 // wgmma: one's wgmma overlaps the others' activations. A thread has a task's pixels 2 t and 2 t + 1 of every eight, of
 // one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, producers (x_empty) after the last one that reads their x, `post` (v_full) at the end.
+// when its wgmma is issued, producers after its last task that needs their x, or its first one, `post` at the end.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -441,9 +443,9 @@ __device__ __forceinline__ void convolve(
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
-    const int left_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // those that need what the first one brings
+    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // those that need the first one's x
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
-    if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);
+    if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
@@ -470,7 +472,7 @@ __device__ __forceinline__ void convolve(
             wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (task + kConsumers >= left_tasks && (first || task < left_tasks)) mbarrier_arrive(&shared.x_empty[0]);
+            if (task + kConsumers >= half_tasks && (first || task < half_tasks)) mbarrier_arrive(&shared.x_empty[0]);
             if (last) mbarrier_arrive(&shared.x_empty[1]);
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
@@ -538,7 +540,7 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
             const double mean = double(some.mean) - kLowest;
             own_sum += count * mean, own_square += count * mean * mean + some.square;
         }
-        mbarrier_arrive(&shared.norm_full[at.place]);  // `made` has been read and may be overwritten
+        mbarrier_arrive(&shared.norm_full[at.place]);  // `made` is read, and by this arrival the writers see v
         double sum = own_sum, square = own_square;
         for (int i = 1; i < p.group_channels; ++i) {
             sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
@@ -593,16 +595,15 @@ __device__ __forceinline__ void write(
             Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
-                float4 four[kBatch];
+                float4 f[kBatch];
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {  // behind the end: the last one again
-                    four[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
+                    f[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
                     auto of = [&](float v) { return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset); };
-                    const auto [a, b, c, d] = four[k];
-                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(a), of(b), of(c), of(d));
+                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(f[k].x), of(f[k].y), of(f[k].z), of(f[k].w));
                 }
             }
         }

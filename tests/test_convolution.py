@@ -27,6 +27,7 @@ SHAPES = [
     case("more samples than teams", 70, 8, 130, 130, 3, 8, 4),
     case("many small samples", 300, 8, 34, 34, 3, 4, 4),
     case("narrow images", 2, 8, 200, 20, 3, 2, 4),
+    case("shared memory used to its last bytes", 128, 3, 62, 62, 3, 2, 2),  # of 227 KiB, on 132 SMs
     case("low images", 2, 8, 3, 400, 3, 8, 4),
     case("groups of three channels from three", 2, 3, 63, 67, 3, 3, 3),
     case("a group for each of seven channels", 2, 5, 130, 130, 3, 7, 1),
