@@ -46,7 +46,8 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    return [run for name in ("sweep", "earlier_sweep") for run in runs_of(ROOT / "results" / name / f"{stem}.json")]
+    folders = (runs_of(ROOT / "results" / name / f"{stem}.json") for name in ("sweep", "earlier_sweep"))
+    return next(filter(None, folders), [])
 
 
 def strict_float32(stem: str, direction: str) -> dict:
