@@ -595,15 +595,16 @@ __device__ __forceinline__ void write(
             Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
-                float4 f[kBatch];
+                float4 four[kBatch];
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {  // behind the end: the last one again
-                    f[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
+                    four[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
                 }
 #pragma unroll
                 for (int k = 0; k < kBatch; ++k) {
                     auto of = [&](float v) { return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset); };
-                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(f[k].x), of(f[k].y), of(f[k].z), of(f[k].w));
+                    const float4 f = four[k];
+                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(f.x), of(f.y), of(f.z), of(f.w));
                 }
             }
         }
@@ -1222,11 +1223,12 @@ CPP_SOURCE = r"""
 
 namespace {
 using at::Tensor;
+using Tensors = std::tuple<Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
 // The output, and where our kernels take x (`fits`), of each group the Statistics: mean, rest, rstd.
-std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
+Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
     const auto floats = x.options().dtype(at::kFloat);
@@ -1234,7 +1236,7 @@ std::tuple<Tensor, Tensor> forward_meta(const Tensor& x, at::TensorList paramete
         fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
 }
 // Float32. All before the norm is done in place, in the convolution's result.
-std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
+Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
     const Tensor gamma = parameters[kGamma].contiguous(), beta = parameters[kBeta].contiguous();
@@ -1243,8 +1245,7 @@ std::tuple<Tensor, Tensor> forward_cpu(const Tensor& x, at::TensorList parameter
     return {std::get<0>(normed), at::empty({0}, x.options())};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-std::tuple<Tensor, Tensor> backward_meta(
-    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
+Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters, const Tensor&, bool of_x) {
     const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
     return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
@@ -1284,8 +1285,7 @@ struct Arguments {
     void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
 };
 
-std::tuple<Tensor, Tensor> forward_cuda(
-    const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
+Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
     const c10::cuda::CUDAGuard guard(x.device());
     const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
     auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
@@ -1297,7 +1297,7 @@ std::tuple<Tensor, Tensor> forward_cuda(
     return {out, statistics};
 }
 
-std::tuple<Tensor, Tensor> backward_cuda(
+Tensors backward_cuda(
     const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
     const c10::cuda::CUDAGuard guard(x.device());
     auto [grad_x, of_parameters] = backward_meta(grad, x, parameters, statistics, of_x);

@@ -32,7 +32,15 @@ from test_training import output_and_gradients
 pytestmark = gpu
 
 # Rows and groups that the tests of products leave out: they end in a kernel of their own.
-ROWS = [(300, 16, 32), (300, 16, 200), (128, 512, 4096), (64, 256, 8192), (32, 8, 16384), (16, 8, 65536), (3, 4, 2**20)]
+ROWS = [
+    (300, 16, 32),
+    (300, 16, 200),
+    (128, 512, 4096),
+    (64, 256, 8192),
+    (32, 8, 16384),
+    (16, 8, 65536),
+    (3, 4, 1 << 20),
+]
 GROUPS = [(300, 16, 8, 8), (200, 64, 64, 64), (128, 512, 32, 128), (64, 64, 8, 16), (32, 8, 1, 32), (64, 8, 1024, 64)]
 TAILS = [
     *(Case("linear_instance_norm_residual", f"{b} rows of {f}", (k, f), ((b, k), (b, f))) for b, k, f in ROWS),
@@ -47,13 +55,12 @@ LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODU
 FAST = [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2], SMALL]
 FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]
 FAST += [(case, torch.bfloat16) for case, _ in FAST if case.stem == "linear_swish_group_norm"]
-layout_cases = pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 
 
 # ---- streams and graphs
 
 
-@layout_cases
+@pytest.mark.parametrize("case", LAYOUT_CASES + PRODUCTS, ids=str)
 @torch.no_grad()
 def test_runs_on_the_current_stream(case, deterministic):
     """The inputs become right after a long wait on a side stream: a launch on any other stream reads them too early."""

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,13 +46,10 @@ def main() -> None:
             alone[file.stem] = seconds(start(file, first))
         for file in FILES:
             warm[file.stem] = statistics.median(seconds(start(file, first)) for _ in range(3))
-        begin = time.perf_counter()
         processes = {file.stem: start(file, second) for file in FILES}
         together = {stem: seconds(process) for stem, process in processes.items()}
-        wall = time.perf_counter() - begin
     for stem in alone:
         print(f"{stem:32} cold {alone[stem]:5.1f} s alone, {together[stem]:5.1f} s at once; warm {warm[stem]:.2f} s")
-    print(f"all at once, with import torch: {wall:.1f} s")
 
 
 if __name__ == "__main__":
