@@ -167,7 +167,7 @@ struct ConvArguments {
 };
 
 struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset; middle: 0 in float32
-// Of some values v: one of them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
+// Of some values v: a value near them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
 struct Deviations { float anchor, sum, square; };
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
 
@@ -202,8 +202,8 @@ struct Walk {
 // Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
 // A sum beyond what kLowest and kHighest allow is cut at 0, or carries: the mean is NaN, or await_totals never ends.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
-__device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed, bool finite) {
-    const unsigned long long fixed = finite ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
+__device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
+    const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(total), "l"(fixed + (1ull << kTermsBit)) : "memory");
 }
 // A group's two totals, once they are complete. One load: two, one after the other, took 1.06 of the kernel's time.
@@ -320,8 +320,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
 }
 
 // Two warpgroups copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel,
-// all channels, four pixels at a time. Loads these, then waits for x_empty; stores; wakes the consumers (x_full).
-// Each warpgroup has barriers of its own: if a row has 256 pixels, it brings one half of the columns.
+// all channels, four at a time. Loads these, waits for its warpgroup's x_empty, stores, wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
@@ -370,6 +369,14 @@ __device__ __forceinline__ void bring(
     }
 }
 
+// What four lanes subtract before they add up: the mean of eight values, the first lane's where one has no pixels. Were
+// it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
+__device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
+    const float first = __shfl_sync(~0u, a, threadIdx.x & 28), two = valid ? a + b : 2 * first;
+    const float four = two + __shfl_xor_sync(~0u, two, 1);
+    return 0.125f * (four + __shfl_xor_sync(~0u, four, 2));
+}
+
 // A warp's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
@@ -391,7 +398,7 @@ __device__ __forceinline__ void convolve_again(
             }
             float value = valid ? h + bias_at(p, c) : 0.0f;
             if (NORMALIZE) value = activation(value * (kActivationFactor * p.scale[valid ? c : 0]));
-            if (task == first_task && i == 0) all.anchor = __shfl_sync(~0u, value, threadIdx.x & 28);
+            if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
             all.sum += value - all.anchor, all.square = fmaf(value - all.anchor, value - all.anchor, all.square);
@@ -485,7 +492,7 @@ __device__ __forceinline__ void convolve(
                     float* const pair = d + 4 * j;
                     pair[0] = activate(fmaf(pair[0] + pair[2], slope, offset));
                     pair[1] = activate(fmaf(pair[1] + pair[3], slope, offset));
-                    if (first && j == 0) all.anchor = __shfl_sync(~0u, pair[0], threadIdx.x & 28);  // of four lanes
+                    if (first && j == 0) all.anchor = anchor_of(pair[0], pair[1], valid(0));
                     const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f;
                     const float d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
                     sum += d0 + d1;
@@ -547,9 +554,8 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
-            const bool finite = square < INFINITY;
-            add_to_total(p.totals + group * kLine, sum / kRange, p.to_fixed, finite);
-            add_to_total(p.totals + group * kLine + 1, square / (kRange * kRange), p.to_fixed, finite);
+            add_to_total(p.totals + group * kLine, sum / kRange, p.to_fixed);
+            add_to_total(p.totals + group * kLine + 1, square / (kRange * kRange), p.to_fixed);
         }
     }
 }
@@ -629,10 +635,9 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
         fence_mbarrier_init();
     }
     prepare_scales<NORMALIZE>(p, shared.scales);
-    Band band;
-    band.first_row = blockIdx.x * p.band_rows;
-    band.rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, p.rows - band.first_row);
-    band.tasks = (p.columns + kTile - 1) / kTile * band.rows;
+    const int first_row = blockIdx.x * p.band_rows, left = p.rows - first_row;
+    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);
+    const Band band = {first_row, rows, (p.columns + kTile - 1) / kTile * rows};
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
     const int other = warp - 4 * (kConsumers + kProducers);
@@ -653,8 +658,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
 // of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Sets p's bands: of the most rows, by twos, that fit in shared memory and leave every multiprocessor a band. Returns
-// the bytes of shared memory.
+// Sets p's bands: the most rows, by twos, that fit in shared memory and leave each SM a band. Returns the bytes.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
         p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
@@ -674,8 +678,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
 }
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * kLine * 8; }
-
-// pointers: x, out; in float32 conv_weight, conv_bias, bias, scale, gamma, beta; the statistics; the workspace.
+// pointers: x, out, 16-byte aligned; conv_weight, conv_bias, bias, scale, gamma, beta, float32; statistics; workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
     ConvArguments p = {};
     p.x = pointers[0], p.out = pointers[1];
@@ -707,7 +710,6 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
-// x, out: contiguous, 16-byte aligned.
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
     return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
@@ -802,8 +804,7 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m.
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
-constexpr int kMostColumns = 32 * kWarps;
-constexpr int kRowsThreads = 64 * kWarps;
+constexpr int kMostColumns = 32 * kWarps, kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
@@ -811,13 +812,14 @@ constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
-// dh = q * push, push = rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its part of gradients.
+// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its part of gradients.
 struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, pull, push, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
+    float factor, mean, gamma, grad_mean, pull, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
         const float t = h * factor;
         return fmaf(gamma, grad, -fmaf(activation(t) - mean, pull, grad_mean)) * activation_gradient(t);
     }
+    __device__ __forceinline__ float dh(float h, float grad) const { return q(h, grad) * rstd * scale; }
 };
 
 template <typename T> struct BackwardArguments : ConvArguments {
@@ -907,12 +909,12 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     }
     const double n = double(p.group_channels) * pixels;
     pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
-    const float gamma = p.gamma[o], push = group.rstd * p.scale[o], most_grad = __uint_as_float(largest[0][c]);
+    const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const float most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);  // so push * dh_scale is finite
-    const float dh_scale = scale_below_overflow(most * fabsf(push));
-    p.channels[first + c] = {kActivationFactor * p.scale[o], group.mean, gamma, float(grad_mean), float(pull), push,
-        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), push * dh_scale};
+    const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
+    const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // so to_half is finite
+    p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale)};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
@@ -1019,7 +1021,7 @@ __device__ __forceinline__ void make(
         for (int mask = 16; mask > 0; mask /= 2) {
             sums[k] += __shfl_xor_sync(~0u, sums[k], mask), products[k] += __shfl_xor_sync(~0u, products[k], mask);
         }
-        const float of_bias = sums[k] * c.push, of_scale = products[k] * c.rstd;
+        const float of_bias = sums[k] * c.rstd * c.scale, of_scale = products[k] * c.rstd;
         const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
         if (lane >= 4 || first + k >= p.out_channels) continue;
         vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
@@ -1149,7 +1151,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
     const auto dh = [&](int o, int row, int column) {
         const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
-        return p.channels[channel].q(p.h[at], to_float(p.grad[at])) * p.channels[channel].push;
+        return p.channels[channel].dh(p.h[at], to_float(p.grad[at]));
     };
     const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
     for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
@@ -1240,8 +1242,7 @@ Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, 
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
     const Tensor gamma = parameters[kGamma].contiguous(), beta = parameters[kBeta].contiguous();
-    const auto normed = at::native_group_norm(
-        v, gamma, beta, v.size(0), v.size(1), v.size(2) * v.size(3), groups, eps);
+    const auto normed = at::native_group_norm(v, gamma, beta, v.size(0), v.size(1), v.size(2) * v.size(3), groups, eps);
     return {std::get<0>(normed), at::empty({0}, x.options())};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
@@ -1264,8 +1265,7 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// What the launchers take.
-struct Arguments {
+struct Arguments {  // what the launchers take
     std::vector<Tensor> held;
     std::vector<void*> pointers;
     std::vector<int64_t> sizes;

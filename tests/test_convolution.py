@@ -10,9 +10,7 @@ STEM = "conv_sigmoid_group_norm"
 pytestmark = [gpu, pytest.mark.skipif(STEM not in STEMS, reason="the pair is not here")]
 
 
-def case(
-    name: str, samples: int, channels: int, height: int, width: int, size: int, groups: int, of_group: int
-) -> Case:
+def case(name: str, samples, channels, height, width, size, groups, of_group) -> Case:
     out = groups * of_group
     init = (channels, out, size, groups, (out, 1, 1), (out, 1, 1))
     return Case(STEM, name, init, ((samples, channels, height, width),))
@@ -94,19 +92,28 @@ def a_few_beyond_half_precision(model, new, inputs):
     return [x]
 
 
-def channels_of_almost_one_value(model, new, inputs):
+def channels_of_almost_one_value(scale):
     """Sigmoids close to 1, which differ in their last bits: the norm magnifies what the statistics get wrong."""
-    for module in (model, new):
-        module.bias.data.fill_(9.0)
-        module.scale.data.fill_(1.0)
-    return inputs
+
+    def change(model, new, inputs):
+        for module in (model, new):
+            module.bias.data.fill_(9.0)
+            module.scale.data.fill_(scale)
+        return inputs
+
+    return change
+
+
+def first_column_of(size):
+    return lambda model, new, inputs: [torch.cat([size * inputs[0][..., :1], inputs[0][..., 1:]], -1)]
 
 
 HARD = {
     **{f"inputs of {magnitude:g}": inputs_of(magnitude) for magnitude in (1e-30, 1e-6, 1e-3, 1e3, 1e6, 1e30)},
     **{f"weights of {magnitude:g}": weights_of(magnitude) for magnitude in (1e-30, 1e-6, 1e3, 1e20)},
     "a few inputs beyond half precision": a_few_beyond_half_precision,
-    "channels of almost one value": channels_of_almost_one_value,
+    "channels of almost one value": channels_of_almost_one_value(1.0),
+    **{f"a first column of {size:g}": first_column_of(size) for size in (100.0, 1e6)},
 }
 
 
@@ -129,6 +136,11 @@ def test_gradients_of_any_magnitude(magnitude):
         return gradients(module, inputs, lambda grad: grad * magnitude)
 
     assert_as_accurate_as_eager(scaled, draws(FEW, "cuda", torch.float32))
+
+
+def test_gradients_where_rstd_times_scale_overflows():
+    draw = draws(FEW, "cuda", torch.float32, channels_of_almost_one_value(1e37))
+    assert_as_accurate_as_eager(gradients, draw)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
