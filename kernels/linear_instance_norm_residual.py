@@ -12,7 +12,7 @@ products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores as ex
 One kernel follows the forward's product, one precedes the gradients'. Everything else is plain: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
-read, 0.27 GB, and its pieces are written, 0.27. harness.py, H100: 0.77 ms; H200, a revision before: 0.71.
+read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.70 ms, 3.97x eager; with the backward 2.13, 3.86x.
 """
 
 import contextlib

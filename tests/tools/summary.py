@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("h200", "h100", "earlier_h200")
+FOLDERS = ("h200", "h100")
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
@@ -31,8 +31,7 @@ def folder_of(stem: str) -> str:
 
 
 def where(stem: str) -> str:
-    earlier, _, gpu = folder_of(stem).rpartition("_")
-    return f"on an {gpu.upper()}{', before the last change' if earlier else ''}"
+    return f"on an {folder_of(stem).upper()}"
 
 
 def benchmark(stem: str) -> list[dict]:
@@ -46,8 +45,7 @@ STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchm
 
 def sweep(stem: str) -> list[dict]:
     """All runs of a pair at other shapes."""
-    folders = (runs_of(ROOT / "results" / name / f"{stem}.json") for name in ("sweep", "earlier_sweep"))
-    return next(filter(None, folders), [])
+    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json")
 
 
 def strict_float32(stem: str, direction: str) -> dict:
