@@ -88,8 +88,8 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded; NaN for NaN, since `convolve` finds overflow by NaN. To change
-// it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. Here t is kActivationFactor * z.
+// The activation v of z = (h + bias) * scale: bounded; NaN for NaN, by which `convolve` finds overflow; finite at 0.
+// To change it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. t is kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
 constexpr double kRange = double(kHighest) - kLowest;
@@ -131,10 +131,10 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
 // x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is about as accurate as float32. With a single input channel, whose
-// values differ in size, errors were 2.4 times as large: so there channel 1 adds w * rest_of(x), and 2 rest_of(w) * x.
+// shifts B's start address. (hi + lo) * (hi + lo) is about as accurate as float32. With a single input channel of very
+// different values errors were 2.4 times as large: there channel 1 adds w * rest_of(x), channel 2 rest_of(w) * x.
 // bring scales x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at
-// most 2^-25. Where x overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
+// most 2^-25. Where it overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
 
 constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
@@ -155,7 +155,7 @@ struct ConvArguments {
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     void* out;      // of T; of float where it is h + bias
     Statistics* statistics;  // (samples, groups)
-    unsigned long long* totals;  // (samples, groups, kLine), two used: of v, of its squares; zeros before the launch
+    unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
     // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
     uint32_t *largest, *plain;
     int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
@@ -179,9 +179,9 @@ struct alignas(128) ConvShared {  // static; x, then the places of v, are in dyn
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    // Threads that arrive, once a sample: 128 of a producer warpgroup, for its part of x; the 512 consumers.
+    // Threads that arrive, once a sample. x_full[i]: the 128 of producer warpgroup i. x_empty[i]: the 512 consumers.
     uint64_t x_full[kProducers], x_empty[kProducers];
-    // The consumers; 32 of post, 32 of gather; the 192 writers, by which `made`, `norm` and `counts` are free, too.
+    // v_full: the consumers. norm_full: 32 of post, 32 of gather. v_empty: 192 writers; `made`, `norm`, `counts` too.
     uint64_t v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
@@ -270,7 +270,7 @@ __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// fp16 hi and lo of a pixel's x * scale. Overflow makes sums NaN: inf - inf or, if x has 16 bits, inf * 0, weights' lo.
+// fp16 hi and lo of a pixel's x * scale. Overflow gives hi inf, lo -inf: sums are NaN (16-bit x: inf * w's lo of 0).
 // `single`: channel 1 becomes what hi and lo leave of channel 0.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
@@ -297,7 +297,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if scale * weight is not finite, or too large for any power: then all values are computed in plain float32.
+// if |scale| * sum |weight| of a channel is NaN or above 2^14: then all values are computed in plain float32.
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -348,7 +348,7 @@ __device__ __forceinline__ void bring(
                 for (int i = 0; i < kPixels; ++i) {
                     raw[i][c] = i * kStride < left ? __ldg(from + i * kStride) : from_float<T>(0.0f);
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // the last channel again: see load_weights
+                from += c < p.in_channels - 1 ? image : 0;  // again the last: weights are 0, or see load_weights
             }
             if (begin == thread) mbarrier_wait(&shared.x_empty[half], at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
@@ -429,8 +429,8 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 }
 
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
-// wgmma: one's wgmma overlaps the others' activations. A thread has a task's pixels 2 t and 2 t + 1 of every eight, of
-// one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
+// wgmma: one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task,
+// of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
 // when its wgmma is issued, producers after its last task that needs their x, or its first one, `post` at the end.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
@@ -450,7 +450,7 @@ __device__ __forceinline__ void convolve(
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
-    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // those that need the first one's x
+    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // with columns of the first one's
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
@@ -515,7 +515,7 @@ __device__ __forceinline__ void convolve(
             mbarrier_arrive(&shared.x_empty[0]), mbarrier_arrive(&shared.x_empty[1]);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
-        // Not finite where x exceeds fp16's range, and where x or the weights are not finite.
+        // NaN where x * scales.input exceeds fp16's range, and where x, the weights or scales.input are not finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
             if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
@@ -664,7 +664,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
         p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         p.x_plane = (p.band_rows + 2) * p.width;
-        // The last task's wgmma may read up to a tile of pixels past x, in v's places: no output uses those columns.
+        // The last task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
         return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
     };
     int rows = 2;
@@ -786,7 +786,7 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 // The backward, for images of up to 256 columns; from here on h includes `bias`:
 //   1. convolve_and_normalize<T, false, false> makes h again, in a workspace, and finds the largest |x| of each sample;
 //   2. measure_groups reads h and grad, and makes of each group the means in the norm's gradient, and of each channel
-//      gamma's and beta's gradients and the largest that dh, h's gradient, can be;
+//      gamma's and beta's gradients and the power of two that keeps dh, h's gradient, within fp16;
 //   3. differentiate_rows reads h and grad again: dh goes through shared memory into x's gradient, and into partial
 //      sums of the parameters' gradients, which ATen adds up.
 // A block of differentiate_rows walks down a band of rows of a sample:
@@ -812,7 +812,7 @@ constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
-// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its part of gradients.
+// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its terms of gradients.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
@@ -912,7 +912,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
     const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // so to_half is finite
+    const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // 2^-111: so to_half is finite
     p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
         group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale)};
 }

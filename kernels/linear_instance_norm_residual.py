@@ -9,7 +9,7 @@ the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8 (on a
 CPU 24 or more), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Large float32
 products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores as exactly as in float32; others are ATen's.
-One kernel follows the forward's product, one precedes the gradients'. Everything else is plain: the Model's lines.
+A kernel follows the forward's product; one precedes the gradients', and runs again for y's. Else: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.70 ms, 3.97x eager; with the backward 2.13, 3.86x.
@@ -349,7 +349,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 starts a tile after 0, so they add in turns. 0 may be a tile of 4 lines ahead: so two barriers
+        // 1 begins a tile once 0 has, so they add in turns. 0 may be a tile of 4 lines ahead: two barriers take turns
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -589,10 +589,10 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
-constexpr int kSpareBits = 12;  // at 2^-12 of the maximum, hi + lo still hold more than 24 bits
-struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
+constexpr int kSpareBits = 12;  // at 2^-12 of the maximum hi + lo lose no more than at it, 2^-23 of the value
+struct SplitGradient {  // what the kernels of a backward share, in device memory
     __half* pieces;
-    const int* forward;   // the forward's exponents
+    const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
     int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
 };
@@ -677,7 +677,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
         }
         for (int at = lane + ITEMS * group; at < packs; at += group) use(from[at], other[at], at);
     };
-    const float share = 1.0f / n;  // a factor of each term: the bare sum of large values could overflow
+    const float share = 1.0f / n;  // a factor of each of the mean's terms: their bare sum could overflow
     float mean = 0, rest = 0, squares = 0;
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
@@ -694,7 +694,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2) finish_r
     rest = reduce_group(rest, group, warp_values, Sum()) * share;  // what the rounding of the mean left over
     squares = reduce_group(squares, group, warp_values, Sum()) * share;
     if (isinf(squares)) rest = 0;  // rstd is 0 then; inf * 0 must not make a NaN of it
-    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);  // a NaN comes through the mean
+    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);  // fmaxf drops a NaN; h - mean has it
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>& own_y, int at) {
         Pack<T, V> result;
         for (int j = 0; j < V; ++j) {
@@ -737,7 +737,7 @@ template <typename T> __device__ __forceinline__ void write_columns(T* to, const
         if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
     }
 }
-// Scales, splits and stores a row of G, 0 beyond n.
+// Scales, splits and stores a row of G; v is 0 beyond n.
 __device__ __forceinline__ void store_split_row(
     const float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
     const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
@@ -776,7 +776,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
         }
     };
     double column_sums[kColumns] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: h, then z; own_y: y, grad_y; g: grad, d, G
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: first h; own_y: y, then grad_y; g: grad, d, G
         float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, of_d = 0, of_dz = 0;
         float parts[4] = {};  // of the squares: a large one is rounded at each addition that follows
         read_columns(h + row * n, z, n), read_columns(y + row * n, own_y, n), read_columns(grad + row * n, g, n);
@@ -826,7 +826,7 @@ extern "C" int row_norm_residual(
     dtype == 0 ? launch(0.0f) : dtype == 1 ? launch(__half()) : launch(__nv_bfloat16());
     return cudaGetLastError();
 }
-// Launches row_gradients; `to` for float32 alone. n is at most 8192.
+// Launches row_gradients and, given `to` (for float32 alone), scale_columns. n is at most 8192.
 extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
     const auto launch = [&](auto zero) {
@@ -859,7 +859,7 @@ CPP_SOURCE = r"""
 namespace {
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded` on a GPU, also
-// h = x weight^T + bias and, of float32 without TF32, the exponents of x's and weight's scales: zeros if ATen made h.
+// h = x weight^T + bias and, of float32 without TF32, the exponents of weight's and x's scales: zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool tf32, bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);

@@ -352,7 +352,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 starts a tile after 0, so they add in turns. 0 may be a tile of 4 lines ahead: so two barriers
+        // 1 begins a tile once 0 has, so they add in turns. 0 may be a tile of 4 lines ahead: two barriers take turns
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -592,10 +592,10 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
 // So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
-constexpr int kSpareBits = 12;  // at 2^-12 of the maximum, hi + lo still hold more than 24 bits
-struct SplitGradient {  // in device memory: written by the kernel that finds G, read by linear_gradient
+constexpr int kSpareBits = 12;  // at 2^-12 of the maximum hi + lo lose no more than at it, 2^-23 of the value
+struct SplitGradient {  // what the kernels of a backward share, in device memory
     __half* pieces;
-    const int* forward;   // the forward's exponents
+    const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
     int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
 };
