@@ -85,7 +85,7 @@ template <typename T> struct Task {
     const T *x, *g;
     T* y;
     int64_t slices, n;
-    double share, eps;  // share: 1 / n
+    double share, eps;  // share: 1 / n, by which sums are multiplied
     void* workspace;
     cudaStream_t stream;
 };
@@ -102,7 +102,7 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
 // and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
 // is at most some n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
-// most log2(n) of a double's 53 bits. g is summed in that sweep, too: so its gradient cannot depend on y.
+// most log2(n) of a double's 53 bits. g is summed in that sweep, before y is known: so g cannot be computed from y.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];  // of d, d^2, g, d * g
@@ -142,8 +142,8 @@ template <int OPERANDS> struct alignas(16) Sums {
     }
 };
 
-// y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, by fused multiply-adds. x - hi, where hi is
-// the mean rounded to float, is nearly exact. `rest` makes up for mean - hi and, backward, subtracts mean(g) * rstd.
+// y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, slope = rstd^3 * mean((x - mean) * g). hi:
+// the mean as a float; lo = mean - hi; x - hi is nearly exact. rest: lo * slope - mean(g) * rstd, forward -lo * rstd.
 template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
@@ -178,7 +178,7 @@ template <int OPERANDS> struct Result {
 constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
-// Adds up the sums of `group` threads, in each of them. Once in a kernel: a second call might overwrite warp_sums.
+// Sums over `group` threads, in each; more than 32 are a whole block. Once in a kernel: it has one warp_sums.
 template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
     own.add_across_lanes(min(group, 32));
     if (group <= 32) return own;
@@ -231,15 +231,15 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 // forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
 
 constexpr int kTeam = 224;         // threads: with two teams and a producer warp, 128 registers are left for each
-constexpr int kPlaces = 4;         // packs of a chunk for each thread, x's and g's counted: backward kPlaces / 2 places
+constexpr int kPlaces = 4;         // packs of a chunk for each thread; backward two of x, two of g: kPlaces / 2 places
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' parts fit in it
 constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
-// A part has at least three chunks, so a producer is at most six slices ahead of the slowest sum. To sum slice s, all
-// blocks have exchanged the sums of slice s - 2, so every thread has read the queue's entries before that.
+// Parts have 3 chunks or more: when a producer has loaded slice s, its own teams have taken s - 6. For that they had
+// all blocks' sums of s - 8, which are sent after every thread read the queue's entry s - 9.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void send(double* to, double first, double second, ui
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];"
         ::"r"(peer_address(to, rank)), "d"(first), "d"(second), "r"(peer_address(bar, rank)) : "memory");
 }
-// The lines are to be evicted from L2 last: 3.52 ms at the benchmark shape, 3.66 without.
+// Evict last, though each line is read once: 3.52 ms at the benchmark shape, 3.66 without the hint.
 __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -285,12 +285,12 @@ struct Part {
     __device__ int chunks() const { return (slice_packs - first_pack(0) - 1) / (blocks * chunk_packs) + 1; }
 };
 
-// In a block's shared memory besides the ring. Indices: [team]; [team][turn]; mailbox [team][turn][rank of the sender].
+// In shared memory besides the ring. [team][turn]: a team's slices have turns 0, 1, 0, ... mailbox: then [sender].
 template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
     int queue[kQueue];
-    // Waits for the cluster's slice of the next round, and returns it: task.slices or more if there is none.
+    // Waits for the slice of the next round (a round: a slice of the cluster): task.slices or more if there is none.
     __device__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
         return queue[round % kQueue];
@@ -336,7 +336,7 @@ template <int OPERANDS> __device__ Sums<OPERANDS> exchange(
         sums = {};
         for (int w = 0; w < kTeam / 32; ++w) sums.add(state.warp_sums[team][w]);
         if (tid == 0) mbarrier_expect(exchanged, part.blocks * sizeof(sums));
-        __syncwarp();
+        __syncwarp();  // all lanes have read warp_sums: after these sends other warps may write the next slice's
         if (tid < part.blocks) {
             double* const to = mailbox[part.rank()].of;
             for (int k = 0; k < 2 * OPERANDS; k += 2) send(to + k, sums.of[k], sums.of[k + 1], exchanged, tid);
@@ -377,7 +377,7 @@ template <typename T, int OPERANDS> __device__ void consume(
             continue;
         }
         const float anchor = to_float(task.x[slice * task.n]);
-        // Parity cannot tell a filling of a stage from the next but one: so the other team sees the one between first.
+        // A wait by parity may end two fillings early, so the other team must have seen all of the slice before this.
         if (round > 0) mbarrier_wait(&state.gathered[team ^ 1], (round - 1) / 2 & 1);
         Sums<OPERANDS> sums = {};
         Place<T, V, OPERANDS> held[kHeldChunks][kMine];
@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // the fewest that hold the slice, for few shuffles; but 8 if it has more than 4 packs
+    int group = 1;  // one thread a pack up to 8 threads; beyond, the fewest that hold the slice, for few shuffles
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -484,7 +484,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     return cudaGetLastError();
 }
 
-// Parts of a slice that is read twice: some 4096 blocks in all, of more than 32 KiB each.
+// Parts of a slice that is read twice: to make 4096 blocks in all, but parts of more than 32 KiB.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
     const int64_t wanted = divide_up(4096, slices), most = divide_up(bytes, 1 << 16);
     return wanted < most ? wanted : most;

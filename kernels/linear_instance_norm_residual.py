@@ -588,7 +588,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
 //     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
-// So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
+// So errors are small beside the norms of dX (unless rows of W below 2^-28 of the largest still count) and of all dW.
 constexpr int kSpareBits = 12;  // at 2^-12 of the maximum hi + lo lose no more than at it, 2^-23 of the value
 struct SplitGradient {  // what the kernels of a backward share, in device memory
     __half* pieces;

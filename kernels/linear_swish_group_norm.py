@@ -13,8 +13,8 @@ products are ATen's, followed by one kernel. Everything else is the plain way: t
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
 First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py linear_swish_group_norm
---backward`, H100: 1.24 ms, 6.9x eager; with backward 4.61 ms, 5.3x; in bfloat16 0.58 and 1.71 ms. H200, the revision
-before: 1.23 and 4.30 ms, 0.54 and 1.52.
+--backward`, H200: 1.23 ms, 6.7x eager; with backward 4.31 ms, 5.4x; in bfloat16 0.54 and 1.55 ms. H100: 1.24 and 4.61
+ms, in bfloat16 0.58 and 1.71.
 """
 
 import contextlib
@@ -591,7 +591,7 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
 //     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
-// So errors are small beside the norms of dX and dW, unless rows of W below 2^-28 of the largest one still count in dX.
+// So errors are small beside the norms of dX (unless rows of W below 2^-28 of the largest still count) and of all dW.
 constexpr int kSpareBits = 12;  // at 2^-12 of the maximum hi + lo lose no more than at it, 2^-23 of the value
 struct SplitGradient {  // what the kernels of a backward share, in device memory
     __half* pieces;
@@ -668,8 +668,8 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColum
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// A block of 256 threads, or beyond 4096 columns of 512, holds a row of G in registers, kColumns neighbouring columns a
-// thread (0 beyond n): scales, splits, stores it. Before the next call: __syncthreads(), or give other warp_values.
+// Scales, splits and stores a row of G. The block holds it in registers, kColumns neighbouring columns a thread, 0
+// beyond n: 256 threads, beyond 4096 columns 512. Before the next call: __syncthreads(), or give other warp_values.
 static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
 template <int THREADS> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
@@ -699,8 +699,8 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
     return m < most ? m : most;
 }
 // The activation and its derivative. To use another, change both, finish_slice (C++) and _finish_plainly (Python).
-// Where h is small its error must be, too: the norm enlarges small groups. For large h the slope must stay finite.
-__device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 or 1 beyond |87|
+// For small h their absolute errors must be small: the norm enlarges small v. For large h the slope must be finite.
+__device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 below -87.4
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
@@ -709,7 +709,7 @@ __device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 ne
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 __device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
 __device__ __forceinline__ float reciprocal_sqrt(float v) {
-    const float r = rsqrtf(v);  // to two ulps; the Newton step halves them, and is left out where it would make 0 * inf
+    const float r = rsqrtf(v);  // to two ulps; a Newton step halves that. Without it for 0 and infinity: 0 * inf
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
 // A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the
@@ -729,7 +729,7 @@ template <int COUNT> __device__ __forceinline__ void normalize_group(
     scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
     shift = -rest * scale;
 }
-// The whole network in the product's epilogue: a group of 64 features is a slot's columns, a row of it in eight lanes.
+// The whole network in the product's epilogue: a slot is 64 rows of a group of 64 features, a row in eight lanes.
 struct StoreSwishGroupNorm : LinearProduct {
     float* h;  // null if it is not wanted
     const float *extra_bias, *gamma, *beta;
@@ -758,8 +758,8 @@ struct StoreSwishGroupNorm : LinearProduct {
         store_part<true>(out, v, corner, m, n);
     }
 };
-// The same after ATen's product. `lanes` neighbouring lanes have the same group (8 to 128 features), 16 bytes each, of
-// kSliceRows rows, and load its vectors once. WIDTH: a group's features if 64, for a kernel of 0.86 the time, or 0.
+// The same after ATen's product. `lanes` neighbouring lanes share a group (8 to 128 features): each has 16 bytes of it
+// in kSliceRows rows, and loads bias, gamma and beta once. WIDTH: 64 if groups are of 64 (0.86 of the time), else 0.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
 template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
@@ -808,7 +808,7 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     for (int i = 0; i < kColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
     if (threadIdx.x * kColumns < n) own[0] = packs[0], own[1] = packs[1];
 }
-// Every kTurns rows: adds the block's column sums to `total`, one of its partials, and zeroes them, for less rounding.
+// Every kTurns rows, and after the last: moves the block's column sums to `total`, a partial: short sums round less.
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns], int n, int turn) {
     float before[kColumns] = {};
@@ -902,7 +902,7 @@ template <typename T> static cudaError_t launch_slices(const void* h, const void
     const void* beta, void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T);
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    // Fewer than 2^24, from where on h would take 256 GiB: so the kernel's index is below 2^32.
+    // Fewer than 2^24, from where on h and the rest take 256 GiB: so the kernel's index is below 2^32.
     const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));
     const auto kernel = n == 64 * groups ? finish_slices<T, 64> : finish_slices<T, 0>;
     kernel<<<blocks, kSliceThreads, 0, stream>>>(
@@ -972,7 +972,7 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
-// h = x weight^T + linear_bias and, of float32 without TF32, the exponents of both's scales: zeros if ATen made h.
+// h = x weight^T + linear_bias and, of float32 without TF32, exponents (as in LinearProduct): zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
     bool recorded) {
@@ -1003,7 +1003,7 @@ void finish_slice(const float* h, const float* bias, const float* gamma, const f
     const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / width + eps));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-        const float a = rstd * gamma[i];  // if infinite: infinities and NaN are where PyTorch has them
+        const float a = rstd * gamma[i];  // infinite: PyTorch's formula, for its infinities and NaN
         out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
     }
 }
