@@ -181,7 +181,7 @@ struct alignas(128) ConvShared {  // static; x, then the places of v, are in dyn
     Scales scales;
     // Threads that arrive, once a sample. x_full[i]: the 128 of producer warpgroup i. x_empty[i]: the 512 consumers.
     uint64_t x_full[kProducers], x_empty[kProducers];
-    // v_full: the consumers. norm_full: 32 of post, 32 of gather. v_empty: 192 writers; `made`, `norm`, `counts` too.
+    // v_full: the consumers. norm_full: post and gather, 32 each. v_empty: the 192 writers; frees made, norm, counts.
     uint64_t v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
@@ -450,7 +450,7 @@ __device__ __forceinline__ void convolve(
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
-    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // with columns of the first one's
+    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // that read columns of the first one
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;

@@ -349,7 +349,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // 1 begins a tile once 0 has, so they add in turns. 0 may be a tile of 4 lines ahead: two barriers take turns
+        // Warpgroup 1 begins a tile once 0 has: they add in turns. 0 may be a tile of 4 lines ahead: two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll
@@ -996,7 +996,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const at::Tensor given = aligned(grad), kept = aligned(h), ready_y = aligned(y);
     const at::Tensor g = split ? at::Tensor() : at::empty_like(kept);
     const auto find = [&](const GradientPointers* to) {
-        const bool last = to == nullptr;
+        const bool last = to == nullptr;  // if `split`: first G, for the products; then, behind them, y's gradient
         if (last && needs[3]) results[3] = at::empty_like(kept);
         const at::Tensor parts = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
         const int error = residual_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), ready_y.data_ptr(),
@@ -1006,7 +1006,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         return error;
     };
     if (split) product_gradients(x, weight, exponents, needs[0], needs[1], results, find);
-    if (!split || needs[3]) check_launch(find(nullptr));  // y's gradient, last: a step takes 7% less memory
+    if (!split || needs[3]) check_launch(find(nullptr));  // y's gradient last: 7% less memory for 1.02 of the time
     if (!split && needs[0]) results[0] = g.mm(weight);
     if (!split && needs[1]) results[1] = g.t().mm(x);
     return results;

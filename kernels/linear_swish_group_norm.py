@@ -352,7 +352,7 @@ __device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& ti
     Ring<kSlots> slot;
     slot.advance(warpgroup * 2);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // 1 begins a tile once 0 has, so they add in turns. 0 may be a tile of 4 lines ahead: two barriers take turns
+        // Warpgroup 1 begins a tile once 0 has: they add in turns. 0 may be a tile of 4 lines ahead: two barriers
         if (warpgroup > 0) barrier_sync(1 + phase, 256);
         else barrier_arrive(1 + phase, 256);
 #pragma unroll

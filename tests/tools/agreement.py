@@ -18,7 +18,7 @@ import torch
 from triton.runtime import driver
 from triton.testing import do_bench
 
-sys.path.extend(map(str, Path(__file__).parents[:2]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from contend import ROOT, Contest, Problem
 
