@@ -7,7 +7,7 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 
 Two ways, chosen in `ModelNew.forward`:
 - our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
-  rows per SM), output pixels a multiple of 4, eps >= 1e-6; float32, 16 bits and autocast, computed in float32;
+  rows per SM), output pixels a multiple of 4 (with gradients >= 8 (9 in + 4)), eps >= 1e-6; float32, 16 bits, autocast;
 - otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution, then two launches of a kernel.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
@@ -297,7 +297,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if |scale| * sum |weight| of a channel is NaN or above 2^14: then all values are computed in plain float32.
+// if |scale| of a channel is huge, or times sum |weight| NaN or above 2^14: all values are then plain float32.
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -310,7 +310,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
         // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
         const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
         float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
-        const bool usual = __all_sync(~0u, reach <= 16384.0f);  // false for NaN too
+        const bool usual = __all_sync(~0u, reach <= 16384.0f && factor <= 0x1p100f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
         frexpf(reach, &exponent);
@@ -397,7 +397,7 @@ __device__ __forceinline__ void convolve_again(
                 h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
             }
             float value = valid ? h + bias_at(p, c) : 0.0f;
-            if (NORMALIZE) value = activation(value * (kActivationFactor * p.scale[valid ? c : 0]));
+            if (NORMALIZE) value = activation(value * p.scale[valid ? c : 0] * kActivationFactor);
             if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
@@ -431,7 +431,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
 // wgmma: one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task,
 // of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, producers after its last task that needs their x, or its first one, `post` at the end.
+// when its wgmma is issued, producers after its last task that needs their x, `post` at the end.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -450,7 +450,7 @@ __device__ __forceinline__ void convolve(
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
-    const int half_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // that read columns of the first one
+    const int left_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // >= kConsumers: such bands' rows are even
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
@@ -467,7 +467,7 @@ __device__ __forceinline__ void convolve(
             }
             float d[kTile / 2];
             const bool first = task == first_task, last = task + kConsumers >= band.tasks;
-            if (!halves || last || column + kTile + 2 > 128) mbarrier_wait(&shared.x_full[1], at.x_parity);
+            if (!halves || column + kTile + 2 > 128) mbarrier_wait(&shared.x_full[1], at.x_parity);
             barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
@@ -479,7 +479,7 @@ __device__ __forceinline__ void convolve(
             wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (task + kConsumers >= half_tasks && (first || task < half_tasks)) mbarrier_arrive(&shared.x_empty[0]);
+            if (task + kConsumers >= left_tasks && task < left_tasks) mbarrier_arrive(&shared.x_empty[0]);
             if (last) mbarrier_arrive(&shared.x_empty[1]);
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
@@ -747,14 +747,14 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
     for (int c = 0; c < p.group_channels; ++c) {
         const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
         Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
-        const float bias = p.bias[first + c], scale = kActivationFactor * p.scale[first + c];
+        const float bias = p.bias[first + c], scale = p.scale[first + c];
         const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
         const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
 #pragma unroll 4
         for (int64_t i = blockIdx.y * kGroupThreads + threadIdx.x; i < packs; i += gridDim.y * kGroupThreads) {
             Pack pack = from[i];
             for (T& value : pack.values) {
-                const float v = activation((to_float(value) + bias) * scale);
+                const float v = activation((to_float(value) + bias) * scale * kActivationFactor);
                 if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
                 else own.x += v, own.y = fma(double(v), double(v), own.y);
             }
@@ -1430,10 +1430,11 @@ def _valid(tensors: tuple, groups: int) -> bool:
     return rows >= 1 and columns >= 1 and rows * columns >= (36 if x.is_cpu else 2) and x.shape[0] * channels < 2**30
 
 
-def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
     """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
-    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
+    least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: else partial sums take more memory than h
+    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or rows * columns < least:
         return False
     return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
 
@@ -1483,7 +1484,7 @@ class ModelNew(nn.Module):
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
         groups, eps, valid = norm.num_groups, norm.eps, _valid(tensors, norm.num_groups)
         recorded = valid and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight)
+        autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight, recorded)
         if not valid or not fits and (recorded or autocast):
             return _plain(*tensors, groups, eps)
         if autocast:  # the Model returns float32 there, in which the kernels compute
@@ -1495,6 +1496,5 @@ class ModelNew(nn.Module):
     def _is_usual(self) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
         conv, norm = self.conv, self.group_norm
-        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
-            return False
-        return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
+        plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
+        return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)

@@ -8,8 +8,7 @@ the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
 Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8 (on a
 CPU 24 or more), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Large float32
-products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores as exactly as in float32; others are ATen's.
-A kernel follows the forward's product; one precedes the gradients', and runs again for y's. Else: the Model's lines.
+products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores; others are ATen's. Else: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.70 ms, 3.97x eager; with the backward 2.13, 3.86x.
@@ -160,11 +159,11 @@ struct Operand {
     // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]).
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]); by its maximum if G's row i is 0.
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (scales != nullptr) return scale_exponent(largest);
-        return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
+        const int own = scale_exponent(largest);
+        return scales != nullptr ? own : max(min(smallest_of(common) - less[row], own), -252);  // 2^-252: 0 in fp16
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
@@ -594,7 +593,7 @@ struct SplitGradient {  // what the kernels of a backward share, in device memor
     __half* pieces;
     const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
-    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0, or 252
 };
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
@@ -640,8 +639,8 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     split.less = of_weight ? grad->rows : grad->columns;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const rows = of_weight ? grad->columns : grad->rows;
-    const StoreGradient epilogue = {split.common, rows, out, int(of_weight ? n : m), int(k)};
+    const int* const unscale_by = of_weight ? grad->columns : grad->rows;  // dW's rows are G's columns
+    const StoreGradient epilogue = {split.common, unscale_by, out, int(of_weight ? n : m), int(k)};
     const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
@@ -744,7 +743,8 @@ __device__ __forceinline__ void store_split_row(
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
-    const int exponent = scale_exponent(reduce_group(largest, blockDim.x, warp_values, Max()));
+    largest = reduce_group(largest, blockDim.x, warp_values, Max());
+    const int exponent = scale_exponent(largest);
 #pragma unroll
     for (int i = 0; i < kColumns; i += 8) {
         float eight[8];
@@ -754,10 +754,10 @@ __device__ __forceinline__ void store_split_row(
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    take_smallest(to.smallest, exponent + to.forward[n + row]);
+    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : 252);  // 252: all others are smaller
 }
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
-//     grad_y = grad * (z + 2 y);    G = rstd * (d - mean(d) - z mean(d z))
+//     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z mean(d z))
 // G goes to `whole`, for ATen's products, split to `to`, for linear_gradient, or nowhere; its sums over a block's rows,
 // for the bias's gradient, to partials[block]. A block owns every gridDim.x-th row, a thread the same columns of each.
 // The tensor cores truncate: multiply's h, and so 1 / rstd, is on average kTruncated of itself too small (K of 128 to
@@ -790,7 +790,7 @@ template <typename T> __global__ void __launch_bounds__(512) row_gradients(
         each([&](int i) {
             z[i] = (z[i] - rest) * rstd;
             const float d = g[i] * own_y[i];
-            own_y[i] = g[i] * (z[i] + 2 * own_y[i]);  // grad_y
+            own_y[i] = fmaf(g[i], z[i] + own_y[i], d);  // grad_y
             g[i] = d;
             of_d += d, of_dz = fmaf(d, z[i], of_dz);
         });

@@ -163,11 +163,11 @@ struct Operand {
     // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]).
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]); by its maximum if G's row i is 0.
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        if (scales != nullptr) return scale_exponent(largest);
-        return max(smallest_of(common) - less[row], -252);  // any float times 2^-252 is 0 in fp16
+        const int own = scale_exponent(largest);
+        return scales != nullptr ? own : max(min(smallest_of(common) - less[row], own), -252);  // 2^-252: 0 in fp16
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
@@ -597,7 +597,7 @@ struct SplitGradient {  // what the kernels of a backward share, in device memor
     __half* pieces;
     const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
-    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, by take_smallest
+    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0, or 252
 };
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
@@ -643,8 +643,8 @@ extern "C" int linear_gradient(bool of_weight, const float* other, __half* piece
     split.less = of_weight ? grad->rows : grad->columns;
     const cudaError_t error = launch_split(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const rows = of_weight ? grad->columns : grad->rows;
-    const StoreGradient epilogue = {split.common, rows, out, int(of_weight ? n : m), int(k)};
+    const int* const unscale_by = of_weight ? grad->columns : grad->rows;  // dW's rows are G's columns
+    const StoreGradient epilogue = {split.common, unscale_by, out, int(of_weight ? n : m), int(k)};
     const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
     return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
                      : launch_multiply<false, true>(a, b, terms, epilogue, stream);
@@ -692,7 +692,7 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    take_smallest(to.smallest, exponent + to.forward[n + row]);
+    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : 252);  // 252: all others are smaller
 }
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
     const int64_t most = sm_count() * 512 / gradient_threads(n);

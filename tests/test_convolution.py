@@ -105,6 +105,12 @@ def channels_of_almost_one_value(scale):
     return change
 
 
+def one_huge_scale(model, new, inputs):
+    for module in (model, new):
+        module.bias.data[5], module.scale.data[5] = 9.0, 3e38  # sigmoids of 1
+    return inputs
+
+
 def first_column_of(size):
     return lambda model, new, inputs: [torch.cat([size * inputs[0][..., :1], inputs[0][..., 1:]], -1)]
 
@@ -114,6 +120,7 @@ HARD = {
     **{f"weights of {magnitude:g}": weights_of(magnitude) for magnitude in (1e-30, 1e-6, 1e3, 1e20)},
     "a few inputs beyond half precision": a_few_beyond_half_precision,
     "channels of almost one value": channels_of_almost_one_value(1.0),
+    "one huge scale": one_huge_scale,
     **{f"a first column of {size:g}": first_column_of(size) for size in (100.0, 1e6)},
 }
 

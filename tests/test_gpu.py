@@ -201,9 +201,11 @@ def peak_memory(module, inputs, recorded: bool) -> int:
 
 
 IMAGES = Case("instance_norm", "16 x 64 x 512 x 512", (64,), ((16, 64, 512, 512),))
+TINY = Case("conv_sigmoid_group_norm", "6 x 6", (8, 32, 3, 8, (32, 1, 1), (32, 1, 1)), ((65536, 8, 6, 6),))
+WEIGHED = [case for case in (IMAGES, TINY, BENCHMARK, *BENCHMARK_PRODUCTS) if case.stem in STEMS]
 
 
-@pytest.mark.parametrize("case", [c for c in (IMAGES, BENCHMARK, *BENCHMARK_PRODUCTS) if c.stem in STEMS], ids=str)
+@pytest.mark.parametrize("case", WEIGHED, ids=str)
 @pytest.mark.parametrize("recorded", [False, True], ids=["forward", "forward and backward"])
 def test_takes_no_more_memory_than_eager(case, recorded):
     """But for what a product's forward makes of its operands, fp16 pieces (four bytes a value) and scales (eight bytes

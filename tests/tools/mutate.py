@@ -87,7 +87,7 @@ KERNELS = [
     (CONV, " or module._forward_pre_hooks", "", "dropin"),
     (CONV, " or module._backward_pre_hooks", "", "dropin"),
     (CONV, "nn.modules.module._has_any_global_hook() or ", "", "dropin"),
-    (CONV, "not _is_plain(conv, nn.Conv2d) or", "", "dropin"),
+    (CONV, "_is_plain(conv, nn.Conv2d) and", "", "dropin"),
     (CONV, "not fits and (recorded or autocast)", "not fits and recorded", "forward"),
     (CONV, "not fits and (recorded or autocast)", "not fits and autocast", "gradients"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
