@@ -127,8 +127,13 @@ class Judge:
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
         shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
-        for i, direction in enumerate([*options.directions, "after"]):
-            at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
+        if options.batch and not batch:
+            case.notes.append("--batch has no effect: the Model's file has no batch_size")
+        # What builds upon a wrong direction is wrong, too.
+        stages = [(check.check, direction, runs[i:]) for i, direction in enumerate(options.directions)]
+        stages += [(check.check_after, DIRECTIONS[2], runs[2:]), (check.check_after, DIRECTIONS[0], runs)]
+        for look, direction, at_stake in stages:
+            at_stake = [run for run in at_stake if run.ok]
             if not at_stake:
                 continue
             try:
@@ -137,10 +142,10 @@ class Judge:
                     self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
-                check.check(case, direction)
-                if direction != "after":
+                look(case, direction)
+                if look is check.check:
                     self._load(case, pair)
-                    measure(case, runs[i])
+                    measure(case, at_stake[0])
             except RAISED as error:
                 for run in at_stake:
                     run.reject(error)
@@ -223,7 +228,7 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
             parser.error(f"unknown {what} '{min(unknown, key=os.path.isfile)}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
+    for name, least in (("batch", 1), ("seed", 0), ("seconds", 0), ("timeout", 0.1)):
         value = getattr(options, name)
         if value is not None and not least <= value < 1 << 32:
             parser.error(f"--{name} {value} is not at least {least} and below {1 << 32}")

@@ -9,9 +9,10 @@ candidate and to the Model alike.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, zip_longest
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from judge.source import Problem, last_line, to_dtype
+from judge.source import Problem, cast, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
 # More if three do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
@@ -122,8 +123,19 @@ class Case:
         drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
         for x in tree_leaves(drawn):
             if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                zeros = x == 0
                 change(x)
+                if not zeros.all():  # a structure that may be relied upon, as in a triangular matrix
+                    x.masked_fill_(zeros, 0.0)
         return drawn
+
+    def another(self, model: torch.nn.Module) -> torch.nn.Module:
+        """A copy of the Model: the constructor makes what cannot be copied, as where there is weight_norm."""
+        with contextlib.suppress(RuntimeError):
+            return copy.deepcopy(model)
+        made = cast(self.problem.model(self.seed), self.dtype, self.device)
+        made.load_state_dict(model.state_dict())
+        return made
 
     def share(self, tensors):
         return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
@@ -153,7 +165,7 @@ class Case:
         if self.dtype == torch.float64:
             return None
         try:
-            model = copy.deepcopy(model).double().train(request.mode == "train")
+            model = cast(self.another(model), torch.float64).train(request.mode == "train")
             inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
             return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
@@ -168,26 +180,41 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 def perturb(model: torch.nn.Module, seed: int) -> None:
     """New values for everything floating in the state, of the size it had; what is all zero becomes small numbers."""
     torch.manual_seed(-1 - seed)  # inputs have seeds from 0 on
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            factors = torch.rand_like(tensor) + 0.5
-            tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
+    for tensor in floating(model.state_dict().values()):
+        factors = torch.rand_like(tensor) + 0.5
+        tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
+
+
+def floating(tensors: Iterable) -> list[torch.Tensor]:
+    """The tensors of floating numbers, complex ones as pairs of them."""
+    real = [torch.view_as_real(x.data) if x.is_complex() else x.data for x in tensors]
+    return [x for x in real if x.is_floating_point()]
 
 
 def signs(model: torch.nn.Module) -> None:
     """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
-    for parameter in model.parameters():
-        parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
+    for values in floating(model.parameters()):
+        values.mul_(torch.randint_like(values, 2) * 2 - 1)
 
 
 def shift_biases(model: torch.nn.Module) -> None:
     for module in model.modules():
-        if isinstance(getattr(module, "bias", None), torch.Tensor) and "Norm" not in type(module).__name__:
-            module.bias.data.add_(100.0)
+        if isinstance(getattr(module, "bias", None), torch.nn.Parameter) and "Norm" not in type(module).__name__:
+            for values in floating([module.bias]):
+                values.add_(100.0)
 
 
-def fill_one(x: torch.Tensor, value: float) -> None:
-    x[tuple(size // 3 for size in x.shape)].fill_(value)
+def both_signs(x: torch.Tensor) -> None:
+    x.mul_(6 * torch.randint_like(x, 2) - 3)
+
+
+def fill_one(x: torch.Tensor, value: float, thirds: int = 1) -> None:
+    x[tuple(thirds * size // 3 for size in x.shape)].fill_(value)
+
+
+def infinities(x: torch.Tensor) -> None:
+    fill_one(x, inf)
+    fill_one(x, -inf, thirds=2)
 
 
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
@@ -198,7 +225,7 @@ LAYOUTS = {
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 
-# Asked at the shape and in the layout that is timed. `after`: when all is timed, what may make a compiler compile anew.
+# Asked at the shape and in the layout that is timed.
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", twin=True),
@@ -207,27 +234,33 @@ REQUESTS = {
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
         Request("in training mode", mode="train"),
-        FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs),
+        FINITE("values of both signs", change=both_signs, weights=signs),
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
+        FINITE("values far below 0", change=lambda x: x.sub_(100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
         Request("one NaN in each input", change=partial(fill_one, value=nan)),
-        Request("one infinity in each input", change=partial(fill_one, value=inf), infinite=True),
+        Request("one infinity of each sign in each input", change=infinities, infinite=True),
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", again=True, refusable=True),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
+        BOTH("every second parameter frozen", frozen=True),
+        BOTH("in training mode", mode="train"),
+        BOTH("values of both signs", change=both_signs, weights=signs, finite=True),
+        BOTH("an incoming gradient for the last output alone", alone=True),
         BOTH("an incoming gradient that is expanded", expanded=True, refusable=True),
     ],
-    "after": [
-        Request("after it was timed"),
-        Request("on another stream", stream=True),  # it leaves a pool of streams behind, which may slow short calls
-        *(Request(f"inputs that are {layout}", layout=layout, refusable=True) for layout in list(LAYOUTS)[1:]),
-    ],
 }
+# Asked when all is timed, since they may make a compiler compile anew; first with gradients, if those are judged.
+AFTER = [
+    Request("after it was timed"),
+    Request("on another stream", stream=True),  # it leaves a pool of streams behind, which may slow short calls
+    *(Request(f"inputs that are {layout}", layout=layout, refusable=True) for layout in list(LAYOUTS)[1:]),
+]
 
 
 def start(case: Case, new_path: Path) -> float:
@@ -235,8 +268,9 @@ def start(case: Case, new_path: Path) -> float:
 
     The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
     """
-    case.model = case.problem.model(case.seed).to(case.device, case.dtype)
+    case.model = cast(case.problem.model(case.seed), case.dtype, case.device)
     case.initial = copy.deepcopy(case.model.state_dict())
+    comparable(case)
     reply = case.load(case.workers["new"], new_path)
     for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
         if mine != theirs:
@@ -244,15 +278,35 @@ def start(case: Case, new_path: Path) -> float:
     return reply["seconds"]
 
 
+def comparable(case: Case) -> None:
+    """Raises Rejected if the Model's answers are no measure of the candidate's."""
+    first, again = (answers_of(case.model, [case.inputs(0)], Request(""))[0].leaves for _ in range(2))
+    for name, leaf in first.items():
+        if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
+            raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
+        tolerance = TOLERANCE[case.precision][case.dtype]
+        if isinstance(leaf, torch.Tensor) and not are_close(again[name], leaf, tolerance, 1.0):
+            raise Rejected("the Model itself gives another answer when it is called again, so none can be judged by it")
+
+
 def check(case: Case, direction: str) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
-    requests, batch = REQUESTS.get(direction, []), case.batch
-    if direction != "after":
-        seeds(case, direction)
-    elif batch:
+    seeds(case, direction)
+    ask_all(case, REQUESTS.get(direction, []))
+
+
+def check_after(case: Case, direction: str) -> None:
+    """What is asked when all is timed."""
+    requests, batch = AFTER, case.batch
+    if batch:
         others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
-        drawn = {0, 1, batch - batch // 3, batch + 1, *secret.sample(others, 2)}
+        drawn = {0, batch + 1, *secret.sample(others, 2)}
+        drawn |= {1, batch - batch // 3} if direction == "forward" else set()
         requests = [*requests, *(Request(f"batch {other}", batch=other) for other in sorted(drawn - {batch}))]
+    ask_all(case, [replace(request, direction=direction) for request in requests])
+
+
+def ask_all(case: Case, requests: list[Request]) -> None:
     for seed, request in enumerate(requests, 20):
         if case.device == "cuda" or not request.stream:
             ask(case, replace(request, seed=seed))
@@ -313,27 +367,27 @@ def put(case: Case, request: Request, must: bool) -> None:
     """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
     model, layout = case.model, LAYOUTS[request.layout]
     if request.weights:
-        model = copy.deepcopy(model)
+        model = case.another(model)
         request.weights(model)
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
     drawn = [draw() for draw in draws]
     sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device):
-            expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
+            expected = answers_of(case.another(model).train(request.mode == "train"), drawn, request)
     except Exception as error:
         if must or isinstance(error, torch.OutOfMemoryError):
             raise
         return
     if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
         return
-    if request.mode == "train" and RANDOM in expected[0].did:
+    if request.alone and expected[0].tree == "*":  # there is one output
         return
     del drawn  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
     states = [case.share(dict(model.state_dict()))] * 2
     if request.twin:
-        other = copy.deepcopy(model)
+        other = case.another(model)
         perturb(other, request.seed + 1)
         states[1] = case.share(dict(other.state_dict()))
     settle(case.device)
@@ -377,9 +431,11 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             forms = answer.forms
     pairs = zip(answer.leaves, forms, answer.forms)
     reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
+    if request.mode == "train" and RANDOM in answer.did:  # the values are luck
+        return
     wrong, doubts, exact = [], 0, case.exact(request, draw(), model) if request.strict else None
     for (name, eager), new in zip(answer.tensors().items(), given):
-        new, inexact = new.to(case.device), eager.is_floating_point() or eager.is_complex()
+        new, inexact = new.to(eager.device), eager.is_floating_point() or eager.is_complex()
         tolerance, scale = TOLERANCE[case.precision][case.dtype] if inexact else 0.0, scale_of(name, eager)
         if inexact and request.infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))

@@ -95,6 +95,11 @@ def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> 
     return x.to(device=device or x.device, dtype=dtype).resolve_conj().resolve_neg()
 
 
+def cast(module: torch.nn.Module, dtype: torch.dtype, device: str | None = None) -> torch.nn.Module:
+    """Unlike `module.to` this leaves complex parameters complex."""
+    return module._apply(lambda x: to_dtype(x, dtype, device))
+
+
 def set_precision(level: str) -> None:
     """PyTorch's float32 switches, alike for all contenders: `highest` is strict float32, `high` allows TF32."""
     torch.set_float32_matmul_precision(level)
