@@ -129,11 +129,11 @@ class Judge:
         shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
         if options.batch and not batch:
             case.notes.append("--batch has no effect: the Model's file has no batch_size")
-        # What builds upon a wrong direction is wrong, too.
-        stages = [(check.check, direction, runs[i:]) for i, direction in enumerate(options.directions)]
-        stages += [(check.check_after, DIRECTIONS[2], runs[2:]), (check.check_after, DIRECTIONS[0], runs)]
-        for look, direction, at_stake in stages:
-            at_stake = [run for run in at_stake if run.ok]
+        # What is at stake: what builds upon a wrong direction is wrong, too. Last comes what is asked after the timing.
+        stages = [(direction, runs[i:], False) for i, direction in enumerate(options.directions)]
+        stages += [(DIRECTIONS[2], runs[2:], True), (DIRECTIONS[0], runs, True)]
+        for direction, runs_at_stake, after in stages:
+            at_stake = [run for run in runs_at_stake if run.ok]
             if not at_stake:
                 continue
             try:
@@ -142,8 +142,8 @@ class Judge:
                     self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
-                look(case, direction)
-                if look is check.check:
+                check.check(case, direction, after)
+                if not after:
                     self._load(case, pair)
                     measure(case, at_stake[0])
             except RAISED as error:

@@ -66,7 +66,8 @@ class Problem:
         return self.module.get_init_inputs()
 
     def model(self, seed: int) -> torch.nn.Module:
-        return make(self.module.Model, self.arguments(seed), seed)
+        with torch.no_grad():  # what has a history, as weight_norm's weights, cannot be copied
+            return make(self.module.Model, self.arguments(seed), seed)
 
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
         """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""

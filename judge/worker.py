@@ -53,7 +53,7 @@ multiprocessing.set_forkserver_preload(["torch", "torch.fx.experimental.symbolic
 
 
 class Rejected(Exception):
-    """A contender failed, for the reasons given. `kind`: "wrong", "doubt", BUILD, "raised" or "memory"."""
+    """A contender failed, for the reasons given. `kind`: "wrong", BUILD, "raised" or "memory"."""
 
     def __init__(self, *reasons: str, kind: str = "wrong"):
         super().__init__(*reasons)
@@ -109,8 +109,7 @@ class Request:
     stream: bool = False  # on another stream, and with inputs that come late
     move: bool = False  # the weights move in memory first
     again: bool = False  # a second backward pass of one graph
-    frozen: bool = False  # of the parameters the first, the third and so on
-    alone: bool = False  # of several outputs only the last has an incoming gradient
+    in_part: bool = False  # the first, third, ... parameter is frozen, and only the last output has a gradient
     expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
     refusable: bool = False  # who refuses it with an error is not wrong
 
@@ -153,7 +152,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
         grads = {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
         return found | grads | module.state_dict(keep_vars=True)
 
-    frozen = [p for p in [*module.parameters()][::2] if request.frozen and p.requires_grad]
+    frozen = [p for p in [*module.parameters()][::2] if request.in_part and p.requires_grad]
     for p in frozen:
         p.requires_grad_(False)
     wanted, calls, answers, did = [wanted_of(module, inputs, request) for inputs in sets], [], [], []
@@ -169,11 +168,8 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             if i == 0 or position == len(request.order) - 1:
                 calls.append((i, result, [form_of(leaf, request) for leaf in tree_leaves(result)]))
             del result
-    again = [places_of(tree_leaves(result)) - places_of(x for x, *_ in before.values()) for _, result, _ in calls]
-    if len(again) > 1 and set.intersection(*again):
-        did.append("gives memory again that an earlier output lies in")
     for i, result, forms in calls:
-        leaves, roots = tree_leaves(result), roots_of(result)[-1 if request.alone else 0 :]
+        leaves, roots = tree_leaves(result), roots_of(result)[-1 if request.in_part else 0 :]
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
         if request.direction == "forward_backward" and wanted[i] and roots:
             incoming, of = [normal_like(x, request) for x in roots], list(wanted[i].values())
@@ -186,9 +182,8 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted[i], gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
         if request.mode == "train":  # as running statistics
-            state = module.state_dict(keep_vars=True).items()
-            buffers = {f"buffer {name}": x for name, x in state if not isinstance(x, torch.nn.Parameter)}
-            found, forms = found | buffers, forms + [form_of(x) for x in buffers.values()]
+            state = {f"{name} afterwards": x for name, x in module.state_dict().items()}
+            found, forms = found | state, forms + [form_of(x) for x in state.values()]
         found = {name: compared(leaf) for name, leaf in found.items()}
         answers.append(Answer(found, forms, re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result))), i, did))
     now = watched()
@@ -197,6 +192,9 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             did.append(f"writes {name}")
     if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
+    memory = [{x.untyped_storage().data_ptr() for x in answer.tensors().values() if x.numel()} for answer in answers]
+    if len(memory) > 1 and set.intersection(*memory):
+        did.append("gives the memory of an earlier answer again")
     for p in frozen:
         p.requires_grad_(True)
     return answers
@@ -221,16 +219,9 @@ def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 def compared(leaf):
-    """What is handed over and compared of a value: a tensor, a number as one."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.detach()
-    return torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
-
-
-def places_of(leaves: Iterable) -> set[int]:
-    """Where the memory of these tensors begins."""
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.layout == torch.strided and x.numel()]
-    return {x.untyped_storage().data_ptr() for x in tensors}
+    """What is compared of a value: a tensor, a float as one."""
+    leaf = torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def roots_of(result) -> list[torch.Tensor]:
@@ -325,8 +316,7 @@ class Contender:
         self.cls = getattr(module, "ModelNew" if self.role == "new" else "Model")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        made = [make(self.cls, copy.deepcopy(arguments), seed) for _ in range(2)]
-        self.modules = [cast(module, dtype, self.device) for module in made]
+        self.modules = [cast(make(self.cls, copy.deepcopy(arguments), seed), dtype, self.device) for _ in range(2)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
