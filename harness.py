@@ -40,12 +40,12 @@ from torch.utils._pytree import tree_leaves
 from judge import bench, check, record, roofline, source
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import COMPILE_MODES, Rejected, Worker
+from judge.worker import Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
 Names = tuple[str, ...]
-BASELINES = ("eager", *COMPILE_MODES)
+BASELINES = ("eager", "compile")
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
 
@@ -63,7 +63,6 @@ class Options:
     """What is asked for, and how the command line asks."""
 
     names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
-    list: bool = option(False, "name the pairs and stop", action="store_true")
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
@@ -90,8 +89,8 @@ class Judge:
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        for role in COMPILE_MODES.keys() & {*self.baselines}:  # they begin to load the compiler
-            self._worker(role)
+        if "compile" in self.baselines:  # it begins to load the compiler
+            self._worker("compile")
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -154,12 +153,12 @@ class Judge:
             run.notes += dict.fromkeys(case.notes)  # each once
 
     def _worker(self, role: str) -> Worker:
-        """Starts the contender's process anew; one that compiles is kept while it lives.
+        """Starts the contender's process anew; the one that compiles is kept while it lives.
 
         What a process has done before, checks for example, was seen to add a microsecond to each kernel behind a
         flush. Loading a compiler takes seconds.
         """
-        if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
+        if role in self.workers and not (role == "compile" and self.workers[role].alive()):
             self.workers.pop(role).kill()
         if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
@@ -247,11 +246,7 @@ def main(argv: list[str]) -> int:
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
-    if options.list:
-        print(*source.discover(ROOT), sep="\n")
-        return ALL_RIGHT
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
-    clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
@@ -259,7 +254,7 @@ def main(argv: list[str]) -> int:
             record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
                 records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment}, default=str)
                 tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
                 options.json.write_text(json.dumps(tidy, indent=1) + "\n")

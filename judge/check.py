@@ -258,16 +258,6 @@ def start(case: Case, new_path: Path) -> float:
     """
     case.model = cast(case.problem.model(case.seed), case.dtype, case.device)
     case.initial = copy.deepcopy(case.model.state_dict())
-    comparable(case)
-    reply = case.load(case.workers["new"], new_path)
-    for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
-        if mine != theirs:
-            raise Rejected(f"state_dict: has {mine}; the Model's, made from the same seed, has {theirs}")
-    return reply["seconds"]
-
-
-def comparable(case: Case) -> None:
-    """Raises Rejected if the Model's answers are no measure of the candidate's."""
     first, again = (answers_of(case.model, [case.inputs(0)], Request(""))[0] for _ in range(2))
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
@@ -275,6 +265,11 @@ def comparable(case: Case) -> None:
         tolerance = TOLERANCE[case.precision][case.dtype]
         if isinstance(leaf, torch.Tensor) and not are_close(again.leaves[name], leaf, tolerance, 1.0):
             raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+    reply = case.load(case.workers["new"], new_path)
+    for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
+        if mine != theirs:
+            raise Rejected(f"state_dict: has {mine}; the Model's, made from the same seed, has {theirs}")
+    return reply["seconds"]
 
 
 def check(case: Case, direction: str, after: bool = False) -> None:
