@@ -120,6 +120,14 @@ def test_a_class_of_each_file_is_the_same_in_both(judge):
     assert run.ok, run
 
 
+def test_zeros_stay_zeros_and_a_batch_without_effect_is_noted(judge):
+    model = any_model("x @ x", "torch.rand(9, 9).tril()").replace("batch_size=batch_size", "")
+    model = model.replace("batch_size = 8", "")
+    new = model.replace("class Model(", "class ModelNew(").replace("x @ x", "x @ x.tril()")
+    (run,) = judge(new, model, batch=3)
+    assert run.ok and run.notes == ["--batch has no effect: the Model's file has no batch_size"], run
+
+
 def test_half_a_message_is_no_hang(judge):
     half = "[os.write(f, b'\\0\\0\\x10\\0{') for f in range(3, 64) if os.path.exists(f'/proc/self/fd/{f}')"
     half = half + " and 'socket' in os.readlink(f'/proc/self/fd/{f}')]"
@@ -528,9 +536,8 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     document = json.loads(path.read_text())
     assert str(tmp_path) not in path.read_text()
     environment = document["environment"]
-    keys = "time command git device driver copy_bandwidth matrix_rate torch cuda cudnn python".split()
-    assert {*keys} <= environment.keys()
-    assert environment["command"][0] == "harness.py"
+    said = {*"time command git device driver copy_bandwidth matrix_rate torch cuda cudnn python".split()}
+    assert said <= environment.keys() and environment["command"][0] == "harness.py"
     assert [run["direction"] for run in document["runs"]] == ["forward", "forward_recorded", "forward_backward"]
     for run in document["runs"]:
         assert (run["model"], run["ok"], run["reasons"], len(run["source_sha256"])) == ("good", True, [], 64)
