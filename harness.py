@@ -73,6 +73,7 @@ class Options:
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
     timeout: float = option(120.0, "seconds for a request; ten times that to build and warm up (120)", type=float)
+    profile: Path | None = option(None, "a folder: time nothing; table and trace of the candidate's kernels", type=Path)
     json: Path | None = option(None, "a file for the records", type=Path)
 
 
@@ -87,7 +88,7 @@ class Judge:
         self.options, self.ceilings, self.tell = options, ceilings, tell
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
-        self.baselines = tuple(dict.fromkeys(["eager", *options.baselines]))
+        self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
         if "compile" in self.baselines:  # it begins to load the compiler
             self._worker("compile")
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
@@ -116,6 +117,7 @@ class Judge:
     def _judge(self, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
         options, first, seconds = self.options, runs[0], None
+        measure = self._profile if options.profile else self._time
         source.set_precision(first.precision)
         problem = Problem(pair.model_path, first.constants)
         batch = problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch
@@ -142,7 +144,7 @@ class Judge:
                 check.check(case, direction, after)
                 if not after:
                     self._load(case, pair)
-                    self._time(case, at_stake[0])
+                    measure(case, at_stake[0])
             except RAISED as error:
                 for run in at_stake:
                     run.reject(error)
@@ -196,6 +198,15 @@ class Judge:
         run.set_figures(samples, case.errors)
         run.set_roof(self.ceilings, case)
 
+    def _profile(self, case: check.Case, run: Result) -> None:
+        """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
+        case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
+        form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
+        path = self.options.profile.resolve() / f"{run.model}_{form}.json"
+        table = case.workers["new"].ask("profile", path=str(path))["table"]
+        case.workers["new"].ask("rest")
+        print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)
+
 
 def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     """The options, and the pairs they name."""
@@ -224,6 +235,8 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
         if options.json:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.open("a").close()
+        if options.profile:
+            options.profile.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"{error.filename} cannot be written: {error.strerror}")
     return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))

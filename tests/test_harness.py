@@ -565,6 +565,14 @@ def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
     assert runs[0]["constants"] == {"batch_size": 4, "features": 16} and runs[0]["roof"]["flops"] == 2 * 4 * 16 * 64
 
 
+def test_a_profile_names_the_operators_and_leaves_a_trace(suite, tmp_path, capsys):
+    suite.add("good", PLAIN)
+    assert suite("--profile", str(tmp_path / "traces")) == 0
+    assert "aten::addmm" in capsys.readouterr().out
+    (trace,) = (tmp_path / "traces").glob("good_float32_*_forward.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
 def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
     suite.add("good", PLAIN)
     assert suite() == 0
