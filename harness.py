@@ -40,12 +40,12 @@ from torch.utils._pytree import tree_leaves
 from judge import bench, check, record, roofline, source
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
-from judge.worker import Rejected, Worker
+from judge.worker import COMPILE_MODES, Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
 Names = tuple[str, ...]
-BASELINES = ("eager", "compile")
+BASELINES = ("eager", *COMPILE_MODES)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
 
@@ -89,8 +89,8 @@ class Judge:
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
-        if "compile" in self.baselines:  # it begins to load the compiler
-            self._worker("compile")
+        for role in COMPILE_MODES.keys() & {*self.baselines}:  # they begin to load the compiler
+            self._worker(role)
         self.by_ipc = options.device == "cuda" and self._worker("eager").has_ipc()
 
     def close(self) -> None:
@@ -153,12 +153,12 @@ class Judge:
             run.notes += dict.fromkeys(case.notes)  # each once
 
     def _worker(self, role: str) -> Worker:
-        """Starts the contender's process anew; the one that compiles is kept while it lives.
+        """Starts the contender's process anew; one that compiles is kept while it lives.
 
         What a process has done before, checks for example, was seen to add a microsecond to each kernel behind a
         flush. Loading a compiler takes seconds.
         """
-        if role in self.workers and not (role == "compile" and self.workers[role].alive()):
+        if role in self.workers and not (role in COMPILE_MODES and self.workers[role].alive()):
             self.workers.pop(role).kill()
         if role not in self.workers:
             self.workers[role] = Worker(role, self.options.device, self.options.timeout)
@@ -247,6 +247,7 @@ def main(argv: list[str]) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
+    clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
     ceilings.measure()
     with contextlib.closing(Judge(options, ceilings)) as judge:
@@ -254,7 +255,7 @@ def main(argv: list[str]) -> int:
             record.show(run)
             runs.append(run)
             if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT)
+                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
                 records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment}, default=str)
                 tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
                 options.json.write_text(json.dumps(tidy, indent=1) + "\n")

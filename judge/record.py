@@ -71,7 +71,8 @@ class Result:
             self.ms[name], self.spread[name] = statistics.median(values), statistics.quantiles(values, n=4)[::2]
             if self.device == "cuda":
                 self.host_us[name] = samples.ready[name]["host_us"]
-                self.peak_memory[name] = samples.ready[name]["peak"]
+                if name != "max-autotune":  # it holds memory of its own from the capture of a CUDA graph on
+                    self.peak_memory[name] = samples.ready[name]["peak"]
             if name != "new":
                 self.speedup[name], self.speedup_ci[name] = bench.speedup(samples, name, self.device)
                 self.verdict[name] = bench.verdict(*self.speedup_ci[name], bool(self.interference))
@@ -126,15 +127,17 @@ def show(run: Result) -> None:
     print("  ".join(cells), *remarks, sep="\n    ", flush=True)
 
 
-def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path) -> dict:
-    """The machine."""
+def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path, before: dict | None) -> dict:
+    """The machine and its state, `before` being that of its clocks when the run began."""
     revision = said_by("git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    after = clocks(device)
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(part).name if os.path.isabs(part) else part for part in command],
         "git": {"revision": revision.removesuffix("-dirty"), "dirty": revision.endswith("-dirty")},
         "device": device_name(device),
-        "driver": (clocks(device) or {}).get("driver_version"),
+        "driver": (after or {}).get("driver_version"),
+        "clocks": {"before": before, "after": after},
         "copy_bandwidth": ceilings.copy_bandwidth,
         "matrix_rate": ceilings.matrix_rate,
         "torch": torch.__version__,
