@@ -339,8 +339,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         model = copy.deepcopy(model)
         request.weights(model)
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
-    drawn = [draw() for draw in draws]
-    sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
+    drawn = [tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, draw()) for draw in draws]
+    sets = case.share(drawn)
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device):
             expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
