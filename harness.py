@@ -63,7 +63,6 @@ class Options:
     """What is asked for, and how the command line asks."""
 
     names: Names = option((), "pairs to run (all), or the two files of one pair", flag="names", nargs="*")
-    list: bool = option(False, "name the pairs and stop", action="store_true")
     device: str = option("cpu", "default: cuda if there is a GPU", choices=("cuda", "cpu"))
     dtype: Names = option(("float32",), f"comma separated, of {','.join(DTYPES)}", type=parts)
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
@@ -127,8 +126,13 @@ class Judge:
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
         shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
-        for i, direction in enumerate([*options.directions, "after"]):
-            at_stake = [run for run in runs[i:] or runs if run.ok]  # what builds upon a wrong direction is wrong too
+        if options.batch and not batch:
+            case.notes.append("--batch has no effect: the Model's file has no batch_size")
+        # What is at stake: what builds upon a wrong direction is wrong, too. Last comes what is asked after the timing.
+        stages = [(direction, runs[i:], False) for i, direction in enumerate(options.directions)]
+        stages += [(DIRECTIONS[2], runs[2:], True), (DIRECTIONS[0], runs, True)]
+        for direction, runs_at_stake, after in stages:
+            at_stake = [run for run in runs_at_stake if run.ok]
             if not at_stake:
                 continue
             try:
@@ -137,10 +141,10 @@ class Judge:
                     self._worker("new")
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
-                check.check(case, direction)
-                if direction != "after":
+                check.check(case, direction, after)
+                if not after:
                     self._load(case, pair)
-                    measure(case, runs[i])
+                    measure(case, at_stake[0])
             except RAISED as error:
                 for run in at_stake:
                     run.reject(error)
@@ -223,7 +227,7 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
             parser.error(f"unknown {what} '{min(unknown, key=os.path.isfile)}': there are: {', '.join(choices)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    for name, least in (("batch", 1), ("seed", 0), ("timeout", 0.1)):
+    for name, least in (("batch", 1), ("seed", 0), ("seconds", 0), ("timeout", 0.1)):
         value = getattr(options, name)
         if value is not None and not least <= value < 1 << 32:
             parser.error(f"--{name} {value} is not at least {least} and below {1 << 32}")
@@ -242,9 +246,6 @@ def main(argv: list[str]) -> int:
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
-    if options.list:
-        print(*source.discover(ROOT), sep="\n")
-        return ALL_RIGHT
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before = record.clocks(device)
     say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")

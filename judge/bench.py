@@ -9,6 +9,7 @@ claims is the same for all, so a candidate that takes more than eager there clai
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import statistics
 import time
@@ -51,7 +52,7 @@ class Ring:
     def __init__(self, case: Case, direction: str):
         self.case, self.request = case, Request("while it was timed", direction, strict=True, timed=True)
         inputs = case.inputs(0)
-        (expected,) = answers_of(case.model, [inputs], self.request)
+        (expected,) = answers_of(copy.deepcopy(case.model), [inputs], self.request)
         self.answers = case.room(expected)
         size = sum(x.nbytes for x in self.answers)
         nbytes = size + sum(x.nbytes for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))
@@ -119,7 +120,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     kept, request = ring.kept, ring.request
     del ring
     for forms, given, draw in kept:
-        (expected,) = answers_of(case.model, [draw()], request)
+        (expected,) = answers_of(copy.deepcopy(case.model), [draw()], request)
         inspect(case, request, expected, forms, given, draw, case.model)
         settle(case.device)
     return samples

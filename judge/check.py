@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from judge.source import Problem, last_line, to_dtype
+from judge.source import Problem, cast, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
 # More if three do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
 # so far are dropped, and the other half decides: an outlier that does not come again rejects nobody.
 SEEDS, MOST_SEEDS = 3, 16
 ERROR_RATIO = 2.0
+MOST_DRAWS = 4  # of the inputs of other requests, where neither is close to float64 and gate 2 is to decide
 secret = random.SystemRandom()  # numbers that no candidate foresees
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 
@@ -115,14 +116,16 @@ class Case:
     model: torch.nn.Module | None = None
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     errors: dict[str, Errors] = field(default_factory=dict)
-    doubts: dict[str, Errors] = field(default_factory=dict)  # where the Model is far off itself
 
     def inputs(self, seed: int, change: Callable | None = None, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
         drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
         for x in tree_leaves(drawn):
             if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
+                zeros = x == 0
                 change(x)
+                if not zeros.all():  # a structure that may be relied upon, as in a triangular matrix
+                    x.masked_fill_(zeros, 0.0)
         return drawn
 
     def share(self, tensors):
@@ -153,7 +156,7 @@ class Case:
         if self.dtype == torch.float64:
             return None
         try:
-            model = copy.deepcopy(model).double().train(request.mode == "train")
+            model = cast(copy.deepcopy(model), torch.float64).train(request.mode == "train")
             inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
             return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
@@ -169,7 +172,7 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     """New values for everything floating in the state, of the size it had; what is all zero becomes small numbers."""
     torch.manual_seed(-1 - seed)  # inputs have seeds from 0 on
     for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             factors = torch.rand_like(tensor) + 0.5
             tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
 
@@ -177,20 +180,24 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
 def signs(model: torch.nn.Module) -> None:
     """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
     for parameter in model.parameters():
-        parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
+        if parameter.is_floating_point():
+            parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
 
 
 def shift_biases(model: torch.nn.Module) -> None:
     for module in model.modules():
-        if isinstance(getattr(module, "bias", None), torch.Tensor) and "Norm" not in type(module).__name__:
-            module.bias.data.add_(100.0)
+        bias = dict(module.named_parameters(recurse=False)).get("bias")
+        if bias is not None and bias.is_floating_point() and "Norm" not in type(module).__name__:
+            bias.data.add_(100.0)
 
 
-def fill_one(x: torch.Tensor, value: float) -> None:
-    x[tuple(size // 3 for size in x.shape)].fill_(value)
+def fill_two(x: torch.Tensor, value: float) -> None:
+    for thirds, each in ((1, value), (2, -value)):
+        x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
 
 
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
+SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs)
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
@@ -198,7 +205,7 @@ LAYOUTS = {
     "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
 }
 
-# Asked at the shape and in the layout that is timed. `after`: when all is timed, what may make a compiler compile anew.
+# Asked at the shape and in the layout that is timed.
 REQUESTS = {
     "forward": [
         Request("two instances with other weights in turns", twin=True),
@@ -207,27 +214,41 @@ REQUESTS = {
         Request("with gradients recorded", direction="forward_recorded"),
         Request("in inference mode", mode="inference"),
         Request("in training mode", mode="train"),
-        FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs),
+        SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
         FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
+        FINITE("values far below 0", change=lambda x: x.sub_(100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
         FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
-        Request("one NaN in each input", change=partial(fill_one, value=nan)),
-        Request("one infinity in each input", change=partial(fill_one, value=inf), infinite=True),
+        Request("NaN in each input", change=partial(fill_two, value=nan)),
+        Request("infinities of both signs in each input", change=partial(fill_two, value=inf), infinite=True),
     ],
     "forward_backward": [
         BOTH("two forward passes before two backward passes", order=(0, 1)),
         BOTH("a second backward pass of one graph", again=True, refusable=True),
         BOTH("only the parameters' gradients wanted", whose="parameters"),
         BOTH("only the inputs' gradients wanted", whose="inputs"),
+        BOTH("only the last output in the loss, every second parameter frozen", in_part=True),
+        BOTH("in training mode", mode="train"),
+        replace(SIGNS, direction="forward_backward"),
         BOTH("an incoming gradient that is expanded", expanded=True, refusable=True),
     ],
-    "after": [
-        Request("after it was timed"),
-        Request("on another stream", stream=True),  # it leaves a pool of streams behind, which may slow short calls
-        *(Request(f"inputs that are {layout}", layout=layout, refusable=True) for layout in list(LAYOUTS)[1:]),
-    ],
 }
+
+
+def requests_after(case: Case, direction: str) -> Iterator[Request]:
+    """Asked when all is timed, since it may make a compiler compile anew."""
+    of = partial(Request, direction=direction)
+    yield of("after it was timed")
+    if case.device == "cuda":
+        yield of("on another stream", stream=True)  # it leaves a pool of streams behind, which may slow short calls
+    for layout in list(LAYOUTS)[1:]:
+        yield of(f"inputs that are {layout}", layout=layout, refusable=True)
+    if batch := case.batch:
+        others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
+        few = {0, 1, batch - batch // 3} if direction == "forward" else set()
+        for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
+            yield of(f"batch {other}", batch=other)
 
 
 def start(case: Case, new_path: Path) -> float:
@@ -235,8 +256,9 @@ def start(case: Case, new_path: Path) -> float:
 
     The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
     """
-    case.model = case.problem.model(case.seed).to(case.device, case.dtype)
+    case.model = cast(case.problem.model(case.seed), case.dtype, case.device)
     case.initial = copy.deepcopy(case.model.state_dict())
+    comparable(case)
     reply = case.load(case.workers["new"], new_path)
     for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
         if mine != theirs:
@@ -244,18 +266,23 @@ def start(case: Case, new_path: Path) -> float:
     return reply["seconds"]
 
 
-def check(case: Case, direction: str) -> None:
+def comparable(case: Case) -> None:
+    """Raises Rejected if the Model's answers are no measure of the candidate's."""
+    first, again = (answers_of(case.model, [case.inputs(0)], Request(""))[0] for _ in range(2))
+    for name, leaf in first.leaves.items():
+        if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
+            raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
+        tolerance = TOLERANCE[case.precision][case.dtype]
+        if isinstance(leaf, torch.Tensor) and not are_close(again.leaves[name], leaf, tolerance, 1.0):
+            raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+
+
+def check(case: Case, direction: str, after: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
-    requests, batch = REQUESTS.get(direction, []), case.batch
-    if direction != "after":
+    if not after:
         seeds(case, direction)
-    elif batch:
-        others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
-        drawn = {0, 1, batch - batch // 3, batch + 1, *secret.sample(others, 2)}
-        requests = [*requests, *(Request(f"batch {other}", batch=other) for other in sorted(drawn - {batch}))]
-    for seed, request in enumerate(requests, 20):
-        if case.device == "cuda" or not request.stream:
-            ask(case, replace(request, seed=seed))
+    for seed, request in enumerate(requests_after(case, direction) if after else REQUESTS.get(direction, []), 20):
+        ask(case, replace(request, seed=seed))
 
 
 def over_limit(case: Case) -> list[str]:
@@ -282,30 +309,26 @@ def seeds(case: Case, direction: str) -> None:
         ask(case, Request(f"seed {turn}", direction, turn, strict=True))
 
 
-def ask(case: Case, request: Request) -> None:
-    """Puts a request to both, again with new seeds while gate 2 is undecided; skips an optional one if memory runs out.
+def ask(case: Case, request: Request, draws: int = MOST_DRAWS) -> None:
+    """Puts a request to both, again with new inputs if gate 2 is not met where the Model is far off itself.
 
-    Raises Rejected for a wrong answer.
+    Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
     must = request.strict or request.poison
-    for turn in range(MOST_SEEDS):
-        if turn == MOST_SEEDS // 2:
-            case.doubts = dict.fromkeys(case.doubts, Errors())
-        try:
-            put(case, replace(request, seed=request.seed + 1000 * turn), must)
-            break
-        except (torch.OutOfMemoryError, Rejected) as error:
-            kind = getattr(error, "kind", "memory")
-            if kind == "raised" and request.refusable:
-                case.notes.append(f"refuses {request.when}: {error}")
-                break
-            if kind == "memory" and not must:
-                case.notes.append(f"not asked for want of memory: {request.when}")
-                break
-            if kind == "raised":
-                reject(request, [*error.args], kind)
-            if kind != "doubt" or turn == MOST_SEEDS - 1:
-                raise
+    try:
+        put(case, request, must)
+    except (torch.OutOfMemoryError, Rejected) as error:
+        kind = getattr(error, "kind", "memory")
+        if kind == "raised" and request.refusable:
+            case.notes.append(f"refuses {request.when}: {error}")
+        elif kind == "raised":
+            reject(request, [*error.args], kind)
+        elif kind == "memory" and not must:
+            case.notes.append(f"not asked for want of memory: {request.when}")
+        elif kind == "doubt" and draws > 1:
+            ask(case, replace(request, seed=request.seed + 1000), draws - 1)
+        else:
+            raise
     settle(case.device)
 
 
@@ -316,8 +339,8 @@ def put(case: Case, request: Request, must: bool) -> None:
         model = copy.deepcopy(model)
         request.weights(model)
     draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
-    drawn = [draw() for draw in draws]
-    sets = case.share(tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn))
+    drawn = [tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, draw()) for draw in draws]
+    sets = case.share(drawn)
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device):
             expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
@@ -326,8 +349,6 @@ def put(case: Case, request: Request, must: bool) -> None:
             raise
         return
     if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
-        return
-    if request.mode == "train" and RANDOM in expected[0].did:
         return
     del drawn  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
@@ -339,10 +360,9 @@ def put(case: Case, request: Request, must: bool) -> None:
     settle(case.device)
     asked = replace(request, change=None, weights=None)
     reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
-    wrong = [f"{what}, which the Model leaves alone" for what in reply["did"] if what not in expected[0].did]
-    if request.mode == "train":  # as running means; inputs may be left alone
-        missing = (what for what in expected[0].did if what not in reply["did"] and "input" not in what)
-        wrong += [f"does not do this, and the Model does: {what}" for what in missing]
+    wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
+    if request.mode == "train" and RANDOM in expected[0].did and RANDOM not in reply["did"]:
+        wrong.append("draws no random numbers, and the Model does")
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
@@ -377,34 +397,27 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
             forms = answer.forms
     pairs = zip(answer.leaves, forms, answer.forms)
     reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
+    if request.mode == "train" and RANDOM in answer.did:  # the values are luck
+        return
     wrong, doubts, exact = [], 0, case.exact(request, draw(), model) if request.strict else None
     for (name, eager), new in zip(answer.tensors().items(), given):
-        new, inexact = new.to(case.device), eager.is_floating_point() or eager.is_complex()
+        new, inexact = new.to(eager.device), eager.is_floating_point() or eager.is_complex()
         tolerance, scale = TOLERANCE[case.precision][case.dtype] if inexact else 0.0, scale_of(name, eager)
         if inexact and request.infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
-        which = f"{name} ({request.when})"
-        if not request.strict and which not in case.doubts and are_close(new, eager, tolerance, scale):
+        if not request.strict and are_close(new, eager, tolerance, scale):
             continue
         if inexact and not request.strict:
             exact = exact or case.exact(request, draw(), model)
         found = compare(new, eager, exact and exact[name], tolerance, scale)
         if inexact and request.strict and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if inexact and exact and (found.far or which in case.doubts) and (new.isnan() == eager.isnan()).all():
-            right = exact[name]
-            if which not in case.doubts and are_close(new, right, tolerance, scale_of(name, right)):
+        if found.far and inexact and exact and (new.isnan() == eager.isnan()).all():
+            close = are_close(new, exact[name], tolerance, scale_of(name, exact[name]))
+            if close or (optional and not [*found.over_limit(case.dtype)]):
                 continue  # the Model is far off itself
-            if optional:  # neither is close to float64: gate 2 decides, over up to MOST_SEEDS seeds
-                case.doubts[which] = case.doubts.get(which, Errors()) + found
-                over = [*case.doubts[which].over_limit(case.dtype)]
-                if not over:
-                    continue
-                doubts += 1
-                wrong += [] if found.far else [f"{name}: {over[0]}"]
-        if found.far and (new == new.flatten()[0]).all() and not (eager == eager.flatten()[0]).all():
-            wrong.append(f"{name} is constant, the Model's is not")
-        elif found.far:
+            doubts += optional
+        if found.far:
             said = f"by up to {found.most[3]:.2e}, allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)"
             said = "NaN or infinite in one and not in the other" if found.most[3] == inf else said
             wrong.append(f"{name}: {found.far} of {found.count} elements are not close to the Model's, {said}")

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from judge.source import DTYPES, Problem, set_precision
+from judge.source import DTYPES, Problem, cast, set_precision
 from judge.worker import roots_of
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
@@ -26,7 +26,7 @@ IMPOSSIBLE = {"cuda": 1.1, "cpu": 1.1 * 1.5}
 def count_work(problem: Problem, batch: int | None, dtype: torch.dtype, backward: bool) -> tuple[int, int]:
     """Bytes and FLOPs."""
     with torch.device("meta"):
-        model = problem.model(seed=0).to(dtype)
+        model = cast(problem.model(seed=0), dtype)
     inputs = problem.inputs(batch, "meta", dtype, seed=0)
     floating = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     for x in floating:

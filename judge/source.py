@@ -66,7 +66,8 @@ class Problem:
         return self.module.get_init_inputs()
 
     def model(self, seed: int) -> torch.nn.Module:
-        return make(self.module.Model, self.arguments(seed), seed)
+        with torch.no_grad():  # what has a history, as weight_norm's weights, cannot be copied
+            return make(self.module.Model, self.arguments(seed), seed)
 
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
         """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
@@ -93,6 +94,11 @@ def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> 
     elif not x.is_floating_point():
         dtype = x.dtype
     return x.to(device=device or x.device, dtype=dtype).resolve_conj().resolve_neg()
+
+
+def cast(module: torch.nn.Module, dtype: torch.dtype, device: str | None = None) -> torch.nn.Module:
+    """Unlike `module.to` this leaves complex parameters complex."""
+    return module._apply(lambda x: to_dtype(x, dtype, device))
 
 
 def set_precision(level: str) -> None:

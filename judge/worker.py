@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import re
@@ -38,7 +39,7 @@ import torch
 from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
-from judge.source import BUILD, RAISED, build_failure, last_line, load, make, set_precision
+from judge.source import BUILD, RAISED, build_failure, cast, last_line, load, make, set_precision
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
@@ -108,6 +109,7 @@ class Request:
     stream: bool = False  # on another stream, and with inputs that come late
     move: bool = False  # the weights move in memory first
     again: bool = False  # a second backward pass of one graph
+    in_part: bool = False  # the first, third, ... parameter is frozen, and only the last output has a gradient
     expanded: bool = False  # the incoming gradient is the same along the first dimension, and lies in memory once
     refusable: bool = False  # who refuses it with an error is not wrong
 
@@ -150,6 +152,9 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
         grads = {f"the .grad of {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
         return found | grads | module.state_dict(keep_vars=True)
 
+    frozen = [p for p in [*module.parameters()][::2] if request.in_part and p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(False)
     wanted, calls, answers, did = [wanted_of(module, inputs, request) for inputs in sets], [], [], []
     before = {}
     for name, x in watched().items():
@@ -164,7 +169,7 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
                 calls.append((i, result, [form_of(leaf, request) for leaf in tree_leaves(result)]))
             del result
     for i, result, forms in calls:
-        leaves, roots = tree_leaves(result), roots_of(result)
+        leaves, roots = tree_leaves(result), roots_of(result)[-1 if request.in_part else 0 :]
         found = {f"output {i}" if len(leaves) > 1 else "output": leaf for i, leaf in enumerate(leaves)}
         if request.direction == "forward_backward" and wanted[i] and roots:
             incoming, of = [normal_like(x, request) for x in roots], list(wanted[i].values())
@@ -176,7 +181,10 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             found, forms = ({}, []) if request.timed else (found, forms)
             found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted[i], gradients)}
             forms = forms + [form_of(gradient) for gradient in gradients]
-        found = {name: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for name, leaf in found.items()}
+        if request.mode == "train":  # as running statistics
+            state = {f"{name} afterwards": x for name, x in module.state_dict().items()}
+            found, forms = found | state, forms + [form_of(x) for x in state.values()]
+        found = {name: compared(leaf) for name, leaf in found.items()}
         answers.append(Answer(found, forms, re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result))), i, did))
     now = watched()
     for name, (x, version, bits) in before.items():
@@ -184,6 +192,11 @@ def answers_of(module, sets: list[list], request: Request) -> list[Answer]:
             did.append(f"writes {name}")
     if any(now != then for now, then in zip(rng_state(), states)):
         did.append(RANDOM)
+    memory = [{x.untyped_storage().data_ptr() for x in answer.tensors().values() if x.numel()} for answer in answers]
+    if len(memory) > 1 and set.intersection(*memory):
+        did.append("gives the memory of an earlier answer again")
+    for p in frozen:
+        p.requires_grad_(True)
     return answers
 
 
@@ -205,6 +218,12 @@ def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
     return values[:1].expand_as(values) if request.expanded and x.dim() else values  # other numbers lie behind it
 
 
+def compared(leaf):
+    """What is compared of a value: a tensor, a float as one."""
+    leaf = torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
 def roots_of(result) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
@@ -212,7 +231,7 @@ def roots_of(result) -> list[torch.Tensor]:
 def form_of(leaf, output_of: Request | None = None) -> str:
     """What is known of a value before anything touches it: a subclass may compute when more than its type is asked."""
     if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
-        return type(leaf).__name__ + ("" if isinstance(leaf, torch.Tensor) else f" {leaf!r}")
+        return type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}")
     form = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
     if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
         # In a dimension of size 1 any stride is right.
@@ -262,6 +281,8 @@ def settings() -> dict[str, object]:
         "whether gradients are recorded": torch.is_grad_enabled(),
         "anomaly detection": torch.is_anomaly_enabled(),
         "the number of threads": torch.get_num_threads(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "the flushing of denormal numbers": sys.float_info.min / 2 == 0,
         "autocast": [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")],
         "the cores this process may use": sorted(os.sched_getaffinity(0)),
         "the trace or profile function": [sys.gettrace(), sys.getprofile()],
@@ -295,7 +316,7 @@ class Contender:
         self.cls = getattr(module, "ModelNew" if self.role == "new" else "Model")
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
-        self.modules = [make(self.cls, copy.deepcopy(arguments), seed).to(self.device, dtype) for _ in range(2)]
+        self.modules = [cast(make(self.cls, copy.deepcopy(arguments), seed), dtype, self.device) for _ in range(2)]
         self.timed = self.modules[0]
         if self.role in COMPILE_MODES:
             self.timed = torch.compile(self.timed, mode=COMPILE_MODES[self.role], dynamic=False)
@@ -323,7 +344,7 @@ class Contender:
             for memory in old:
                 memory.fill_(float("nan"))
         for p in module.parameters():
-            p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" else None
+            p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
         inputs = self._own(sets)
         late = self._late(inputs) if request.stream else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
@@ -441,7 +462,7 @@ class Contender:
 
     def _hand_over(self, leaves: Iterable, answers: list) -> None:
         """Copies tensors of the expected form to the judge's."""
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        tensors = [x for x in map(compared, leaves) if type(x) is torch.Tensor]
         for leaf, answer in zip(tensors, answers):
             if (leaf.shape, leaf.dtype, leaf.layout) == (answer.shape, answer.dtype, torch.strided):
                 answer.copy_(leaf)
@@ -511,10 +532,14 @@ class Worker:
         self._signal(signal.SIGCONT)
         try:
             self._pipe.send((command, arguments))
-            if not self._pipe.poll(patience):
+            ready = multiprocessing.connection.wait([self._pipe, self._process.sentinel], patience)
+            if not ready:
                 self.kill()
                 raise Rejected(f"gave no answer to '{command}' within {patience:g} seconds (--timeout): it hangs")
+            if self._pipe not in ready:  # nor will it close while a process that was forked has it open
+                raise EOFError
             reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
+            "".join(reply.get("wrong", []))  # words
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
             code = self._process.exitcode
@@ -522,7 +547,7 @@ class Worker:
             ending = f"by signal {-code} ({signal.strsignal(-code)})" if code and code < 0 else f"with exit code {code}"
             ending = "closed the pipe of its answers" if code is None else f"ended its process {ending}"
             raise Rejected(f"{ending}, and gave no answer to '{command}'") from error
-        except (OSError, ValueError, TypeError):  # longer than a reply may be, not of the pipe's form, no JSON, no dict
+        except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected("wrote something of its own into the pipe of its answers") from None
         self._signal(signal.SIGSTOP)
