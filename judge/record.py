@@ -71,8 +71,7 @@ class Result:
             self.ms[name], self.spread[name] = statistics.median(values), statistics.quantiles(values, n=4)[::2]
             if self.device == "cuda":
                 self.host_us[name] = samples.ready[name]["host_us"]
-                if name != "max-autotune":  # it holds memory of its own from the capture of a CUDA graph on
-                    self.peak_memory[name] = samples.ready[name]["peak"]
+                self.peak_memory[name] = samples.ready[name]["peak"]
             if name != "new":
                 self.speedup[name], self.speedup_ci[name] = bench.speedup(samples, name, self.device)
                 self.verdict[name] = bench.verdict(*self.speedup_ci[name], bool(self.interference))

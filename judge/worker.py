@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 from judge.source import BUILD, RAISED, build_failure, cast, last_line, load, make, set_precision
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
-COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune"}
+COMPILE_MODES = {"compile": None, "max-autotune": "max-autotune-no-cudagraphs"}  # a graph's inputs must not move
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}  # written before each timed call, more than twice a GPU's last cache
 IN_A_TURN = ("warm_up", "time", "answer")  # behind these no settings are compared, and memory is kept for the next turn
 RANDOM = "changes PyTorch's random state"
@@ -358,15 +358,11 @@ class Contender:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
         self.rest()
         self.modules[0].load_state_dict(state, strict=True)
-        self.request, self.given, self.answers = request, ring, answers
-        # CUDA graphs, which max-autotune makes, read the inputs where they lay first: one set serves all calls.
-        self.ring = self._own(ring[:1] if self.role == "max-autotune" else ring)
+        self.request, self.given, self.answers, self.ring = request, ring, answers, self._own(ring)
         self.wanted = [list(wanted_of(self.modules[0], each, request).values()) for each in self.ring]
         if request.direction == "forward_backward" and self.wanted[0]:
             self.incoming = [normal_like(x, request) for x in roots_of(self.modules[0](*self.ring[0]))]
         self.buffer = torch.empty(FLUSH_BYTES[self.device], dtype=torch.uint8, device=self.device)
-        if self.role == "max-autotune":  # it would copy inputs that may move
-            tree_map_only(torch.Tensor, torch._dynamo.mark_static_address, self.ring[0])
         self._claims(1, 1)
         self.kept = []
         if self.gpu:

@@ -640,9 +640,3 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(suite, tmp_
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:2] == ["fifth", "cpu"]
     assert json.loads((tmp_path / "elsewhere" / "o.json").read_text())["runs"][0]["model"] == "fifth"
-
-
-def test_documents_the_exit_codes(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        harness.main(["--help"])
-    assert "0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build" in capsys.readouterr().out

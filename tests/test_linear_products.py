@@ -66,11 +66,6 @@ def balanced(x, w):
     return x * sizes, w / sizes
 
 
-def balanced_now_and_then(x, w):
-    x[::50], w[::50] = (t[::50] for t in balanced(x, w))
-    return x, w
-
-
 def outliers(x, w):
     """One in each row of x, small ones and huge ones."""
     sizes = 10.0 ** torch.randint(3, 31, (x.shape[0],), device=x.device)
@@ -100,7 +95,6 @@ KINDS = {
     "far from zero": lambda x, w: (x + 100, w),
     "rows of many sizes": rows_of_many_sizes,
     "balanced": balanced,
-    "balanced now and then": balanced_now_and_then,
     "zero rows": zero_rows,
     "denormals": denormals,
     "tiny rows": tiny_rows,
