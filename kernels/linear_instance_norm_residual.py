@@ -11,7 +11,7 @@ CPU 24 or more), without hooks, autocast or transforms; with gradients only on a
 products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores; others are ATen's. Else: the Model's lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
-read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.70 ms, 3.97x eager; with the backward 2.13, 3.86x.
+read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.72 ms, 3.85x eager; with the backward 2.20, 3.74x.
 """
 
 import contextlib
