@@ -312,17 +312,18 @@ def seeds(case: Case, direction: str) -> None:
 def ask(case: Case, request: Request, draws: int = MOST_DRAWS) -> None:
     """Puts a request to both, again with new inputs if gate 2 is not met where the Model is far off itself.
 
-    Skips a request, but a strict one, if memory runs out. Raises Rejected for a wrong answer.
+    Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
+    must = request.strict or request.poison
     try:
-        put(case, request)
+        put(case, request, must)
     except (torch.OutOfMemoryError, Rejected) as error:
         kind = getattr(error, "kind", "memory")
         if kind == "raised" and request.refusable:
             case.notes.append(f"refuses {request.when}: {error}")
         elif kind == "raised":
             reject(request, [*error.args], kind)
-        elif kind == "memory" and not request.strict:
+        elif kind == "memory" and not must:
             case.notes.append(f"not asked for want of memory: {request.when}")
         elif kind == "doubt" and draws > 1:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
@@ -331,7 +332,7 @@ def ask(case: Case, request: Request, draws: int = MOST_DRAWS) -> None:
     settle(case.device)
 
 
-def put(case: Case, request: Request) -> None:
+def put(case: Case, request: Request, must: bool) -> None:
     """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
     model, layout = case.model, LAYOUTS[request.layout]
     if request.weights:
@@ -344,7 +345,7 @@ def put(case: Case, request: Request) -> None:
         with request.memory(case.device):
             expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
     except Exception as error:
-        if request.strict or isinstance(error, torch.OutOfMemoryError):
+        if must or isinstance(error, torch.OutOfMemoryError):
             raise
         return
     if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
