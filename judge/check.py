@@ -125,7 +125,7 @@ class Case:
                 zeros = x == 0
                 change(x)
                 if not zeros.all():  # a structure that may be relied upon, as in a triangular matrix
-                    x.masked_fill_(zeros, 0.0)
+                    x.masked_fill_(zeros & x.isfinite(), 0.0)
         return drawn
 
     def share(self, tensors):

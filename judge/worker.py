@@ -535,7 +535,7 @@ class Worker:
             if self._pipe not in ready:  # nor will it close while a process that was forked has it open
                 raise EOFError
             reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
-            "".join(reply.get("wrong", []))  # words
+            "".join(reply.get("wrong", []))  # a TypeError unless all are strings
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
             code = self._process.exitcode

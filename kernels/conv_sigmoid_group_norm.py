@@ -297,7 +297,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if |scale| of a channel is huge, or times sum |weight| NaN or above 2^14: all values are then plain float32.
+// if a channel's |scale| > 2^100, or |scale| * sum |weight| > 2^14 or NaN: all values are then made in float32.
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
