@@ -142,8 +142,8 @@ template <int OPERANDS> struct alignas(16) Sums {
     }
 };
 
-// y = (x - mean) * rstd, or dx = (g - mean(g)) * rstd - (x - mean) * slope, slope = rstd^3 * mean((x - mean) * g). hi:
-// the mean as a float; lo = mean - hi; x - hi is nearly exact. rest: lo * slope - mean(g) * rstd, forward -lo * rstd.
+// y = (x - mean) * rstd, or dx = (g - mean(g) - (x - mean) * slope) * rstd, slope = rstd^2 * mean((x - mean) * g). hi:
+// the mean as a float; lo = mean - hi; x - hi is nearly exact. rest: lo * slope - mean(g), forward -lo * rstd.
 template <int OPERANDS> struct Result {
     float hi, rstd, slope, rest;
 
@@ -156,16 +156,16 @@ template <int OPERANDS> struct Result {
             rest = float(-lo * r);
         } else {
             const double g_mean = sums.of[2] * task.share, covariance = (sums.of[3] - sums.of[0] * g_mean) * task.share;
-            slope = float(r * r * r * covariance), rest = float(lo * slope - g_mean * r);
+            slope = float(r * r * covariance), rest = float(lo * slope - g_mean);
         }
     }
     template <typename T, int V> __device__ void write(T* to, const Place<T, V, OPERANDS>& place) const {
         Pack<T, V> out;
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            float v = rest;
-            if constexpr (OPERANDS == 2) v = fmaf(to_float(place.of[1].value[i]), rstd, rest);
-            out.value[i] = from_float<T>(fmaf(to_float(place.of[0].value[i]) - hi, OPERANDS == 1 ? rstd : -slope, v));
+            const float v = to_float(place.of[0].value[i]) - hi;
+            if constexpr (OPERANDS == 1) out.value[i] = from_float<T>(fmaf(v, rstd, rest));
+            else out.value[i] = from_float<T>(fmaf(v, -slope, to_float(place.of[1].value[i]) + rest) * rstd);
         }
         *reinterpret_cast<Pack<T, V>*>(to) = out;
     }
