@@ -17,7 +17,7 @@ SIZES = [  # samples, height, width; three channels
     (3, 768, 1024), (2, 1024, 1024), (1, 1023, 1025), (1, 2048, 2048), (1, 2047, 2049), (2, 1448, 1448),
     (1, 3001, 3001),
 ]
-# By what holds a slice: registers of one warp and of more, a cluster, nothing; whole packs of 16 bytes and not.
+# By what holds a slice: registers of one warp, of more, a cluster, nothing; whole packs of 16 bytes and not.
 KINDS = [
     (7, 2, 2), (9, 7, 7), (2, 6, 33), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512),
     (1, 1100, 1000),
@@ -51,10 +51,11 @@ def test_slices_that_no_chip_holds(dtype):
     assert_as_accurate_as_eager(both_ways, draws(case, "cuda", dtype))
 
 
-# Of the input and of the output's gradient, in place.
+# Of the input and of the output's gradient, in place. With the second and third rstd^3 * covariance is no float32.
 CHANGES = {
     "x far from zero": lambda x, grad: x.add_(1e3),
-    "large values in x": lambda x, grad: x.mul_(torch.finfo(x.dtype).max ** 0.4),  # rstd^3 is less than a float
+    "large values, small gradients": lambda x, grad: (x.mul_(torch.finfo(x.dtype).max ** 0.3), grad.mul_(1e-20)),
+    "small values, large gradients": lambda x, grad: (x.mul_(3e-3), grad.mul_(torch.finfo(x.dtype).max ** 0.88)),
     "an outlier in x": lambda x, grad: x[..., 0, 0].fill_(1e3),
     "a gradient far from zero": lambda x, grad: grad.add_(100),
     "an outlier in the gradient": lambda x, grad: grad[..., -1, -1].fill_(1e3),
