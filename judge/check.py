@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, zip_longest
+from itertools import zip_longest
 from math import inf, nan
 from pathlib import Path
 
@@ -24,11 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from judge.source import Problem, cast, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
-# More if three do not meet gate 2: the largest of a few values is luck, on both sides. After half of them the errors
-# so far are dropped, and the other half decides: an outlier that does not come again rejects nobody.
-SEEDS, MOST_SEEDS = 3, 16
+SEEDS = 3  # whose errors gate 2 pools
+DRAWS = 4  # of the inputs, of which one has to meet gate 2: the largest of a few errors is luck, on both sides
 ERROR_RATIO = 2.0
-MOST_DRAWS = 4  # of the inputs of other requests, where neither is close to float64 and gate 2 is to decide
 secret = random.SystemRandom()  # numbers that no candidate foresees
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 
@@ -292,24 +290,21 @@ def over_limit(case: Case) -> list[str]:
 
 
 def seeds(case: Case, direction: str) -> None:
-    """Both gates over several seeds, with weights and inputs drawn anew: as many more as gate 2 needs to be met."""
-    for turn in count():
-        over = over_limit(case)
-        counted = turn if turn <= MOST_SEEDS // 2 else turn - MOST_SEEDS // 2
-        if counted >= SEEDS and not over:
+    """Both gates over several seeds, with weights and inputs drawn anew; over others where gate 2 is not met."""
+    for draw in range(DRAWS):
+        case.errors = {}
+        for seed in range(draw * SEEDS, (draw + 1) * SEEDS):
+            case.tell(f"checking {direction}, seed {seed + 1} of {(draw + 1) * SEEDS}")
+            case.model.load_state_dict(case.initial)
+            perturb(case.model, case.seed + seed)
+            ask(case, Request(f"from memory full of NaN, seed {seed}", direction, seed, poison=True))
+            ask(case, Request(f"seed {seed}", direction, seed, strict=True))
+        if not over_limit(case):
             return
-        if turn == MOST_SEEDS:
-            raise Rejected(*over)
-        if turn == MOST_SEEDS // 2:
-            case.errors.clear()
-        case.tell(f"checking {direction}, seed {turn + 1} of {max(SEEDS, turn + 1)}")
-        case.model.load_state_dict(case.initial)
-        perturb(case.model, case.seed + turn)
-        ask(case, Request(f"from memory full of NaN, seed {turn}", direction, turn, poison=True))
-        ask(case, Request(f"seed {turn}", direction, turn, strict=True))
+    raise Rejected(*over_limit(case))
 
 
-def ask(case: Case, request: Request, draws: int = MOST_DRAWS) -> None:
+def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     """Puts a request to both, again with new inputs if gate 2 is not met where the Model is far off itself.
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
