@@ -120,10 +120,7 @@ class Case:
         drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
         for x in tree_leaves(drawn):
             if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
-                zeros = x == 0
                 change(x)
-                if not zeros.all():  # a structure that may be relied upon, as in a triangular matrix
-                    x.masked_fill_(zeros & x.isfinite(), 0.0)
         return drawn
 
     def share(self, tensors):
@@ -195,7 +192,7 @@ def fill_two(x: torch.Tensor, value: float) -> None:
 
 
 FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
-SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(6 * torch.randint_like(x, 2) - 3), weights=signs)
+SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
 LAYOUTS = {
     "dense": lambda x: x,
     "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
@@ -214,10 +211,11 @@ REQUESTS = {
         Request("in training mode", mode="train"),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("values whose mean is large", change=lambda x: x.add_(100.0)),
-        FINITE("values far below 0", change=lambda x: x.sub_(100.0)),
+        # Zeros stay: they may be a structure that is relied upon, as in a triangular matrix.
+        FINITE("values whose mean is large", change=lambda x: x.add_(x != 0, alpha=100.0)),
+        FINITE("values far below 0", change=lambda x: x.add_(x != 0, alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
-        FINITE("inputs that are all equal", change=lambda x: x.fill_(0.5)),
+        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(x != 0, 0.5)),
         Request("NaN in each input", change=partial(fill_two, value=nan)),
         Request("infinities of both signs in each input", change=partial(fill_two, value=inf), infinite=True),
     ],
