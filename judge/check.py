@@ -186,6 +186,11 @@ def shift_biases(model: torch.nn.Module) -> None:
             bias.data.add_(100.0)
 
 
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """Where. Not zeros among others: they may be a structure that is relied upon, as in a triangular matrix."""
+    return (x != 0) | ~x.any()
+
+
 def fill_two(x: torch.Tensor, value: float) -> None:
     for thirds, each in ((1, value), (2, -value)):
         x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
@@ -211,11 +216,10 @@ REQUESTS = {
         Request("in training mode", mode="train"),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        # Zeros stay: they may be a structure that is relied upon, as in a triangular matrix.
-        FINITE("values whose mean is large", change=lambda x: x.add_(x != 0, alpha=100.0)),
-        FINITE("values far below 0", change=lambda x: x.add_(x != 0, alpha=-100.0)),
+        FINITE("values whose mean is large", change=lambda x: x.add_(moved(x), alpha=100.0)),
+        FINITE("values far below 0", change=lambda x: x.add_(moved(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
-        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(x != 0, 0.5)),
+        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(moved(x), 0.5)),
         Request("NaN in each input", change=partial(fill_two, value=nan)),
         Request("infinities of both signs in each input", change=partial(fill_two, value=inf), infinite=True),
     ],
