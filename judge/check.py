@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from judge.source import Problem, cast, last_line, to_dtype
 from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
 
-SEEDS = 3  # whose errors gate 2 pools
-DRAWS = 4  # of the inputs, of which one has to meet gate 2: the largest of a few errors is luck, on both sides
+SEEDS = 3  # gate 2 pools their errors
+DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 ERROR_RATIO = 2.0
 secret = random.SystemRandom()  # numbers that no candidate foresees
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
@@ -186,8 +186,8 @@ def shift_biases(model: torch.nn.Module) -> None:
             bias.data.add_(100.0)
 
 
-def moved(x: torch.Tensor) -> torch.Tensor:
-    """Where. Not zeros among others: they may be a structure that is relied upon, as in a triangular matrix."""
+def shiftable(x: torch.Tensor) -> torch.Tensor:
+    """The elements that may be changed: not zeros beside other values, which may be those of a triangular matrix."""
     return (x != 0) | ~x.any()
 
 
@@ -216,10 +216,10 @@ REQUESTS = {
         Request("in training mode", mode="train"),
         SIGNS,
         FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("values whose mean is large", change=lambda x: x.add_(moved(x), alpha=100.0)),
-        FINITE("values far below 0", change=lambda x: x.add_(moved(x), alpha=-100.0)),
+        FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
+        FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
         FINITE("small values", change=lambda x: x.mul_(1e-3)),
-        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(moved(x), 0.5)),
+        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
         Request("NaN in each input", change=partial(fill_two, value=nan)),
         Request("infinities of both signs in each input", change=partial(fill_two, value=inf), infinite=True),
     ],
@@ -292,7 +292,7 @@ def over_limit(case: Case) -> list[str]:
 
 
 def seeds(case: Case, direction: str) -> None:
-    """Both gates over several seeds, with weights and inputs drawn anew; over others where gate 2 is not met."""
+    """Both gates over SEEDS seeds, each with new weights and inputs; over other seeds if gate 2 is not met."""
     for draw in range(DRAWS):
         case.errors = {}
         for seed in range(draw * SEEDS, (draw + 1) * SEEDS):

@@ -13,8 +13,8 @@ products are ATen's, followed by one kernel. Everything else is the plain way: t
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
 First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py linear_swish_group_norm
---backward`, H200: 1.22 ms, 6.7x eager; with backward 4.30 ms, 5.4x; in bfloat16 0.54 and 1.54 ms. On an H100, a
-revision before: 1.24 and 4.61 ms, in bfloat16 0.58 and 1.71.
+--backward`, H200: 1.22 ms, 6.7x eager; with backward 4.30 ms, 5.4x; in bfloat16 0.54 and 1.54 ms. On an H100 (its
+row of `--sweep`): 1.24 ms, in bfloat16 0.58.
 """
 
 import contextlib
