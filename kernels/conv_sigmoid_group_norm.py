@@ -372,7 +372,8 @@ __device__ __forceinline__ void bring(
 // What four lanes subtract before they add up: the mean of eight values, the first lane's where one has no pixels. Were
 // it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
 __device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
-    const float first = __shfl_sync(~0u, a, threadIdx.x & 28), two = valid ? a + b : 2 * first;
+    const float first = __shfl_sync(~0u, a, threadIdx.x & 28);
+    const float two = valid ? a + b : 2 * first;
     const float four = two + __shfl_xor_sync(~0u, two, 1);
     return 0.125f * (four + __shfl_xor_sync(~0u, four, 2));
 }
@@ -678,6 +679,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
 }
 
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * kLine * 8; }
+
 // pointers: x, out, 16-byte aligned; conv_weight, conv_bias, bias, scale, gamma, beta, float32; statistics; workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
     ConvArguments p = {};
@@ -709,10 +711,6 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     if (error != cudaSuccess) return error;
     void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
-}
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
-    const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -776,10 +774,13 @@ static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream)
     activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
     return cudaGetLastError();
 }
-// pointers and sizes as of conv_forward, but x is h, of this height and width; rows and columns are not used.
-extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
+// The whole forward or, if `fits` is false, what follows the convolution: then x is h, of this height and width.
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) { return launch_tail<decltype(type)>(p, sizes[6], stream); });
+    return by_type(sizes[8], [&](auto type) {
+        using T = decltype(type);
+        return fits ? launch_forward<T, true>(p, sizes, stream) : launch_tail<T>(p, sizes[6], stream);
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -804,7 +805,8 @@ extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double 
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m.
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
-constexpr int kMostColumns = 32 * kWarps, kRowsThreads = 64 * kWarps;
+constexpr int kMostColumns = 32 * kWarps;
+constexpr int kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
@@ -1213,7 +1215,7 @@ CPP_SOURCE = r"""
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/native_group_norm.h>
+#include <ATen/ops/group_norm.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
@@ -1241,9 +1243,7 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
-    const Tensor gamma = parameters[kGamma].contiguous(), beta = parameters[kBeta].contiguous();
-    const auto normed = at::native_group_norm(v, gamma, beta, v.size(0), v.size(1), v.size(2) * v.size(3), groups, eps);
-    return {std::get<0>(normed), at::empty({0}, x.options())};
+    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps), at::empty({0}, x.options())};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
 Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters, const Tensor&, bool of_x) {
@@ -1254,8 +1254,7 @@ Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters,
 
 #ifdef WITH_CUDA
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
-extern "C" int tail_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream);
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
@@ -1265,7 +1264,8 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-struct Arguments {  // what the launchers take
+// What the launchers take.
+struct Arguments {
     std::vector<Tensor> held;
     std::vector<void*> pointers;
     std::vector<int64_t> sizes;
@@ -1292,8 +1292,8 @@ Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups,
     if (out.numel() == 0) return {out, statistics};
     Arguments arguments(h, out, parameters, groups);
     arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
-    const auto launch = fits ? conv_forward : tail_forward;
-    check_launch(launch(arguments.pointers.data(), arguments.sizes.data(), eps, c10::cuda::getCurrentCUDAStream()));
+    const auto stream = c10::cuda::getCurrentCUDAStream();
+    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, fits, stream));
     return {out, statistics};
 }
 
