@@ -182,7 +182,7 @@ class Judge:
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected("starts a process in a group of its own, which goes on while others are timed")
             hidden = bench.hidden_time(samples, case.device)
-            wrong = [hidden] if hidden else check.over_limit(case)
+            wrong = check.over_limit(case) + ([hidden] if hidden else [])
             if not wrong:
                 break
         else:
