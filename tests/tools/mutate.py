@@ -80,7 +80,7 @@ KERNELS = [
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
     (CONV, "or t.stride(3) != 1 for t in (x, weight)", "or t.stride(3) != 1 for t in (x,)", "forward"),
-    (CONV, "gamma = parameters[kGamma].contiguous()", "gamma = parameters[kGamma]", "forward"),
+    (CONV, "parameters[kGamma], parameters[kBeta], eps", "parameters[kBeta], parameters[kGamma], eps", "forward"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
     (CONV, "any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors)", "False", "dropin"),
     (CONV, " and rows * columns >= (36 if x.is_cpu else 2)", "", "invalid"),
