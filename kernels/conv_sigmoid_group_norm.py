@@ -1204,7 +1204,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// pointers as of conv_forward, out unused; then grad, grad_x (null: not wanted) and the partial sums.
+// pointers as of arguments_of, out unused; then grad, grad_x (null: not wanted) and the partial sums.
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
