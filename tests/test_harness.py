@@ -424,7 +424,7 @@ def test_disturbed_rounds_are_said():
     assert "the middle half of eager's times spans" in bench.interference(samples_of(new=quiet, eager=wide))[0]
 
 
-def test_time_that_a_clock_leaves_out_is_found():
+def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch):
     def hidden(new: list[float], eager=(0.40,) * 20) -> str | None:
         return bench.hidden_time(Samples({"new": [1.0] * 20}, {"new": new, "eager": list(eager)}, calls=8), "cuda")
 
@@ -432,6 +432,11 @@ def test_time_that_a_clock_leaves_out_is_found():
     assert hidden([1.45] * 20).startswith("its own clock says 8.000 ms")
     assert not hidden([9.45] * 11 + [0.1] * 9) and not hidden([1.45] * 20, [0.4] * 14 + [1.5] * 6)
     assert hidden([9.45] * 20, [0.4] * 14 + [9.5] * 6)  # the machine was busy meanwhile
+    answers = iter([[], *[["an error"]] * 3])  # of the seeds, and of three timings
+    monkeypatch.setattr(harness.check, "over_limit", lambda case: next(answers))
+    monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
+    (run,) = judge(PLAIN)
+    assert run.reasons == ["an error", "a clock"]  # both are told
 
 
 def test_what_a_gpu_says_of_its_clocks(monkeypatch):
