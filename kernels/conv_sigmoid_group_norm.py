@@ -150,39 +150,41 @@ static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters 
 
 struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
 
-struct ConvArguments {
+// Sizes, and what plan_forward makes of them.
+struct Plan {
+    int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
+    int bands, band_rows, teams;  // the last band may have fewer rows
+    int plane, x_plane;           // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
+};
+// The benchmark's, as compile-time constants: 0.96 of the time.
+__host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
+
+struct ConvArguments : Plan {
+    int samples;
     const void* x;  // of T
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     void* out;      // of T; of float where it is h + bias
+    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
     // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
     uint32_t *largest, *plain;
-    int samples, in_channels, height, width, out_channels, rows, columns, groups, group_channels;
     float eps;
-    int bands, band_rows, teams;  // the last band may have fewer rows
-    int plane;            // floats of a channel's v in shared memory
-    int x_plane;          // pixels of hi in shared memory; those of lo follow
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
 };
 
 struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset; middle: 0 in float32
-// Of some values v: a value near them (anchor), the sum of v - anchor and the sum of (v - anchor)^2.
-struct Deviations { float anchor, sum, square; };
+struct Deviations { float anchor, sum, square; };  // anchor: near all v; the sums of v - anchor and (v - anchor)^2
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
-
-// Powers of two: what a channel's weights are multiplied by, and x.
-struct Scales { float weight[kMostOut], input; };
+struct Scales { float weight[kMostOut], input; };  // powers of two that a channel's weights and x are multiplied by
 
 struct alignas(128) ConvShared {  // static; x, then the places of v, are in dynamic shared memory
     Moments made[kPlaces][kConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
     int counts[kPlaces][kConsumers];  // values of a channel in `made`
     Scales scales;
-    // Threads that arrive, once a sample. x_full[i]: the 128 of producer warpgroup i. x_empty[i]: the 512 consumers.
-    uint64_t x_full[kProducers], x_empty[kProducers];
-    // v_full: the consumers. norm_full: post and gather, 32 each. v_empty: the 192 writers; frees made, norm, counts.
-    uint64_t v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
+    // Threads that arrive, once a sample. x_full: the 256 producers. x_empty and v_full: the 512 consumers. norm_full:
+    // post and gather, 32 each. v_empty: the 192 writers; it frees made, norm and counts, too.
+    uint64_t x_full, x_empty, v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
@@ -193,8 +195,10 @@ struct Walk {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
     __device__ __forceinline__ void next(const ConvArguments& p) {
-        sample += p.teams, x_parity ^= 1;
-        if (++place == kPlaces) place = 0, parity ^= 1;
+        sample += p.teams;
+        x_parity ^= 1;
+        place = (place + 1) % kPlaces;
+        parity ^= place == 0;
     }
 };
 
@@ -228,12 +232,6 @@ __device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int
     const uint32_t apart = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
     return uint64_t(128 >> 4) << 32 | (x_at + ((apart << 16) + lo + pixels_to(tap)));
 }
-// The benchmark's sizes and what plan_forward makes of them, as compile-time constants: 0.96 of the time.
-__host__ __device__ __forceinline__ void set_benchmark(ConvArguments& p) {
-    p.in_channels = 8, p.height = p.width = 256, p.rows = p.columns = 254;
-    p.out_channels = 32, p.groups = 8, p.group_channels = 4;
-    p.bands = 127, p.band_rows = 2, p.teams = 1, p.plane = 508, p.x_plane = 4 * 256;
-}
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -245,13 +243,16 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
         : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
 
-__device__ __forceinline__ uint32_t bits_of(__half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+// The sum over each `lanes` neighbouring lanes, a power of two.
+template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) {
+    for (int mask = 1; mask < lanes; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
+    return v;
+}
 
-// Brings [from, from + bytes) into L2, begin and end rounded down to 16 bytes.
+// Brings [from, from + bytes) into L2, address and length rounded down to 16 bytes.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
     const uintptr_t begin = uintptr_t(from) & ~uintptr_t(15);
-    const uint32_t whole = uint32_t(uintptr_t(from) + bytes - begin) & ~15u;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(whole) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes & ~15u) : "memory");
 }
 
 // One vector store of four adjacent values, with the evict-first (streaming) hint.
@@ -264,7 +265,9 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, float a,
 __device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
     const __half2 h = __floats2half2_rn(a, b);
     const float2 f = __half22float2(h);
-    hi = bits_of(h), lo = bits_of(__floats2half2_rn(a - f.x, b - f.y));
+    const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
+    hi = reinterpret_cast<const uint32_t&>(h);
+    lo = reinterpret_cast<const uint32_t&>(l);
 }
 __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
@@ -304,7 +307,8 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
         float largest = 0, sum = 0;
         for (int i = 0; i < weights && c < p.out_channels; ++i) {
             const float w = fabsf(p.weight[c * weights + i]);
-            largest = fmaxf(largest, w < INFINITY ? w : 0.0f), sum += w;
+            largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
+            sum += w;
         }
         scales.weight[c] = scale_below_overflow(largest, 110);  // it is multiplied by scales.input, up to 2^14
         // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
@@ -320,13 +324,13 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
 }
 
 // Two warpgroups copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel,
-// all channels, four at a time. Loads these, waits for its warpgroup's x_empty, stores, wakes the consumers (x_full).
+// all channels, four at a time. Loads these, waits for x_empty, stores, wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(
     const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
     constexpr int kStride = 128 * kProducers, kPixels = 4;
-    const int thread = threadIdx.x - 128 * kConsumers, half = thread / 128, pixels = (band.rows + 2) * p.width;
+    const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
         const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
@@ -335,7 +339,8 @@ __device__ __forceinline__ void bring(
     const float scale = shared.scales.input;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int later = at.sample + p.teams;
-        if (thread < p.in_channels && later < p.samples) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
+        const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.91 of the time; for 16-bit types it would be 1.05
+        if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
         unsigned largest = 0;  // as bits, of which NaN's are the largest
 #pragma unroll 1
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
@@ -350,7 +355,7 @@ __device__ __forceinline__ void bring(
                 }
                 from += c < p.in_channels - 1 ? image : 0;  // again the last: weights are 0, or see load_weights
             }
-            if (begin == thread) mbarrier_wait(&shared.x_empty[half], at.x_parity ^ 1);
+            if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
@@ -365,7 +370,7 @@ __device__ __forceinline__ void bring(
             if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
         }
         fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
-        mbarrier_arrive(&shared.x_full[half]);
+        mbarrier_arrive(&shared.x_full);
     }
 }
 
@@ -402,7 +407,8 @@ __device__ __forceinline__ void convolve_again(
             if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
-            all.sum += value - all.anchor, all.square = fmaf(value - all.anchor, value - all.anchor, all.square);
+            const float difference = value - all.anchor;
+            all.sum += difference, all.square = fmaf(difference, difference, all.square);
         }
     }
 }
@@ -450,25 +456,19 @@ __device__ __forceinline__ void convolve(
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
-    const bool halves = p.width == 256;  // a producer warpgroup brings half of the columns; else all tasks need both's
-    const int left_tasks = halves ? 128 / kTile * band.rows : band.tasks;  // >= kConsumers: such bands' rows are even
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
-        // Of the task's first pixel: its row and column, and where it is in x's and v's shared memory.
-        int count = 0, task = first_task, row = first_task, column = 0, v_at = row * p.columns;
-        uint32_t x_at = x_begin + row * p.width;
-        mbarrier_wait(&shared.x_full[0], at.x_parity);
+        int count = 0, task = first_task, row = first_task, column = 0;  // of the task's first pixel
+        mbarrier_wait(&shared.x_full, at.x_parity);
         for (; task < band.tasks; task += kConsumers, row += kConsumers) {
-            for (; row >= band.rows; row -= band.rows) {
-                column += kTile, x_at += kTile - band.rows * p.width, v_at += kTile - band.rows * p.columns;
-            }
+            for (; row >= band.rows; row -= band.rows) column += kTile;
+            const uint32_t x_at = x_begin + row * p.width + column;
             float d[kTile / 2];
             const bool first = task == first_task, last = task + kConsumers >= band.tasks;
-            if (!halves || column + kTile + 2 > 128) mbarrier_wait(&shared.x_full[1], at.x_parity);
             barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
@@ -480,11 +480,10 @@ __device__ __forceinline__ void convolve(
             wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (task + kConsumers >= left_tasks && task < left_tasks) mbarrier_arrive(&shared.x_empty[0]);
-            if (last) mbarrier_arrive(&shared.x_empty[1]);
+            if (last) mbarrier_arrive(&shared.x_empty);
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
-                float* const to = v + v_at;
+                float* const to = v + row * p.columns + column;
                 const auto valid = [&](int j) {
                     return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
                 };
@@ -509,11 +508,9 @@ __device__ __forceinline__ void convolve(
             else finish(std::false_type{});
             all.sum += sum, all.square += square;
             count += min(kTile, p.columns - column);
-            x_at += kConsumers * p.width, v_at += kConsumers * p.columns;
         }
         if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
-            mbarrier_wait(&shared.x_full[1], at.x_parity);
-            mbarrier_arrive(&shared.x_empty[0]), mbarrier_arrive(&shared.x_empty[1]);
+            mbarrier_arrive(&shared.x_empty);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
         // NaN where x * scales.input exceeds fp16's range, and where x, the weights or scales.input are not finite.
@@ -522,9 +519,8 @@ __device__ __forceinline__ void convolve(
             if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
         }
         first_task = task - band.tasks;
-        for (int mask = 1; mask < 4; mask *= 2) {
-            all.sum += __shfl_xor_sync(~0u, all.sum, mask), all.square += __shfl_xor_sync(~0u, all.square, mask);
-        }
+        all.sum = sum_of_lanes(all.sum, 4);
+        all.square = sum_of_lanes(all.square, 4);
         if (t == 0) {
             const float difference = all.sum / count;
             shared.made[at.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
@@ -539,24 +535,24 @@ __device__ __forceinline__ void convolve(
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
     for (Walk at; at.sample < p.samples; at.next(p)) {
-        double own_sum = 0, own_square = 0;
+        double2 own = {};  // the sums of the band's u and u^2
         mbarrier_wait(&shared.v_full[at.place], at.parity);
         for (int k = 0; k < kConsumers; ++k) {
             const Moments some = shared.made[at.place][k][c];
             const int count = shared.counts[at.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - kLowest;
-            own_sum += count * mean, own_square += count * mean * mean + some.square;
+            own = {own.x + count * mean, own.y + (count * mean * mean + some.square)};
         }
         mbarrier_arrive(&shared.norm_full[at.place]);  // `made` is read, and by this arrival the writers see v
-        double sum = own_sum, square = own_square;
+        double2 all = own;
         for (int i = 1; i < p.group_channels; ++i) {
-            sum += __shfl_down_sync(~0u, own_sum, i), square += __shfl_down_sync(~0u, own_square, i);
+            all = {all.x + __shfl_down_sync(~0u, own.x, i), all.y + __shfl_down_sync(~0u, own.y, i)};
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kLine, sum / kRange, p.to_fixed);
-            add_to_total(p.totals + group * kLine + 1, square / (kRange * kRange), p.to_fixed);
+            add_to_total(p.totals + group * kLine, all.x / kRange, p.to_fixed);
+            add_to_total(p.totals + group * kLine + 1, all.y / (kRange * kRange), p.to_fixed);
         }
     }
 }
@@ -623,15 +619,16 @@ template <typename T, bool BENCHMARK, bool NORMALIZE>
 __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     ConvArguments p = given;
-    if constexpr (BENCHMARK) set_benchmark(p);
+    if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ __align__(128) unsigned char x[];
     __shared__ ConvShared shared;
     if (threadIdx.x == 0) {
-        for (uint64_t& full : shared.x_full) mbarrier_init(&full, 128);
-        for (uint64_t& empty : shared.x_empty) mbarrier_init(&empty, 128 * kConsumers);
+        mbarrier_init(&shared.x_full, 128 * kProducers);
+        mbarrier_init(&shared.x_empty, 128 * kConsumers);
         for (int i = 0; i < kPlaces; ++i) {
-            mbarrier_init(&shared.v_full[i], 128 * kConsumers), mbarrier_init(&shared.v_empty[i], 32 * kWriters);
+            mbarrier_init(&shared.v_full[i], 128 * kConsumers);
             mbarrier_init(&shared.norm_full[i], 64);
+            mbarrier_init(&shared.v_empty[i], 32 * kWriters);
         }
         fence_mbarrier_init();
     }
@@ -662,7 +659,8 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Sets p's bands: the most rows, by twos, that fit in shared memory and leave each SM a band. Returns the bytes.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
-        p.band_rows = std::min(rows, p.rows), p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
+        p.band_rows = std::min(rows, p.rows);
+        p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         p.x_plane = (p.band_rows + 2) * p.width;
         // The last task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
@@ -682,16 +680,13 @@ extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * s
 
 // pointers: x, out, 16-byte aligned; conv_weight, conv_bias, bias, scale, gamma, beta, float32; statistics; workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
-    ConvArguments p = {};
-    p.x = pointers[0], p.out = pointers[1];
-    const float** const fields[] = {&p.weight, &p.conv_bias, &p.bias, &p.scale, &p.gamma, &p.beta};
-    for (int i = 0; i < 6; ++i) *fields[i] = static_cast<const float*>(pointers[2 + i]);
-    p.statistics = static_cast<Statistics*>(pointers[8]), p.totals = static_cast<unsigned long long*>(pointers[9]);
-    p.largest = reinterpret_cast<uint32_t*>(p.totals), p.plain = p.largest + sizes[0];
-    p.samples = int(sizes[0]), p.in_channels = int(sizes[1]), p.height = int(sizes[2]), p.width = int(sizes[3]);
-    p.out_channels = int(sizes[4]), p.groups = int(sizes[5]), p.group_channels = p.out_channels / p.groups;
-    p.rows = p.height - 2, p.columns = p.width - 2, p.eps = float(eps);
-    return p;
+    const auto size = [&](int i) { return int(sizes[i]); };
+    const auto floats = [&](int i) { return static_cast<const float*>(pointers[i]); };
+    auto* const largest = static_cast<uint32_t*>(pointers[9]);
+    const Plan plan = {size(1), size(2), size(3), size(4), size(5), size(2) - 2, size(3) - 2, size(4) / size(5)};
+    return {plan, size(0), pointers[0], pointers[1], floats(2), floats(3), floats(4), floats(5), floats(6), floats(7),
+        static_cast<Statistics*>(pointers[8]), static_cast<unsigned long long*>(pointers[9]), largest,
+        largest + sizes[0], float(eps)};
 }
 template <typename F> static int by_type(int64_t type, F launch) {
     return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
@@ -701,9 +696,8 @@ template <typename F> static int by_type(int64_t type, F launch) {
 template <typename T, bool NORMALIZE>
 static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
     const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
-    ConvArguments known = p;
-    set_benchmark(known);
-    const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof p) == 0;
+    const Plan known = benchmark_plan();
+    const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof known) == 0;
     auto* const kernel =
         benchmark ? convolve_and_normalize<T, NORMALIZE, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -723,13 +717,11 @@ static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where 
 // The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
 __device__ __forceinline__ double2 sum_of_block(double2 own) {
     __shared__ double2 of_warps[kGroupThreads / 32];
-    for (int offset = 16; offset > 0; offset /= 2) {
-        own.x += __shfl_xor_sync(~0u, own.x, offset), own.y += __shfl_xor_sync(~0u, own.y, offset);
-    }
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
+    const double2 of_warp = {sum_of_lanes(own.x, 32), sum_of_lanes(own.y, 32)};
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
     __syncthreads();
     double2 all = {};
-    for (const double2& one : of_warps) all.x += one.x, all.y += one.y;
+    for (const double2& one : of_warps) all = {all.x + one.x, all.y + one.y};
     return all;
 }
 
@@ -738,8 +730,9 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
     const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
     const int first = int(plane % p.out_channels);
-    double2 *const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares, own = {}, all = {};
-    for (int i = 0; i < gridDim.y && WRITE; ++i) all.x += sums[i].x, all.y += sums[i].y;
+    double2* const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares;
+    double2 own = {}, all = {};  // sums of v and v^2
+    for (int i = 0; i < gridDim.y && WRITE; ++i) all = {all.x + sums[i].x, all.y + sums[i].y};
     const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
     const float mean_float = float(mean), rstd = 1 / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
     for (int c = 0; c < p.group_channels; ++c) {
@@ -754,7 +747,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
             for (T& value : pack.values) {
                 const float v = activation((to_float(value) + bias) * scale * kActivationFactor);
                 if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
-                else own.x += v, own.y = fma(double(v), double(v), own.y);
+                else own = {own.x + v, fma(double(v), double(v), own.y)};
             }
             if (WRITE) to[i] = pack;
         }
@@ -894,11 +887,13 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
 #pragma unroll 8
         for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
             const float t = h[i] * factor, of_grad = to_float(grad[i]);
-            own.x += of_grad, own.y += of_grad * (activation(t) - group.mean);
-            own_grad = fmaxf(own_grad, fabsf(of_grad)), own_slope = fmaxf(own_slope, fabsf(activation_gradient(t)));
+            own = {own.x + of_grad, own.y + of_grad * (activation(t) - group.mean)};
+            own_grad = fmaxf(own_grad, fabsf(of_grad));
+            own_slope = fmaxf(own_slope, fabsf(activation_gradient(t)));
         }
         const double2 all = sum_of_block(own);
-        atomicMax(&largest[0][c], __float_as_uint(own_grad)), atomicMax(&largest[1][c], __float_as_uint(own_slope));
+        atomicMax(&largest[0][c], __float_as_uint(own_grad));
+        atomicMax(&largest[1][c], __float_as_uint(own_slope));
         // y: for the exact mean, mean + rest. NaN where grad is not finite, as in ATen.
         if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
         __syncthreads();
@@ -907,10 +902,12 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     if (c >= p.group_channels) return;
     double grad_mean = 0, pull = 0;
     for (int i = 0; i < p.group_channels; ++i) {
-        grad_mean += sums[i].x * p.gamma[first_channel + i], pull += sums[i].y * p.gamma[first_channel + i];
+        grad_mean += sums[i].x * p.gamma[first_channel + i];
+        pull += sums[i].y * p.gamma[first_channel + i];
     }
     const double n = double(p.group_channels) * pixels;
-    pull *= group.rstd / n, grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
+    pull *= group.rstd / n;
+    grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
     const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
     const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
@@ -937,7 +934,8 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
     scale = fmaxf(scale, 0x1p-126f);
     const float largest = __uint_as_float(p.largest[piece.sample]);
-    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(largest), tile.grad_x_scale = scale;
+    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(largest);
+    if (threadIdx.x == 0) tile.grad_x_scale = scale;
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
         const auto scaled = [&](int o) {
@@ -979,13 +977,13 @@ __device__ __forceinline__ void make(
         uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
         split_pixel(x, tile.x_scale, to[0], to[kPlane], false);
     };
-    float sums[4] = {}, products[4] = {};
+    float sums[2][4] = {};  // of q and of q * h, by channel
     for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
     for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(row), store_x(row);
     for (int row = piece.begin; row < piece.last_row; ++row) {
         load_x(row + 2);
         mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
-        float row_sums[4] = {}, row_products[4] = {};
+        float of_row[2][4] = {};
 #pragma unroll 1
         for (int pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
             __pipeline_wait_prior(3);  // all but those of three more pairs
@@ -998,7 +996,9 @@ __device__ __forceinline__ void make(
                     for (int i = 0; i < 2; ++i) {
                         const float h = i == 0 ? two.x : two.y;
                         const float q = c.q(h, to_float(i == 0 ? grads.a : grads.b));
-                        row_sums[k] += q, row_products[k] = fmaf(q, h, row_products[k]), dh[i][k] = q * c.to_half;
+                        of_row[0][k] += q;
+                        of_row[1][k] = fmaf(q, h, of_row[1][k]);
+                        dh[i][k] = q * c.to_half;
                     }
                 }
                 for (int i = 0; i < 2; ++i) {
@@ -1012,7 +1012,7 @@ __device__ __forceinline__ void make(
             fetch(row + 1, pair);
         }
         if (row < p.rows) store_x(row + 2);
-        for (int k = 0; k < 4 && row >= piece.first_row; ++k) sums[k] += row_sums[k], products[k] += row_products[k];
+        for (int k = 0; k < 8 && row >= piece.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
         mbarrier_arrive(&tile.full[row & 1]);
     }
     float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
@@ -1020,10 +1020,8 @@ __device__ __forceinline__ void make(
     __syncwarp();
     for (int k = 0; k < 4; ++k) {
         const Channel& c = tile.channels[first + k];
-        for (int mask = 16; mask > 0; mask /= 2) {
-            sums[k] += __shfl_xor_sync(~0u, sums[k], mask), products[k] += __shfl_xor_sync(~0u, products[k], mask);
-        }
-        const float of_bias = sums[k] * c.rstd * c.scale, of_scale = products[k] * c.rstd;
+        const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
+        const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
         const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
         if (lane >= 4 || first + k >= p.out_channels) continue;
         vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
@@ -1046,7 +1044,8 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
             const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
             uint32_t b[2][4], odd[4];  // hi, lo of matrices 2 step to 2 step + 3; the middle two: hi, hi, lo, lo
-            load_matrices<true>(b[0], matrix(2 * step + of)), load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
+            load_matrices<true>(b[0], matrix(2 * step + of));
+            load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
             float sums[2][3][4] = {};
             for (int k = 0; k < 18; ++k) {  // the smallest products first; six independent chains
@@ -1095,10 +1094,7 @@ __device__ __forceinline__ void store_grad_x(
         Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
-    for (int k = 0; k < 8; ++k) {
-        float &now = total[0][k / 4][k % 4], &next = total[1][k / 4][k % 4], &last = total[2][k / 4][k % 4];
-        now = next, next = last, last = 0;
-    }
+    for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] = k < 16 ? total[k / 8 + 1][k / 4 % 2][k % 4] : 0.0f;
 }
 
 // Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
@@ -1188,11 +1184,13 @@ extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
-    BackwardArguments<T> p = {arguments_of(pointers, sizes, 0), static_cast<const T*>(pointers[10])};
-    p.grad_x = static_cast<T*>(pointers[11]), p.sums = static_cast<float*>(pointers[12]);
-    p.weights = p.out_channels * p.in_channels * kTaps, p.sum_width = p.weights + 4 * p.out_channels;
-    p.channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
-    p.out = p.channels + sizes[0] * sizes[4], p.h = static_cast<const float*>(p.out);
+    const ConvArguments conv = arguments_of(pointers, sizes, 0);
+    auto* const channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
+    auto* const h = reinterpret_cast<float*>(channels + sizes[0] * sizes[4]);
+    const int weights = conv.out_channels * conv.in_channels * kTaps;
+    BackwardArguments<T> p = {conv, static_cast<const T*>(pointers[10]), h, static_cast<T*>(pointers[11]), channels,
+        static_cast<float*>(pointers[12]), weights, weights + 4 * conv.out_channels};
+    p.out = h;
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int bands = bands_of(sizes);
     int error = launch_forward<T, false>(p, sizes, stream);
@@ -1291,7 +1289,8 @@ Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups,
     auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
     if (out.numel() == 0) return {out, statistics};
     Arguments arguments(h, out, parameters, groups);
-    arguments.add(statistics), arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
+    arguments.add(statistics);
+    arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
     const auto stream = c10::cuda::getCurrentCUDAStream();
     check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, fits, stream));
     return {out, statistics};
@@ -1306,8 +1305,9 @@ Tensors backward_cuda(
     int64_t bytes, rows;
     conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
     const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
-    arguments.add(statistics), arguments.add_bytes(bytes), arguments.add(aligned(grad));
-    arguments.add(grad_x), arguments.add(sums);
+    arguments.add(statistics);
+    arguments.add_bytes(bytes);
+    for (const Tensor& t : {aligned(grad), grad_x, sums}) arguments.add(t);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
