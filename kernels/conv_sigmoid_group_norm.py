@@ -15,8 +15,8 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.427 ms, 13.8x
-eager, also with gradients recorded; forward and backward 2.44 ms, 7.6x. On an H100: 0.482 and 2.88 ms.
+H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.484 ms, 13.4x
+eager, also with gradients recorded; forward and backward 2.89 ms, 7.1x. On an H200, as of 829d70a: 0.427 and 2.44 ms.
 """
 
 import contextlib
@@ -339,7 +339,7 @@ __device__ __forceinline__ void bring(
     const float scale = shared.scales.input;
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int later = at.sample + p.teams;
-        const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.91 of the time; for 16-bit types it would be 1.05
+        const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.92 of the time; for 16-bit types it would be 1.06
         if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
         unsigned largest = 0;  // as bits, of which NaN's are the largest
 #pragma unroll 1
