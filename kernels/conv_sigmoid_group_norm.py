@@ -438,7 +438,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
 // wgmma: one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task,
 // of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, producers after its last task that needs their x, `post` at the end.
+// when its wgmma is issued, the producers when its last wgmma of the sample is done, `post` at the end.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
