@@ -6,17 +6,17 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen in `ModelNew.forward`:
-- our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 266 (two
-  rows per SM), output pixels a multiple of 4 (with gradients >= 8 (9 in + 4)), eps >= 1e-6; float32, 16 bits, autocast;
-- otherwise ATen, as in the Model; without gradients or autocast, ATen's convolution, then two launches of a kernel.
+- our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice
+  the SMs, output pixels a multiple of 4 (with gradients >= 8 (9 in + 4)), eps >= 1e-6; float32, 16 bits, autocast;
+- otherwise ATen, as in the Model; on a GPU without gradients or autocast, ATen's convolution, then a kernel, twice.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H100 the floor is 0.44 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.484 ms, 13.4x
-eager, also with gradients recorded; forward and backward 2.89 ms, 7.1x. On an H200, as of 829d70a: 0.427 and 2.44 ms.
+H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.434 ms, 13.5x
+eager, also with gradients recorded; forward and backward 2.46 ms, 7.5x. On an H100: 0.484 and 2.89 ms.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // The activation v of z = (h + bias) * scale: bounded; NaN for NaN, by which `convolve` finds overflow; finite at 0.
 // To change it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. t is kActivationFactor * z.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Sums of v outside are wrong: see add_to_total
+constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Outside, sums of v are wrong: see add_to_total
 constexpr double kRange = double(kHighest) - kLowest;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// dv/dz = 2^t v^2, given the same t. Near v = 1, v - v * v would lose digits. 2^126: infinity times v = 0 would be NaN.
+// dv/dz = 2^t v^2, given t. A difference, as v - v * v, would lose digits at an end of v's range. inf * 0 would be NaN.
 __device__ __forceinline__ float activation_gradient(float t) {
     const float v = activation(t);
     return fminf(exp2_approx(t), 0x1p126f) * v * v;
@@ -113,13 +113,13 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The forward. A team of blocks makes a sample, each block a band of its rows, and the teams take samples in turn. A
 // block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
-// writes its band of the output. Up to three samples are under way in a block. Its roles:
+// writes its band of the output. Up to three samples' v are in a block. Its roles:
 //
 //   who, and what it does                                   waits for                          wakes
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
 //   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
 //   post:      sums -> the sample's totals in global memory v_full                             norm_full
-//   gather:    totals -> mean, rstd -> norm of channels     totals of all blocks               norm_full
+//   gather:    totals -> mean, rstd -> norm of channels     totals of all bands                norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
 //   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
@@ -142,9 +142,9 @@ constexpr int kWriters = 6;                    // warps; two more post and gathe
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
-constexpr int kPlaces = 3;                     // of v: samples under way in a block
-constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of two taps; a task's wgmmas: 2 * 9 taps (hi, lo) / 2
-constexpr int kLine = 32;                      // 8-byte words between groups' totals: L2 serializes atomics on a line
+constexpr int kPlaces = 3;                     // samples whose v are in a block
+constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of 2 taps; wgmmas of a task: 9 taps of hi and lo, / 2
+constexpr int kLine = 32;                      // 8-byte words a group's totals take: L2 serializes atomics on a line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -204,7 +204,7 @@ struct Walk {
 
 // A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
 // Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
-// A sum beyond what kLowest and kHighest allow is cut at 0, or carries: the mean is NaN, or await_totals never ends.
+// For v outside kLowest to kHighest a sum below 0 is cut; one that carries gives NaN, or await_totals never ends.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
@@ -243,7 +243,7 @@ __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b
         : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
 
-// The sum over each `lanes` neighbouring lanes, a power of two.
+// The sum over `lanes` (a power of two) neighbouring lanes, in each of them.
 template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) {
     for (int mask = 1; mask < lanes; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
     return v;
@@ -300,7 +300,7 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 }
 
 // Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if a channel's |scale| > 2^100, or |scale| * sum |weight| > 2^14 or NaN: all values are then made in float32.
+// if a channel's |scale| > 2^100, or its `reach` > 2^14 or NaN: all values are then made in float32.
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -310,7 +310,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
             sum += w;
         }
-        scales.weight[c] = scale_below_overflow(largest, 110);  // it is multiplied by scales.input, up to 2^14
+        scales.weight[c] = scale_below_overflow(largest, 110);  // times scales.input, up to 2^14, still finite
         // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
         const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
         float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
@@ -374,8 +374,8 @@ __device__ __forceinline__ void bring(
     }
 }
 
-// What four lanes subtract before they add up: the mean of eight values, the first lane's where one has no pixels. Were
-// it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
+// What four lanes subtract before they add up: the mean of their eight values, the first lane's a for those without a
+// pixel. Were it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
 __device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
     const float first = __shfl_sync(~0u, a, threadIdx.x & 28);
     const float two = valid ? a + b : 2 * first;
@@ -438,7 +438,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
 // Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
 // wgmma: one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task,
 // of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, the producers when its last wgmma of the sample is done, `post` at the end.
+// when its wgmma is issued, the producers when its last wgmma of the sample is done, then `post`, or `write`.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
@@ -454,7 +454,7 @@ __device__ __forceinline__ void convolve(
     const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
-    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // from the thread's first one on
+    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // tells the compiler: warp-uniform
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
@@ -477,7 +477,7 @@ __device__ __forceinline__ void convolve(
             }
             wgmma_commit();
             barrier_arrive(next_turn, 256);
-            wgmma_wait<0>();  // here, before warps diverge on all_exist: it is .aligned
+            wgmma_wait<0>();  // .aligned, so here: later warps diverge on all_exist
 #pragma unroll
             for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
             if (last) mbarrier_arrive(&shared.x_empty);
@@ -513,7 +513,7 @@ __device__ __forceinline__ void convolve(
             mbarrier_arrive(&shared.x_empty);
             mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
         }
-        // NaN where x * scales.input exceeds fp16's range, and where x, the weights or scales.input are not finite.
+        // NaN where x * scales.input exceeds fp16's range, and where x, a parameter or scales.input is not finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
             convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
             if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
@@ -634,7 +634,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     }
     prepare_scales<NORMALIZE>(p, shared.scales);
     const int first_row = blockIdx.x * p.band_rows, left = p.rows - first_row;
-    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);
+    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
     const Band band = {first_row, rows, (p.columns + kTile - 1) / kTile * rows};
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
@@ -656,14 +656,14 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 // Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
 // of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
 
-// Sets p's bands: the most rows, by twos, that fit in shared memory and leave each SM a band. Returns the bytes.
+// Sets p's bands: the most rows, by twos, that fit in shared memory and give at least `sms` bands. Returns the bytes.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
     const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
         p.band_rows = std::min(rows, p.rows);
         p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         p.x_plane = (p.band_rows + 2) * p.width;
-        // The last task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
+        // A task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
         return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
     };
     int rows = 2;
@@ -791,11 +791,11 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //
 // Operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products at a
 // time are summed from zero, then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
-// differentiate_plainly, the last, makes x's and the weights' gradients again of samples that overflow fp16 (`plain`).
+// Last, differentiate_plainly makes x's and the weights' gradients again of samples marked `plain` by `convolve`.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
-// a warp needs six matrices, of which matrix m holds the columns 4 i + m.
+// a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
 constexpr int kMostColumns = 32 * kWarps;
@@ -807,7 +807,7 @@ constexpr int kSlots = 4;              // rows of x in shared memory
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
-// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its terms of gradients.
+// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its share of these gradients.
 struct alignas(16) Channel {
     float factor, mean, gamma, grad_mean, pull, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
@@ -1043,7 +1043,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         for (int ky = 0; ky < 3; ++ky) {
             const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
-            uint32_t b[2][4], odd[4];  // hi, lo of matrices 2 step to 2 step + 3; the middle two: hi, hi, lo, lo
+            uint32_t b[2][4], odd[4];  // b: hi, lo of matrices 2 step + 0 to 3; odd: + 1, + 2 of hi, then of lo
             load_matrices<true>(b[0], matrix(2 * step + of));
             load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
@@ -1067,7 +1067,7 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
 #pragma unroll 1  // spills, when unrolled
         for (int kx = 0; kx < 3; ++kx) {
             float sums[3][2][4] = {};
-            uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, then the next ones, by 8 channels, then 8 more
+            uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, and + 1, of 8 channels; then of 8 more
             for (int t = 0; t < 2; ++t) {
                 const int m = 2 * t - kx + of + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
@@ -1140,8 +1140,8 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 #endif
 }
 
-// Samples whose h the convolution could not make in fp16: a thread has some values of x's gradient and of the weights'
-// (in the sample's first partial sums: `multiply` left zeros), and makes all dh for each of them in plain float32.
+// Samples marked `plain`: a thread has some values of x's gradient and of the weights' (these in the sample's first row
+// of partial sums, where `multiply` left zeros), and makes all dh for each of them in plain float32.
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
     const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
@@ -1174,7 +1174,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     }
 }
 
-// Bands of a sample: at most one for each multiprocessor, over all samples; of eight rows or more, or a single one.
+// Bands of a sample: over all samples at most one for each multiprocessor, each of eight rows or more; at least one.
 static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1336,8 +1336,8 @@ TORCH_LIBRARY(NAMESPACE, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
-    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import, and after the first finds its work done. The name has a hash of sources, flags and
+    torch's version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
@@ -1433,7 +1433,7 @@ def _valid(tensors: tuple, groups: int) -> bool:
 def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
     """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
-    least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: else partial sums take more memory than h
+    least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: with fewer a band's partial sums outgrow h
     if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or rows * columns < least:
         return False
     return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]

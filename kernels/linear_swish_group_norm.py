@@ -1175,8 +1175,8 @@ TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
 def _load(name: str) -> str:
     """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
 
-    load_inline runs on every import and finds its work done. The name has a hash of sources, flags and torch's
-    version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
+    load_inline runs on every import, and after the first finds its work done. The name has a hash of sources, flags and
+    torch's version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
