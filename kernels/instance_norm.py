@@ -11,7 +11,7 @@ A slice's statistics must be complete before its first output can be written, so
 once, the slice is kept on chip in between. Where depends on the size of x's slice (backward g's is kept, too):
 
     up to 16384 values (backward 8192)    in registers of 1 to 512 threads
-    up to 4 MiB (backward 2 MiB)          in a cluster's shared memory and registers, on sm_90 and sm_100
+    up to 4.15 MiB (backward 2.07)        in a cluster's shared memory and registers, on sm_90 and sm_100
     any other                             not at all: two reads, one write
 
 Slices that are not multiples of 16 bytes: up to 8192 values (backward 4096) in registers, others read twice.
@@ -101,13 +101,13 @@ __device__ Place<T, V, OPERANDS> load_place(const Task<T>& task, int64_t i) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Arithmetic. A slice is reduced to sums in double: of d and d^2, backward also of g and d * g, where d = x - anchor
 // and the anchor is the slice's first value. One sweep is enough: the anchor is one of the n values, so the sum of d^2
-// is at most some n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
-// most log2(n) of a double's 53 bits. g is summed in that sweep, before y is known: so g cannot be computed from y.
+// is at most n times that of the squared deviations from the mean, and subtracting the mean's part of it loses at
+// most log2(n) of a double's 53 bits. g is summed in that sweep, before y is known: so g cannot depend on y.
 
 template <int OPERANDS> struct alignas(16) Sums {
     double of[2 * OPERANDS];  // of d, d^2, g, d * g
 
-    // Adds a pack: in float, sums around its first value, and products around its mean; in double, around the anchor.
+    // Adds a pack. In float: x's sum around the pack's first value, g's, products around x's mean; in double: of d.
     template <typename T, int V> __device__ void add(const Place<T, V, OPERANDS>& place, float anchor) {
         const float pivot = to_float(place.of[0].value[0]);
         float d[V], sum = 0, square = 0, g_sum = 0, product = 0;
@@ -172,13 +172,13 @@ template <int OPERANDS> struct Result {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Slices of up to 16384 values (backward 8192) are kept in registers. `group` threads, a power of two, own a slice:
+// Slices of up to kMaxGroup * kItems packs are kept in registers. `group` threads, a power of two, own a slice:
 // its thread t holds the places t, t + group, ..., kItems at most. A block has one group or more.
 
 constexpr int kMaxGroup = 512;
 template <int V, int OPERANDS> constexpr int kItems = (V > 1 ? 32 / V : 16) / OPERANDS;
 
-// Sums over `group` threads, in each; more than 32 are a whole block. Once in a kernel: it has one warp_sums.
+// Sums over `group` threads, in each; more than 32 are a whole block. Called once in a kernel: it has one warp_sums.
 template <int OPERANDS> __device__ Sums<OPERANDS> sums_of_group(Sums<OPERANDS> own, int group) {
     own.add_across_lanes(min(group, 32));
     if (group <= 32) return own;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Larger slices of whole packs, up to 4 MiB, are kept in the shared memory and registers of a cluster. A slice is cut
+// Larger slices of whole packs, up to 4.15 MiB (backward 2.07), are kept on chip by a cluster. A slice is cut
 // into chunks of up to 14 KiB; each of the cluster's blocks has a part of it: every `blocks`-th chunk.
 //
 //   producer: one thread --- bulk copies, full[s] ---> ring of 16 stages ---> team 0, the cluster's slices 0, 2, 4, ...
@@ -235,11 +235,11 @@ constexpr int kPlaces = 4;         // packs of a chunk for each thread; backward
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
 constexpr int kHeldChunks = 3;     // of a part, in its team's registers
-constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' parts fit in it
+constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' fit in it
 constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
-// Parts have 3 chunks or more: when a producer has loaded slice s, its own teams have taken s - 6. For that they had
-// all blocks' sums of s - 8, which are sent after every thread read the queue's entry s - 9.
+// Parts have 3 chunks or more: when a producer has loaded slice s, its own teams have begun s - 5. For that they had
+// all blocks' sums of s - 7, which are sent after every thread read the queue's entry s - 9.
 static_assert(kStages / 3 + 3 < kQueue, "no entry of the queue is written before all have read it");
 
 __device__ __forceinline__ uint32_t peer_address(const void* p, int rank) {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void send(double* to, double first, double second, ui
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];"
         ::"r"(peer_address(to, rank)), "d"(first), "d"(second), "r"(peer_address(bar, rank)) : "memory");
 }
-// Evict last, though each line is read once: 3.52 ms at the benchmark shape, 3.66 without the hint.
+// Evict last, though each line is read once: without the hint the benchmark's forward takes 1.04 of the time.
 __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -290,7 +290,7 @@ template <int OPERANDS> struct BlockState {
     uint64_t full[kStages], empty[kStages], gathered[2], exchanged[2][2], queued[kQueue];
     Sums<OPERANDS> mailbox[2][2][kMaxCluster], warp_sums[2][kTeam / 32];
     int queue[kQueue];
-    // Waits for the slice of the next round (a round: a slice of the cluster): task.slices or more if there is none.
+    // Waits until it is known which slice the cluster takes in the next round: task.slices or more if there is none.
     __device__ int slice_after(int round) {
         mbarrier_wait(&queued[round % kQueue], round / kQueue & 1);
         return queue[round % kQueue];
@@ -298,7 +298,7 @@ template <int OPERANDS> struct BlockState {
 };
 static_assert(kRingBytes + sizeof(BlockState<2>) <= 227 * 1024, "a block's shared memory on sm_90 and sm_100");
 
-// One thread: waits for empty stages, fills them. Block 0's draws the next slice first: the copies hide its latency.
+// One thread: waits for empty stages, fills them. Rank 0's draws the next slice first: the copies hide its latency.
 template <typename T, int OPERANDS>
 __device__ void produce(const Task<T>& task, Part part, BlockState<OPERANDS>& state, unsigned char* ring) {
     const int rank = part.rank(), clusters = gridDim.x / part.blocks;
@@ -361,7 +361,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         return place;
     };
-    // use(i) for those of this thread's places of a chunk that exist.
+    // Calls use(i) for each place i that this thread has in chunk c.
     const auto each = [&](int c, const auto& use) {
         const int packs = part.packs(c);
 #pragma unroll
@@ -395,7 +395,7 @@ template <typename T, int OPERANDS> __device__ void consume(
         }
         mbarrier_arrive(&state.gathered[team]);
         const Result<OPERANDS> result(exchange(sums, state, team, tid, round, part), anchor, task);
-        // Hides `held` from the compiler, which would keep bfloat16 converted to float, and spill 204 bytes backward.
+        // Hides `held` from the compiler, which would keep bfloat16 converted to float, and reload 204 bytes of spills.
         int4* const words = reinterpret_cast<int4*>(held);
 #pragma unroll
         for (int i = 0; i < kHeldChunks * kPlaces; ++i) {
@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // one thread a pack up to 8 threads; beyond, the fewest that hold the slice, for few shuffles
+    int group = 1;  // up to 8, a thread a pack; more only if these cannot hold the slice, and then the fewest that can
     while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -484,7 +484,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_in_register
     return cudaGetLastError();
 }
 
-// Parts of a slice that is read twice: to make 4096 blocks in all, but parts of more than 32 KiB.
+// Parts of a slice that is read twice: for 4096 blocks or more, but it is cut only to parts of 32 KiB or more.
 static int64_t parts_of(int64_t slices, int64_t bytes) {
     const int64_t wanted = divide_up(4096, slices), most = divide_up(bytes, 1 << 16);
     return wanted < most ? wanted : most;
@@ -498,7 +498,7 @@ template <typename T, int V, int OPERANDS> static cudaError_t launch_two_reads(c
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const Task<T>& task) {
-    // The smallest cluster that holds a slice; of 2 and 4 blocks, with room in the ring for the next slice too.
+    // The smallest cluster that holds a slice; of 2 and 4 blocks, one whose ring holds both teams' waiting chunks.
     const int64_t packs = task.n / kPack<T>, chunk = kChunkBytes / 16 / OPERANDS;
     int blocks = 2, clusters = 0;
     while (packs > blocks * chunk * (kHeldChunks + (blocks < 8 ? kWaitingChunks : kStages))) blocks *= 2;
@@ -510,13 +510,13 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
     if (blocks > kMaxCluster || cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes) ||
         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ||
         cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) || clusters == 0) {
-        cudaGetLastError();  // not an error: another chip than sm_90 and sm_100, or a small partition of one
+        cudaGetLastError();  // no error: too large a slice, a chip with less shared memory, or a small partition of one
         return launch_two_reads<T, kPack<T>, OPERANDS>(task);
     }
     config.gridDim = dim3(unsigned((task.slices < clusters ? task.slices : clusters) * blocks));
-    // The workspace counts the slices that are given out beyond each cluster's first one.
+    // The workspace counts draws: one for each slice but the clusters' first, and for each cluster one past the end.
     if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0, sizeof(int), task.stream)) return error;
-    // Equal chunks of whole lines, three or more for every block.
+    // Chunks of a multiple of 128 bytes, the last of less; three or more for every block.
     const int64_t wanted = divide_up(packs, blocks * chunk), chunks = wanted > kHeldChunks ? wanted : kHeldChunks;
     const int chunk_packs = int(divide_up(divide_up(packs, chunks * blocks), 8) * 8);
     return cudaLaunchKernelEx(&config, kernel, task, Part{blocks, chunk_packs, int(packs)});
@@ -722,7 +722,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether the kernels take it: float32 or 16 bits on a GPU, float32 without gradients on a CPU."""
+    """Whether our kernels take norm(x), by dtype, device, gradients, layout and shape; no hooks, no transforms."""
     if type(x) not in (torch.Tensor, nn.Parameter):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
