@@ -84,7 +84,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
-// Each row of x (m, k) and W (n, k) is scaled by a power of two, so that its largest magnitude is in [2^14, 2^15), and
+// Each row of x (m, k) and W (n, k) is scaled by a power of two, its maximum (if >= 2^-112) to [2^14, 2^15), and
 // each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
 // taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
 // the small products first, and is then added to float32 registers. split_rows writes the pieces to device memory.
@@ -100,8 +100,8 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // So the epilogue of a tile runs while the next tile is multiplied.
 //
-// Range: a value below 2^-16 of its row's maximum loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
-// With c such values in its two rows an output is off by less than 2^-25 * 2^15 * c, which is within float32's own
+// Range: a value that is scaled to less than 2^-2 loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
+// With c such values in its two rows a sum is off by less than 2^-25 * 2^15 * c, which is within float32's own
 // error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the
 // finishers work it out in float32 from x and W themselves.
 
@@ -112,11 +112,11 @@ constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds
 constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are still in L2
 constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
 static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-constexpr float kLargestUnscale = 0x1p60f;  // beyond it accumulator * unscale might overflow: uncertain
+constexpr float kLargestUnscale = 0x1p60f;  // outputs of rows beyond it are uncertain: they might overflow
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// Brings `largest` to [2^14, 2^15). At most 126: then 2^-149 becomes 2^-23, and scale and 1 / scale are normal numbers.
+// Brings `largest`, if >= 2^-112, to [2^14, 2^15). At most 126: 2^-149 becomes 2^-23, scale and 1 / scale are normal.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
@@ -163,7 +163,7 @@ struct Operand {
     // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]); by its maximum if G's row i is 0.
+    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), or by its maximum if that is less.
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int own = scale_exponent(largest);
@@ -171,7 +171,7 @@ struct Operand {
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
-// `group` threads, whole warps, own a row of x, and in the blocks after blocks_x one of W. Rows of up to 8192 values
+// `group` threads, whole warps, own a row of x, and from block blocks_x on one of W. Rows of up to 8192 values
 // wait in registers between the search for the largest and the split; longer ones are read twice.
 __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * scale_1 * scale_2;
-                lost += fabsf(scaled) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;  // below 2^-16 of the row's maximum
+                lost += fabsf(scaled) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;  // see Range
                 v[j] = scaled;
             }
             if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), lost * 0x1p14f};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
-    if (largest == 0) result.doubt = -INFINITY;  // the outputs are 0, whatever finite row meets this one
+    if (largest == 0) result.doubt = -INFINITY;  // the sums are 0, whatever finite row meets this one
     own.scales[row] = result;
     own.exponents[row] = exponent;
     if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
@@ -398,7 +398,7 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < 4; ++s, slot.advance()) {  // as they are filled: rows 0-63 left, right, 64-127
+        for (int s = 0; s < 4; ++s, slot.advance()) {  // in the ring's order: rows 0-63 left, right, 64-127
             const int row = corner.row + s / 2 * 64 + warp * 16, column = corner.column + s % 2 * 64;
             const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
             const auto scales = epilogue.load(first);  // before the wait, which hides it
@@ -517,7 +517,7 @@ static int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether h = x W^T, in float32, is for our product: the larger ones on sm_90.
+// Whether h = x W^T, in float32, is for our product: the larger ones on sm_90, n and k multiples of 4.
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
     const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
@@ -570,7 +570,7 @@ template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launc
     kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-// What all of h = x W^T + b takes: the splits, and the product with its epilogue.
+// All launches of h = x W^T + b: the splits, then the product with its epilogue.
 template <class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
@@ -591,9 +591,9 @@ template <class Epilogue> static cudaError_t launch_linear(
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
 //     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
 //     dW's row j is unscaled.
-// So errors are small beside the norms of dX (unless rows of W below 2^-28 of the largest still count) and of all dW.
-constexpr int kSpareBits = 12;  // at 2^-12 of the maximum hi + lo lose no more than at it, 2^-23 of the value
-struct SplitGradient {  // what the kernels of a backward share, in device memory
+// So errors are small beside the norms of dX's rows (unless W's below 2^-28 of the largest count) and of all dW.
+constexpr int kSpareBits = 12;  // hi + lo lose 2^-23 of a value, at 2^-12 of the maximum as at it
+struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;
     const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
@@ -692,7 +692,7 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : 252);  // 252: all others are smaller
+    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : 252);  // 252: no other is larger
 }
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
     const int64_t most = sm_count() * 512 / gradient_threads(n);
@@ -758,7 +758,7 @@ struct StoreSwishGroupNorm : LinearProduct {
         store_part<true>(out, v, corner, m, n);
     }
 };
-// The same after ATen's product. `lanes` neighbouring lanes share a group (8 to 128 features): each has 16 bytes of it
+// The rest after ATen's product. `lanes` neighbouring lanes share a group (8 to 128 features): each has 16 bytes of it
 // in kSliceRows rows, and loads bias, gamma and beta once. WIDTH: 64 if groups are of 64 (0.86 of the time), else 0.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
 template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
@@ -888,7 +888,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
     }
 #endif
 }
-// ---- What the C++ below calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
+// ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 
 extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
     const float* gamma, const float* beta, float* out, float* h, RowScale* scales, int* exponents,
@@ -971,7 +971,7 @@ CPP_SOURCE = r"""
 namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, for a backward:
+// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, on a GPU:
 // h = x weight^T + linear_bias and, of float32 without TF32, exponents (as in LinearProduct): zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
@@ -1003,7 +1003,7 @@ void finish_slice(const float* h, const float* bias, const float* gamma, const f
     const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / width + eps));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
-        const float a = rstd * gamma[i];  // infinite: PyTorch's formula, for its infinities and NaN
+        const float a = rstd * gamma[i];  // not finite: PyTorch's formula, for its inf and NaN
         out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
     }
 }
@@ -1263,7 +1263,7 @@ _forward = getattr(torch.ops, NAMESPACE).forward
 
 
 def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
-    """The Model's lines."""
+    """What follows the linear layer, in the Model's lines."""
     h = torch.sigmoid(h) * h
     h = h + bias
     return group_norm(h)
