@@ -104,10 +104,10 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// dv/dz = 2^t v^2, given t. A difference, as v - v * v, would lose digits at an end of v's range. inf * 0 would be NaN.
+// dv/dz = w - w^2, given t; w: the smaller of v and 1 - v = 2^t v, which as a difference would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t);
-    return fminf(exp2_approx(t), 0x1p126f) * v * v;
+    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // not NaN for inf * 0
+    return fmaf(-w, w, w);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -570,7 +570,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
         const double mean = sum_of_total(of_v) * share;
         const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
         const double exact_mean = kLowest + mean * kRange;
-        const float rstd = 1.0f / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);  // NaN stays
+        const float rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));  // NaN stays
         const float rounded = float(exact_mean), factor = gamma * rstd, middle = centred ? rounded : 0.0f;
         const float offset = isfinite(factor) ? float(beta - (exact_mean - middle) * factor) : NAN;  // as ATen
         shared.norm[at.place][c] = {middle, factor, offset};
@@ -734,7 +734,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
     double2 own = {}, all = {};  // sums of v and v^2
     for (int i = 0; i < gridDim.y && WRITE; ++i) all = {all.x + sums[i].x, all.y + sums[i].y};
     const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
-    const float mean_float = float(mean), rstd = 1 / sqrtf((variance < 0 ? 0.0f : float(variance)) + p.eps);
+    const float mean_float = float(mean), rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));
     for (int c = 0; c < p.group_channels; ++c) {
         const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
         Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
@@ -798,12 +798,12 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
-constexpr int kMostColumns = 32 * kWarps;
-constexpr int kRowsThreads = 64 * kWarps;
+constexpr int kMostColumns = 32 * kWarps, kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;              // rows of x in shared memory
+constexpr double kTruncated = 1 + 0x1p-24;  // dh is that much larger: x's gradient was as much too small, measured
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
@@ -822,8 +822,7 @@ template <typename T> struct BackwardArguments : ConvArguments {
     const float* h;
     T* grad_x;          // null: not wanted
     Channel* channels;  // (samples, out_channels)
-    // (samples, bands, warps, sum_width): partial sums of the gradients of the weights (out, in, 9: `weights` values),
-    // and of both biases, scale, gamma and beta.
+    // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), biases, scale, gamma, beta.
     float* sums;
     int weights, sum_width;
     __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
@@ -913,7 +912,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
     const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // 2^-111: so to_half is finite
     p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
-        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale)};
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale * kTruncated)};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
@@ -933,8 +932,7 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     float scale = 0x1p126f;
     for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
     scale = fmaxf(scale, 0x1p-126f);
-    const float largest = __uint_as_float(p.largest[piece.sample]);
-    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(largest);
+    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[piece.sample]));
     if (threadIdx.x == 0) tile.grad_x_scale = scale;
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
         const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
@@ -1061,6 +1059,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
+    float of_row[3][2][4] = {};  // of smaller values, whose sums are rounded less, than total's
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
@@ -1078,9 +1077,10 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
                 const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
             }
-            for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
+            for (int k = 0; k < 24; ++k) of_row[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
         }
     }
+    for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += of_row[k / 8][k / 4 % 2][k % 4];
 }
 
 // By a warp: a row of x's gradient. A lane has four columns of two channels. Then total moves up one row.
