@@ -104,9 +104,9 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// dv/dz = w - w^2, given t; w: the smaller of v and 1 - v = 2^t v, which as a difference would lose digits.
+// dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // not NaN for inf * 0
+    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // v where that is inf * 0
     return fmaf(-w, w, w);
 }
 
@@ -803,7 +803,7 @@ constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;              // rows of x in shared memory
-constexpr double kTruncated = 1 + 0x1p-24;  // dh is that much larger: x's gradient was as much too small, measured
+constexpr double kTruncated = 1 + 0x1p-24;  // of dh: without it x's gradient was too small by that much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
@@ -1059,7 +1059,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
-    float of_row[3][2][4] = {};  // of smaller values, whose sums are rounded less, than total's
+    float of_row[3][2][4] = {};  // summed alone: to add to total, which is larger, rounds off more
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
