@@ -106,7 +106,7 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 }
 // dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // v where that is inf * 0
+    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // of v and NaN: v
     return fmaf(-w, w, w);
 }
 
@@ -803,7 +803,7 @@ constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;              // rows of x in shared memory
-constexpr double kTruncated = 1 + 0x1p-24;  // of dh: without it x's gradient was too small by that much
+constexpr double kTruncated = 1 + 0x1p-24;  // a factor of dh: x's gradient was too small by as much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
