@@ -567,15 +567,15 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
         const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
-        const double mean = sum_of_total(of_v) * share;
-        const double variance = (sum_of_total(of_square) * share - mean * mean) * (kRange * kRange);
-        const double exact_mean = kLowest + mean * kRange;
-        const float rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));  // NaN stays
-        const float rounded = float(exact_mean), factor = gamma * rstd, middle = centred ? rounded : 0.0f;
-        const float offset = isfinite(factor) ? float(beta - (exact_mean - middle) * factor) : NAN;  // as ATen
+        const double u = sum_of_total(of_v) * share, mean = kLowest + u * kRange;  // u: the mean of post's u
+        const double variance = (sum_of_total(of_square) * share - u * u) * (kRange * kRange);
+        const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
+        const float rounded = float(mean), factor = gamma / sqrtf(float(spread)), middle = centred ? rounded : 0.0f;
+        const float offset = isfinite(factor) ? float(beta - (mean - middle) * factor) : NAN;  // as ATen
         shared.norm[at.place][c] = {middle, factor, offset};
-        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(exact_mean - rounded), rstd};
         mbarrier_arrive(&shared.norm_full[at.place]);
+        // Where no writer waits: in double, rounded once, as all of a group's gradients have its error in common.
+        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
     }
 }
 
@@ -798,12 +798,13 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
 
 constexpr int kTaps = 9, kWarps = 8;   // of each role
-constexpr int kMostColumns = 32 * kWarps, kRowsThreads = 64 * kWarps;
+constexpr int kMostColumns = 32 * kWarps;
+constexpr int kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;              // rows of x in shared memory
-constexpr double kTruncated = 1 + 0x1p-24;  // a factor of dh: x's gradient was too small by as much
+constexpr double kDhFactor = 1 + 0x1p-24;  // without it x's gradient was too small by as much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
@@ -912,7 +913,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
     const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // 2^-111: so to_half is finite
     p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
-        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale * kTruncated)};
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale * kDhFactor)};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
@@ -1124,7 +1125,6 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     }
 }
 
-// A block for each band of rows of a sample.
 template <typename T>
 __global__ void __launch_bounds__(kRowsThreads, 1)
     differentiate_rows(const __grid_constant__ BackwardArguments<T> p, int bands) {
