@@ -106,7 +106,7 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
 }
 // dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // of v and NaN: v
+    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // v if 2^t v is inf * 0
     return fmaf(-w, w, w);
 }
 
@@ -567,7 +567,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     for (Walk at; at.sample < p.samples; at.next(p)) {
         const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
         const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
-        const double u = sum_of_total(of_v) * share, mean = kLowest + u * kRange;  // u: the mean of post's u
+        const double u = sum_of_total(of_v) * share, mean = kLowest + u * kRange;  // u: the mean of `post`'s u
         const double variance = (sum_of_total(of_square) * share - u * u) * (kRange * kRange);
         const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
         const float rounded = float(mean), factor = gamma / sqrtf(float(spread)), middle = centred ? rounded : 0.0f;
@@ -804,7 +804,7 @@ constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
 constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;              // rows of x in shared memory
-constexpr double kDhFactor = 1 + 0x1p-24;  // without it x's gradient was too small by as much
+constexpr double kDhFactor = 1 + 0x1p-24;  // of dh: without it x's gradient was too small, on average by as much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
