@@ -708,10 +708,10 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution if `_fits` says no, in two launches. Up to 16 blocks share a group of a sample. In
-// the first launch each adds up v and v^2 of its share; in the second it adds up all shares and writes its part of out.
+// What follows ATen's convolution, made without its bias, if `_fits` says no: two launches. Up to 16 blocks share a
+// group's chunks. In the first each adds up v and v^2 of its chunks; in the second it adds up all and writes its own.
 
-constexpr int kGroupThreads = 512, kShares = 16;
+constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;  // packs of a channel
 static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");
 
 // The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
@@ -729,27 +729,29 @@ template <typename T, int PACK, bool WRITE>
 __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
     struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
     const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
-    const int first = int(plane % p.out_channels);
+    const int first = int(plane % p.out_channels), chunks = int((packs + kChunk - 1) / kChunk);
     double2* const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares;
     double2 own = {}, all = {};  // sums of v and v^2
     for (int i = 0; i < gridDim.y && WRITE; ++i) all = {all.x + sums[i].x, all.y + sums[i].y};
     const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
     const float mean_float = float(mean), rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));
-    for (int c = 0; c < p.group_channels; ++c) {
+    for (int task = blockIdx.y; task < p.group_channels * chunks; task += gridDim.y) {
+        const int c = task / chunks;
+        const int64_t begin = task % chunks * int64_t(kChunk) + threadIdx.x;
         const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
         Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
-        const float bias = p.bias[first + c], scale = p.scale[first + c];
+        Pack held[kPacks];  // all loaded before one is stored: for the compiler, out may overlap x
+        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) held[k] = from[i];
+        const float bias = bias_at(p, first + c), scale = p.scale[first + c];
         const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
         const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
-#pragma unroll 4
-        for (int64_t i = blockIdx.y * kGroupThreads + threadIdx.x; i < packs; i += gridDim.y * kGroupThreads) {
-            Pack pack = from[i];
-            for (T& value : pack.values) {
+        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) {
+            for (T& value : held[k].values) {
                 const float v = activation((to_float(value) + bias) * scale * kActivationFactor);
                 if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
                 else own = {own.x + v, fma(double(v), double(v), own.y)};
             }
-            if (WRITE) to[i] = pack;
+            if (WRITE) to[i] = held[k];
         }
     }
     if (WRITE) return;
@@ -759,10 +761,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid
 
 template <typename T, int PACK = 16 / sizeof(T)>
 static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
-    if (PACK > 1 && int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, 1>(p, sms, stream);
-    const unsigned groups = unsigned(p.samples) * p.groups;
-    const int64_t wanted = 2 * sms / groups, most = int64_t(p.height) * p.width / (4 * PACK * kGroupThreads);
-    const unsigned shares = std::clamp<int64_t>(std::min(wanted, most), 1, kShares);
+    if (int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, (PACK > 4 ? 4 : 1)>(p, sms, stream);
+    const unsigned groups = unsigned(p.samples) * p.groups, shares = std::clamp<int64_t>(2 * sms / groups, 1, kShares);
     activate_groups<T, PACK, false><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
     activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
     return cudaGetLastError();
@@ -1285,7 +1285,7 @@ struct Arguments {
 
 Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight], parameters[kConvBias]);
+    const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight]);
     auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
     if (out.numel() == 0) return {out, statistics};
     Arguments arguments(h, out, parameters, groups);
