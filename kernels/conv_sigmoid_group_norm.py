@@ -15,8 +15,8 @@ gradients it is the same, and x, the parameters, mean and rstd are saved. The ba
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.432 ms, 13.6x
-eager, also with gradients recorded, in bfloat16 0.353 ms; forward and backward 2.46 ms, 7.5x.
+H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.434 ms, 13.6x
+eager, also with gradients recorded, in bfloat16 0.355 ms; forward and backward 2.46 ms, 7.5x.
 """
 
 import contextlib
