@@ -709,7 +709,7 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
 
 // ---------------------------------------------------------------------------------------------------------------------
 // What follows ATen's convolution, made without its bias, if `_fits` says no: two launches. Up to 16 blocks share a
-// group's chunks. In the first each adds up v and v^2 of its chunks; in the second it adds up all and writes its own.
+// group's chunks. In the first a block sums v and v^2 of its chunks; in the second it adds up all sums, and writes.
 
 constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;  // packs of a channel
 static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");

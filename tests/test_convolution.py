@@ -37,7 +37,7 @@ SHAPES = [
     case("images seven pixels wide", 2, 8, 300, 7, 3, 8, 4),
     case("images too small for the kernels", 2, 8, 10, 10, 3, 8, 4),
     case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
-    case("40 channels to 75", 2, 40, 29, 64, 3, 15, 5),
+    case("40 channels to 75, and pixels by eights", 2, 40, 29, 66, 3, 15, 5),
     case("1x1 kernels of an odd size", 2, 20, 57, 59, 1, 4, 6),
 ]
 NAMED = {case.name: case for case in SHAPES}

@@ -8,9 +8,9 @@ Then one process for each pair and tool, all at once. Each makes the shortest ca
 when every process has done so, each goes on with the other calls, the shortest first, until the time is over. A line
 for each says how many calls were made, how many kernels they launched, and what the tool found; under it, where. Exit
 code 1 if any of that is in a kernel of ours, or if a tool did not get through all kernels. What is found in a library's
-kernel alone is listed apart: initcheck does not see what cuBLAS stores by bulk copies. So that our kernels do not read
-such stores, an addition writes the output of each linear layer. Every tensor is an allocation of its own, so that the
-tools know its borders.
+kernel alone is listed apart: initcheck does not see what libraries store by bulk copies. So that our kernels do not
+read such stores, an addition writes the output of each linear layer and convolution. Every tensor is an allocation of
+its own, so that the tools know its borders.
 """
 
 import argparse
@@ -135,6 +135,8 @@ def call_all(stem: str, path: Path, deadline: float) -> None:
     additions = library.Library("aten", "IMPL")
     additions.impl("addmm", lambda bias, a, b, **_: torch.add(torch.mm(a, b), bias), "CUDA")
     additions.impl("addmm.out", lambda bias, a, b, *, out, **_: torch.add(torch.mm(a, b), bias, out=out), "CUDA")
+    slow = torch.ops.aten._slow_conv2d_forward
+    additions.impl("cudnn_convolution", lambda x, w, pad, by, *_: slow(x, w, w.shape[2:], None, by, pad) + 0, "CUDA")
 
     def seconds_of(index: int) -> float:
         name, call = calls[index]
@@ -191,7 +193,7 @@ def report(tool: str, stem: str, reach: dict, said: str) -> bool:
     return not ours and not nameless and bool(summary) and kernels == wanted
 
 
-def main() -> int:
+def main() -> int | None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--pairs", default=",".join(STEMS))
@@ -202,11 +204,9 @@ def main() -> int:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.profile:
-        profile_all(options.pairs, options.profile)
+        return profile_all(options.pairs, options.profile)
     if options.call:
-        call_all(options.pairs, options.call, options.until)
-    if options.profile or options.call:
-        return 0
+        return call_all(options.pairs, options.call, options.until)
     folder, stems, reach, running, right = Path(tempfile.mkdtemp()), options.pairs.split(","), {}, {}, True
     for gpu, stem in enumerate(stems):
         path = folder / stem
