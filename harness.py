@@ -68,7 +68,7 @@ class Options:
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
     baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
-    batch: int | None = option(None, "default: the file's batch_size, or cpu_batch_size on a CPU", type=int)
+    batch: int | None = option(None, "default: the file's batch_size, on a CPU that of its on_cpu", type=int)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
@@ -102,8 +102,8 @@ class Judge:
         options, sha256, shapes = self.options, "", [{}]
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
             sha256 = source.code_sha256(pair.new_path)
-            if options.sweep:
-                shapes = Problem(pair.model_path).sweep or shapes
+            problem = Problem(pair.model_path)
+            shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
             runs = [Result(direction, *what) for direction in options.directions]
@@ -120,8 +120,7 @@ class Judge:
         measure = self._profile if options.profile else self._time
         source.set_precision(first.precision)
         problem = Problem(pair.model_path, first.constants)
-        batch = problem.benchmark_batch if options.device == "cuda" else problem.cpu_batch
-        batch = batch and (options.batch or batch)  # None where a file does not let it be chosen
+        batch = problem.batch and (options.batch or problem.batch)  # None where a file does not let it be chosen
         form = DTYPES[first.dtype], first.precision, batch, options.seed
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")

@@ -33,7 +33,7 @@ class Result:
     dtype: str
     precision: str
     seed: int
-    constants: dict  # of the Model's file, where a sweep replaced them
+    constants: dict  # of the Model's file, where a sweep or its sizes for a CPU replaced them
     batch: int | None = None
     status: str = OK
     ok: bool = True

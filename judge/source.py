@@ -55,11 +55,9 @@ class Problem:
     def __init__(self, path: Path, constants: dict | None = None):
         self.path, self.constants, self.module = path, constants or {}, load(path)
         vars(self.module).update(self.constants)
-        self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [{}])]  # the shapes worth a measurement
-        batch = getattr(self.module, "batch_size", None)
-        self.benchmark_batch: int | None = batch
-        # The model files give a smaller one, which a CPU computes in well under a second.
-        self.cpu_batch: int | None = batch if constants else getattr(self.module, "cpu_batch_size", batch)
+        self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
+        self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
+        self.batch: int | None = getattr(self.module, "batch_size", None)
 
     def arguments(self, seed: int) -> list:
         torch.manual_seed(seed)

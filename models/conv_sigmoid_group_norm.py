@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 batch_size = 128
-cpu_batch_size = 2  # the harness's on a CPU
 in_channels = 8
 out_channels = 32
 height = 256
@@ -23,6 +22,8 @@ kernel_size = 3
 num_groups = 8
 bias_shape = (out_channels, 1, 1)
 scale_shape = (out_channels, 1, 1)
+
+on_cpu = dict(batch_size=4, height=128, width=128)  # the harness's sizes on a CPU
 
 # Other shapes, for the harness's --sweep: few and many samples, channels, groups, small and large images, 1x1 kernels.
 sweep = [

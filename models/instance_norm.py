@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 batch_size = 112
-cpu_batch_size = 1  # the harness's on a CPU
 features = 64
 dim1 = 512
 dim2 = 512
+
+on_cpu = dict(batch_size=4, dim1=128, dim2=128)  # the harness's sizes on a CPU
 
 # Other shapes, for the harness's --sweep: small images in thousands, odd sizes, more than 2^31 values, and slices too
 # large for a chip.

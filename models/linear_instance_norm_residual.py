@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 batch_size = 1024
-cpu_batch_size = 64  # the harness's on a CPU
 in_features = 8192
 out_features = 8192
+
+on_cpu = dict(batch_size=256, in_features=2048, out_features=2048)  # the harness's sizes on a CPU
 
 # Other shapes, for the harness's --sweep: one row to many, short and long products.
 sweep = [

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 batch_size = 32768
-cpu_batch_size = 512  # the harness's on a CPU
 in_features = 1024
 out_features = 4096
 num_groups = 64
 bias_shape = (out_features,)
+
+on_cpu = dict(batch_size=512)  # the harness's sizes on a CPU
 
 # Other shapes, for the harness's --sweep: one row to many, short and long products.
 sweep = [

@@ -368,7 +368,7 @@ def test_copies_are_timed_in_turns(tmp_path):
     for path, text in zip(files, texts.values()):
         path.write_text(text)
     (tmp_path / "model.py").write_text(MODEL)
-    lines = compare_in_turns(Problem(tmp_path / "model.py"), files, 32, 0.1)
+    lines = compare_in_turns(Problem(tmp_path / "model.py"), files, 0.1, "forward")
     (_, error), (same, same_error), (slow, _), (_, wrong_error) = map(figures, lines[:4])
     assert all(line.endswith(str(path)) for line, path in zip(lines, files))
     assert 0.5 < same < 2 and slow > 3 and error == same_error < 1e-5 and wrong_error > 1e-2
@@ -468,7 +468,7 @@ def test_the_hosts_time_is_told_and_no_part_of_the_gpus(judge):
 def test_work_at_the_benchmark_shapes(name, gigabytes, gigaflop):
     problem = Problem(ROOT / "models" / f"{name}.py")
     (nbytes, flops), half, both = (
-        roofline.count_work(problem, problem.benchmark_batch, dtype, backward)
+        roofline.count_work(problem, problem.batch, dtype, backward)
         for dtype, backward in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True))
     )
     assert nbytes / 1e9 == pytest.approx(gigabytes, abs=6e-4) and flops / 1e9 == gigaflop
@@ -518,7 +518,7 @@ def test_ceilings_of_this_machine(monkeypatch):
 def test_the_shapes_to_sweep_are_the_models(path):
     """Each runs, on the meta device, and together they span three orders of magnitude of work."""
     problems = [Problem(path, constants) for constants in Problem(path).sweep]
-    works = [roofline.count_work(problem, problem.benchmark_batch, torch.float32, False) for problem in problems]
+    works = [roofline.count_work(problem, problem.batch, torch.float32, False) for problem in problems]
     sizes = [flops or nbytes for nbytes, flops in works]
     assert len(works) >= 12 and max(sizes) >= 1000 * min(sizes)
 
@@ -534,7 +534,7 @@ def test_discovers_what_both_folders_have(tmp_path):
 
 
 def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
-    suite.add("good", PLAIN)
+    suite.add("good", PLAIN, MODEL.replace("batch_size = 32", "batch_size = 1 << 40; on_cpu = dict(batch_size=32)"))
     path = tmp_path / "deep" / "out.json"
     assert suite("--json", str(path), "--backward") == 0
     document = json.loads(path.read_text())
@@ -546,7 +546,7 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
     for run in document["runs"]:
         assert (run["model"], run["ok"], run["reasons"], len(run["source_sha256"])) == ("good", True, [], 64)
         assert (run["device"], run["dtype"], run["precision"]) == ("cpu", "float32", "highest")
-        assert (run["batch"], run["shapes"], run["seed"]) == (32, [[32, 96]], 0)
+        assert (run["batch"], run["constants"], run["seed"], run["shapes"]) == (32, {"batch_size": 32}, 0, [[32, 96]])
         assert set(run["ms"]) == set(run["spread"]) == {"new", "eager"}
         assert set(run["speedup"]) == set(run["speedup_ci"]) == set(run["verdict"]) == {"eager"}
         assert run["verdict"]["eager"] in (FASTER, SLOWER, AMBIGUOUS)
@@ -557,8 +557,9 @@ def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):
 
 
 def test_a_sweep_runs_each_of_its_shapes(suite, tmp_path, capsys):
-    sweep = "\nfeatures = 96\nsweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]\n"
-    model = MODEL.replace("96", "features").replace("batch_size = 32\n", f"batch_size = 32{sweep}")
+    sweep = "sweep = [dict(batch_size=4, features=16), dict(batch_size=8, features=24)]\n"
+    constants = f"batch_size = 32\nfeatures = 96\non_cpu = dict(features=8)\n{sweep}"
+    model = MODEL.replace("96", "features").replace("batch_size = 32\n", constants)
     suite.add("good", PLAIN, model)
     records = tmp_path / "sweep.json"
     assert suite("--sweep", "--json", str(records)) == 0
@@ -602,9 +603,6 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
         (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
         (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
         (["model.py", "none.py"], "unknown pair 'model.py'"),
-        (["--seed", "one"], "invalid int value"),
-        (["instance_norm", "--batch", "0"], "0 is not at least 1"),
-        (["--seed", "-1"], "is not at least 0"),
         (["--seed", str(1 << 64)], "is not at least 0"),
         (["--timeout", "0"], "is not at least 0.1"),
         (["--json", str(ROOT)], "cannot be written: Is a directory"),
@@ -642,5 +640,4 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(suite, tmp_
     command = [sys.executable, tmp_path / "harness.py", *"--device cpu --baselines eager --json o.json".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[:2] == ["fifth", "cpu"]
     assert json.loads((tmp_path / "elsewhere" / "o.json").read_text())["runs"][0]["model"] == "fifth"

@@ -15,7 +15,7 @@ from contend import DEVICE, ROOT, Contest, Problem, bench
 
 def main(runs: int = 100, seconds: float = 0.3, name: str = "linear_swish_group_norm") -> int:
     problem = Problem(ROOT / "models" / f"{name}.py")
-    contest = Contest(problem, problem.cpu_batch * (4 if DEVICE == "cuda" else 1))
+    contest = Contest(problem, problem.on_cpu["batch_size"] * (4 if DEVICE == "cuda" else 1))
     verdicts, disturbed, ratios = Counter(), 0, []
     for run in range(runs):
         with contest.contenders({"new": None, "eager": None}):

@@ -32,8 +32,8 @@ RESTED, BUSY = {"warmup": 1, "rep": 10}, {"warmup": 50, "rep": 150}  # milliseco
 def compare(name: str, constants: dict) -> bool:
     pair = discover(ROOT)[name]
     problem = Problem(pair.model_path, constants)
-    contest = Contest(problem, problem.benchmark_batch)
-    inputs = problem.inputs(problem.benchmark_batch, "cuda", torch.float32, 0)
+    contest = Contest(problem, problem.batch)
+    inputs = problem.inputs(problem.batch, "cuda", torch.float32, 0)
     new = make(load(pair.new_path).ModelNew, problem.arguments(0), 0).to("cuda")
     calls, figures = {"new": partial(new, *inputs), "eager": partial(contest.case.model, *inputs)}, {}
     with contest.contenders({"new": pair.new_path, "eager": None}):

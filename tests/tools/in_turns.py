@@ -1,6 +1,6 @@
 """Times edited copies of a kernel file beside the file itself, and says how exact each is.
 
-    python tests/tools/in_turns.py NAME COPY.py ...     in float32, at the benchmark shape (on a CPU: cpu_batch_size)
+    python tests/tools/in_turns.py NAME COPY.py ...     in float32, at the benchmark shape (on a CPU: on_cpu)
     python tests/tools/in_turns.py --direction forward_backward NAME COPY.py ...
 
 Of each: the median in milliseconds, how much of the file's time that is, with its 95% interval, and the largest error
@@ -26,15 +26,15 @@ SAMPLES = 8  # of those whose error is asked for
 
 @torch.no_grad()
 def largest_error(path: Path, problem: Problem) -> float:
-    inputs = problem.inputs(min(problem.benchmark_batch, SAMPLES), DEVICE, torch.float32, 0)
+    inputs = problem.inputs(min(problem.batch, SAMPLES), DEVICE, torch.float32, 0)
     exact = problem.model(0).to(DEVICE).double()(*[x.double() for x in inputs])
     return (make(load(path).ModelNew, problem.arguments(0), 0).to(DEVICE)(*inputs).double() - exact).abs().max().item()
 
 
-def compare(problem: Problem, files: list[Path], batch: int, seconds: float, direction: str = "forward") -> list[str]:
+def compare(problem: Problem, files: list[Path], seconds: float, direction: str) -> list[str]:
     """A line of each file; the first is what the others are held against."""
     names = ["new", *map(str, range(1, len(files)))]
-    contest, lines = Contest(problem, batch, direction=direction), []
+    contest, lines = Contest(problem, problem.batch, direction=direction), []
     with contest.contenders(dict(zip(names, files))):
         samples = contest.measure(seconds)
     for name, path in zip(names, files):
@@ -45,18 +45,17 @@ def compare(problem: Problem, files: list[Path], batch: int, seconds: float, dir
     return lines + bench.interference(samples)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     pairs = discover(ROOT)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=pairs, metavar="NAME")
     parser.add_argument("copies", nargs="+", type=Path, metavar="COPY.py")
     parser.add_argument("--direction", choices=DIRECTIONS, default="forward")
     options = parser.parse_args(argv)
-    problem = Problem(pairs[options.name].model_path)
-    batch = problem.benchmark_batch if DEVICE == "cuda" else problem.cpu_batch
-    print("\n".join(compare(problem, [pairs[options.name].new_path, *options.copies], batch, 2.0, options.direction)))
-    return 0
+    path = pairs[options.name].model_path
+    problem = Problem(path, {} if DEVICE == "cuda" else Problem(path).on_cpu)
+    print("\n".join(compare(problem, [pairs[options.name].new_path, *options.copies], 2.0, options.direction)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

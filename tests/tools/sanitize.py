@@ -135,8 +135,12 @@ def call_all(stem: str, path: Path, deadline: float) -> None:
     additions = library.Library("aten", "IMPL")
     additions.impl("addmm", lambda bias, a, b, **_: torch.add(torch.mm(a, b), bias), "CUDA")
     additions.impl("addmm.out", lambda bias, a, b, *, out, **_: torch.add(torch.mm(a, b), bias, out=out), "CUDA")
-    slow = torch.ops.aten._slow_conv2d_forward
-    additions.impl("cudnn_convolution", lambda x, w, pad, by, *_: slow(x, w, w.shape[2:], None, by, pad) + 0, "CUDA")
+
+    def convolve(x, weight, *_):  # by one product: a launch for each sample would take a sanitizer all memory
+        windows = x.unfold(2, weight.shape[2], 1).unfold(3, weight.shape[3], 1)
+        return torch.einsum("nihwkl,oikl->nohw", windows, weight).contiguous() + 0
+
+    additions.impl("cudnn_convolution", convolve, "CUDA")
 
     def seconds_of(index: int) -> float:
         name, call = calls[index]
