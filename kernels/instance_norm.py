@@ -14,7 +14,7 @@ once, the slice is kept on chip in between. Where depends on the size of x's sli
     up to 4.15 MiB (backward 2.07)        in a cluster's shared memory and registers, on sm_90 and sm_100
     any other                             not at all: two reads, one write
 
-Slices that are not multiples of 16 bytes: up to 8192 values (backward 4096) in registers, others read twice.
+If not multiples of 16 bytes, slices are read twice above 16384 (8192) values; if not of 4 values, above 8192 (4096).
 
 x (112, 64, 512, 512) in float32: forward 15.03 GB and some 10 FLOPs a value, backward 22.5 GB. One H200, by `python
 harness.py instance_norm --backward`: forward 3.51 ms, as fast as a copy, 2.31x eager; with backward 8.64 ms, 2.14x.
@@ -73,8 +73,8 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A pack is what a thread loads or stores at once: 16 bytes, or V = 1 value where slices are no multiples of 16
-// bytes. A place holds the pack at one offset of a slice: x's (OPERANDS = 1, forward), or x's and g's (2, backward).
+// Memory. A pack is what a thread loads or stores at once: 16 bytes, or if slices are no multiples of that V = 4 values
+// of 16 bits or 1. A place holds the pack at one offset of a slice: x's (OPERANDS = 1), or x's and g's (2, backward).
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
@@ -476,8 +476,8 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // up to 8, a thread a pack; more only if these cannot hold the slice, and then the fewest that can
-    while (group * V < task.n && (group < 8 || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
+    int group = 1;  // up to 4 or 8, a thread a pack; more only if these cannot hold the slice, then the fewest that can
+    while (group * V < task.n && (group < (V > 1 ? 4 : 8) || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
     norm_in_registers<T, V, OPERANDS><<<grid, block, 0, task.stream>>>(task, group);
@@ -523,11 +523,12 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_any(const Task<T>& task) {
-    constexpr int V = kPack<T>;
-    const bool whole_packs = task.n % V == 0;
-    if (whole_packs && task.n <= kMaxGroup * kItems<V, OPERANDS> * V) return launch_in_registers<T, V, OPERANDS>(task);
-    if (!whole_packs && task.n <= kMaxGroup * kItems<1, OPERANDS>) return launch_in_registers<T, 1, OPERANDS>(task);
-    return whole_packs ? launch_in_cluster<T, OPERANDS>(task) : launch_two_reads<T, 1, OPERANDS>(task);
+    constexpr int V = kPack<T>, kMost = kMaxGroup * kItems<V, OPERANDS> * V;  // values in registers; V = 4 has the same
+    if (task.n % V == 0 && task.n > kMost) return launch_in_cluster<T, OPERANDS>(task);
+    if (task.n % V == 0) return launch_in_registers<T, V, OPERANDS>(task);
+    if (task.n % 4 == 0 && task.n <= kMost) return launch_in_registers<T, 4, OPERANDS>(task);
+    if (task.n <= kMaxGroup * kItems<1, OPERANDS>) return launch_in_registers<T, 1, OPERANDS>(task);
+    return launch_two_reads<T, 1, OPERANDS>(task);
 }
 
 extern "C" int64_t instance_norm_workspace(int64_t slices, int64_t n, int64_t element_size) {  // bytes
@@ -601,7 +602,6 @@ at::Tensor contiguous_on_16_bytes(const at::Tensor& t) {
     const at::Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
-// y, or with grad the gradient of x.
 at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const auto type = x.scalar_type();
     TORCH_CHECK_NOT_IMPLEMENTED(type == at::kFloat || type == at::kHalf || type == at::kBFloat16, "no kernel: ", type);
