@@ -708,10 +708,10 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution, made without its bias, if `_fits` says no: two launches. Up to 16 blocks share a
-// group's chunks. In the first a block sums v and v^2 of its chunks; in the second it adds up all sums, and writes.
+// What follows ATen's convolution, made without its bias, if `_fits` says no. A chunk is kChunk packs of a channel, or
+// fewer; up to 16 blocks share a group's. The first launch sums v and v^2 of a block's chunks, the second writes out.
 
-constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;  // packs of a channel
+constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;
 static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");
 
 // The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.

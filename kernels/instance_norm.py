@@ -73,8 +73,8 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory. A pack is what a thread loads or stores at once: 16 bytes, or if slices are no multiples of that V = 4 values
-// of 16 bits or 1. A place holds the pack at one offset of a slice: x's (OPERANDS = 1), or x's and g's (2, backward).
+// Memory. A pack is V values that a thread loads or stores at once: 16 bytes where slices are multiples of that, else 4
+// values of 16 bits, or 1. A place holds the packs at one offset of a slice: x's, backward (OPERANDS = 2) x's and g's.
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
@@ -476,7 +476,7 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_two_reads(const Task<T> 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename T, int V, int OPERANDS> static cudaError_t launch_in_registers(const Task<T>& task) {
-    int group = 1;  // up to 4 or 8, a thread a pack; more only if these cannot hold the slice, then the fewest that can
+    int group = 1;  // a thread a pack, up to 4 threads (8 if V = 1); if they cannot hold the slice, the fewest that can
     while (group * V < task.n && (group < (V > 1 ? 4 : 8) || group * V * kItems<V, OPERANDS> < task.n)) group *= 2;
     const int block = group > 64 ? group : 64;
     const unsigned grid = unsigned(divide_up(task.slices, block / group));
@@ -523,7 +523,7 @@ template <typename T, int OPERANDS> static cudaError_t launch_in_cluster(const T
 }
 
 template <typename T, int OPERANDS> static cudaError_t launch_any(const Task<T>& task) {
-    constexpr int V = kPack<T>, kMost = kMaxGroup * kItems<V, OPERANDS> * V;  // values in registers; V = 4 has the same
+    constexpr int V = kPack<T>, kMost = kMaxGroup * kItems<V, OPERANDS> * V;  // values in registers, also if V = 4
     if (task.n % V == 0 && task.n > kMost) return launch_in_cluster<T, OPERANDS>(task);
     if (task.n % V == 0) return launch_in_registers<T, V, OPERANDS>(task);
     if (task.n % 4 == 0 && task.n <= kMost) return launch_in_registers<T, 4, OPERANDS>(task);

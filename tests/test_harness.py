@@ -603,6 +603,8 @@ def test_exit_codes_and_the_other_pairs_still_run(suite, capsys):
         (["instance_norm", "--precision", "hihg"], "unknown precision 'hihg': there are: highest"),
         (["instance_norm", "--baselines", "eager,compil"], "unknown baseline 'compil': there are: eager"),
         (["model.py", "none.py"], "unknown pair 'model.py'"),
+        (["instance_norm", "--batch", "0"], "0 is not at least 1"),
+        (["--seed", "-1"], "is not at least 0"),
         (["--seed", str(1 << 64)], "is not at least 0"),
         (["--timeout", "0"], "is not at least 0.1"),
         (["--json", str(ROOT)], "cannot be written: Is a directory"),
@@ -640,4 +642,5 @@ def test_a_fifth_pair_is_two_files_and_no_edit_and_any_folder_serves(suite, tmp_
     command = [sys.executable, tmp_path / "harness.py", *"--device cpu --baselines eager --json o.json".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "elsewhere", timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:2] == ["fifth", "cpu"]
     assert json.loads((tmp_path / "elsewhere" / "o.json").read_text())["runs"][0]["model"] == "fifth"

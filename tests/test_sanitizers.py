@@ -1,7 +1,4 @@
-"""The C++ strings with AddressSanitizer and UndefinedBehaviorSanitizer: the first fault ends the process.
-
-Of the CUDA strings tests/tools/sanitize.py runs every kernel under compute-sanitizer.
-"""
+"""The C++ strings with AddressSanitizer and UndefinedBehaviorSanitizer; for the CUDA strings: tools/sanitize.py."""
 
 import shutil
 import subprocess
