@@ -1,9 +1,9 @@
 """A contender in a process of its own.
 
 The judge (`Worker`) sends a request and waits for the reply. The process (`serve`, `Contender`) is stopped (SIGSTOP)
-from a reply to the next request; it has nothing in flight then, since it synchronises before it replies. It sees inputs
-and weights, which it copies, and room for its answers. Requests are pickled, tensors as memory that both have open;
-replies are JSON, so that the judge runs nothing that a candidate has written.
+from a reply to the next request, but for those of one turn; it has nothing in flight then, since it synchronises before
+it replies. It sees inputs and weights, which it copies, and room for its answers. Requests are pickled, tensors as
+memory that both have open; replies are JSON, so that the judge runs nothing that a candidate has written.
 """
 
 from __future__ import annotations
@@ -523,9 +523,10 @@ class Worker:
                 ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(timeout), 0))
 
     def ask(self, command: str, **arguments) -> dict:
-        """Lets the process go on until it has answered, and stops it again."""
+        """Lets the process go on until it has answered, and stops it again, but not after the times of a turn."""
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         self._signal(signal.SIGCONT)
+        self.asked = perf_counter()  # not before: where it has started many processes, to resume them takes long
         try:
             self._pipe.send((command, arguments))
             ready = multiprocessing.connection.wait([self._pipe, self._process.sentinel], patience)
@@ -535,6 +536,7 @@ class Worker:
             if self._pipe not in ready:  # nor will it close while a process that was forked has it open
                 raise EOFError
             reply = {} | json.loads(self._pipe.recv_bytes(1 << 24))
+            self.answered = perf_counter()
             "".join(reply.get("wrong", []))  # a TypeError unless all are strings
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
@@ -546,7 +548,8 @@ class Worker:
         except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected("wrote something of its own into the pipe of its answers") from None
-        self._signal(signal.SIGSTOP)
+        if command != "time":  # its answer is asked for at once
+            self._signal(signal.SIGSTOP)
         if reply.get("wrong") and (self.role == "new" or "kind" in reply):
             if "kind" not in reply:
                 self.kill()  # its settings are not to be those of the next case
