@@ -142,8 +142,7 @@ class Judge:
                     seconds = seconds or imported
                 check.check(case, direction, after)
                 if not after:
-                    self._load(case, pair)
-                    measure(case, at_stake[0])
+                    measure(case, pair, at_stake[0])
             except RAISED as error:
                 for run in at_stake:
                     run.reject(error)
@@ -171,11 +170,14 @@ class Judge:
             except Rejected as failed:
                 case.drop(role, failed)
 
-    def _time(self, case: check.Case, run: Result) -> None:
-        case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
+    def _time(self, case: check.Case, pair: Pair, run: Result) -> None:
         seconds, before = self.options.seconds / (8 if self.options.sweep else 1), record.clocks(case.device)
         checked = case.errors
-        for _ in range(3):  # a disturbance looks like hidden time once, but hardly three times; so for a large error
+        # A disturbance looks like hidden time once, but hardly three times; so for a large error. In new processes each
+        # time, since how long a flush takes depends on which memory a process was given.
+        for _ in range(3):
+            self._load(case, pair)
+            case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors = {}
             samples = bench.measure(case, run.direction, seconds)
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
@@ -197,8 +199,9 @@ class Judge:
         run.set_figures(samples, case.errors)
         run.set_roof(self.ceilings, case)
 
-    def _profile(self, case: check.Case, run: Result) -> None:
+    def _profile(self, case: check.Case, pair: Pair, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
+        self._load(case, pair)
         case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
         form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
         path = self.options.profile.resolve() / f"{run.model}_{form}.json"
