@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from judge.check import Case, blank, inspect, secret
 from judge.worker import Rejected, Request, answers_of, settle
 
-MIN_ROUNDS, MAX_ROUNDS = 15, 400
+MIN_ROUNDS, MAX_ROUNDS, CPU_FLUSHES = 15, 400, 1
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
 MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
@@ -139,7 +139,7 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
     samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
     # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
-    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 1
+    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else CPU_FLUSHES
     deadline = time.perf_counter() + seconds * len(case.workers)
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
