@@ -171,14 +171,13 @@ class Judge:
                 case.drop(role, failed)
 
     def _time(self, case: check.Case, pair: Pair, run: Result) -> None:
-        seconds, before = self.options.seconds / (8 if self.options.sweep else 1), record.clocks(case.device)
-        checked = case.errors
-        # A disturbance looks like hidden time once, but hardly three times; so for a large error. In new processes each
-        # time, since how long a flush takes depends on which memory a process was given.
+        seconds, checked = self.options.seconds / (8 if self.options.sweep else 1), case.errors
+        # Up to three times: what else runs can make it seem once that time is hidden, or an error large, but hardly
+        # three times. In new processes each time: how long a flush takes depends on the memory a process was given.
         for _ in range(3):
             self._load(case, pair)
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
-            case.errors = {}
+            case.errors, before = {}, record.clocks(case.device)
             samples = bench.measure(case, run.direction, seconds)
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected("starts a process in a group of its own, which goes on while others are timed")

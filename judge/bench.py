@@ -88,7 +88,8 @@ class Ring:
             for each in self.case.workers.values():  # after any such request a process gives unused memory back
                 each.ask("wait")
             worker.ask("warm_up")
-        claimed, start = worker.ask("time", count=samples.calls, flushes=flushes)["ms"], worker.asked
+        claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
+        start = worker.asked
         index = secret.randrange(samples.calls)
         reply = worker.ask("answer", index=index)
         taken = 1e3 * (worker.answered - start)

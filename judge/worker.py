@@ -1,9 +1,9 @@
 """A contender in a process of its own.
 
 The judge (`Worker`) sends a request and waits for the reply. The process (`serve`, `Contender`) is stopped (SIGSTOP)
-from a reply to the next request, but for those of one turn; it has nothing in flight then, since it synchronises before
-it replies. It sees inputs and weights, which it copies, and room for its answers. Requests are pickled, tensors as
-memory that both have open; replies are JSON, so that the judge runs nothing that a candidate has written.
+from a reply to the next request, except between "time" and "answer"; it has nothing in flight then, since it
+synchronises before it replies. It sees inputs and weights, which it copies, and room for its answers. Requests are
+pickled, tensors as memory that both have open; replies are JSON, so that the judge runs nothing of a candidate's.
 """
 
 from __future__ import annotations
@@ -523,10 +523,10 @@ class Worker:
                 ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(timeout), 0))
 
     def ask(self, command: str, **arguments) -> dict:
-        """Lets the process go on until it has answered, and stops it again, but not after the times of a turn."""
+        """Lets the process go on until it has answered; stops it again, but not between "time" and "answer"."""
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         self._signal(signal.SIGCONT)
-        self.asked = perf_counter()  # not before: where it has started many processes, to resume them takes long
+        self.asked = perf_counter()  # not before SIGCONT: with many processes in its group that takes milliseconds
         try:
             self._pipe.send((command, arguments))
             ready = multiprocessing.connection.wait([self._pipe, self._process.sentinel], patience)
@@ -548,7 +548,7 @@ class Worker:
         except (OSError, ValueError, TypeError, RecursionError):  # longer than a reply may be, or not of its form
             self.kill()
             raise Rejected("wrote something of its own into the pipe of its answers") from None
-        if command != "time":  # its answer is asked for at once
+        if command != "time":
             self._signal(signal.SIGSTOP)
         if reply.get("wrong") and (self.role == "new" or "kind" in reply):
             if "kind" not in reply:

@@ -424,7 +424,7 @@ def test_disturbed_rounds_are_said():
     assert "the middle half of eager's times spans" in bench.interference(samples_of(new=quiet, eager=wide))[0]
 
 
-def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch):
+def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch, tmp_path):
     def hidden(new: list[float], eager=(0.40,) * 20) -> str | None:
         return bench.hidden_time(Samples({"new": [1.0] * 20}, {"new": new, "eager": list(eager)}, calls=8), "cuda")
 
@@ -435,7 +435,8 @@ def test_time_that_a_clock_leaves_out_is_found(judge, monkeypatch):
     answers = iter([[], *[["an error"]] * 3])  # of the seeds, and of three timings
     monkeypatch.setattr(harness.check, "over_limit", lambda case: next(answers))
     monkeypatch.setattr(bench, "hidden_time", lambda samples, device: "a clock")
-    assert judge(PLAIN)[0].reasons == ["an error", "a clock"]  # both are told
+    (run,) = judge(f"open({str(tmp_path / 'imports')!r}, 'a').write('1')\n" + PLAIN)
+    assert run.reasons == ["an error", "a clock"] and (tmp_path / "imports").read_text() == "1" * 4
 
 
 def test_what_a_gpu_says_of_its_clocks(monkeypatch):

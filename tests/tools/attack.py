@@ -3,7 +3,6 @@
 python tests/tools/attack.py                          all of them, once, with the reason each is rejected for
 python tests/tools/attack.py --repeats 100 honest     the honest ones, each with 100 seeds
 python tests/tools/attack.py --processes 4 wrong      shared by four
-python tests/tools/attack.py zeros hangs              some
 python tests/tools/attack.py --write FOLDER           writes them out, as files to judge one by one or to read
 """
 
@@ -27,7 +26,7 @@ from judge.record import Result  # noqa: E402
 from judge.roofline import Ceilings  # noqa: E402
 from judge.source import DIRECTIONS, DTYPES, Pair  # noqa: E402
 
-# In a hurry: this is about the judgement, not the figures. On a CPU flushes would take half of the time.
+# In a hurry: this is about the judgement, not the figures. On a CPU the flushes would take a quarter of the time.
 bench.MIN_ROUNDS, bench.MOST_SLOTS, bench.CPU_FLUSHES = 10, 4, 0
 HURRY = Options(baselines=("eager",), directions=DIRECTIONS, seconds=0.02, timeout=60.0)
 
