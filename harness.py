@@ -172,8 +172,8 @@ class Judge:
 
     def _time(self, case: check.Case, pair: Pair, run: Result) -> None:
         seconds, checked = self.options.seconds / (8 if self.options.sweep else 1), case.errors
-        # Up to three times: what else runs can make it seem once that time is hidden, or an error large, but hardly
-        # three times. In new processes each time: how long a flush takes depends on the memory a process was given.
+        # Up to three times: a busy machine or unlucky inputs may fail a right candidate once, but hardly three times.
+        # Each time in new processes: how long a flush takes depends on the memory a process was given.
         for _ in range(3):
             self._load(case, pair)
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from judge.check import Case, blank, inspect, secret
 from judge.worker import Rejected, Request, answers_of, settle
 
-MIN_ROUNDS, MAX_ROUNDS, CPU_FLUSHES = 15, 400, 1
+MIN_ROUNDS, MAX_ROUNDS = 15, 400
 MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
 MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
 LONGEST_TURN_MS = 50.0
-LONGEST_FLUSH_US = 4000.0
+CPU_FLUSHES, LONGEST_FLUSH_US = 1, 4000.0  # before each timed call; on a GPU as many as outlast the call's launch
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}

@@ -523,7 +523,7 @@ class Worker:
                 ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", math.ceil(timeout), 0))
 
     def ask(self, command: str, **arguments) -> dict:
-        """Lets the process go on until it has answered; stops it again, but not between "time" and "answer"."""
+        """Resumes the process, sends it a request and waits for the reply; then stops it, except after "time"."""
         patience = min(self.timeout * (10 if command in ("load", "ready") else 1), 2e6)  # poll's limit
         self._signal(signal.SIGCONT)
         self.asked = perf_counter()  # not before SIGCONT: with many processes in its group that takes milliseconds
