@@ -2,6 +2,7 @@
 
     python harness.py                      every pair of models/ and kernels/, on the best device present
     python harness.py instance_norm        one pair, or several
+    python harness.py hopper/conv_sigmoid_group_norm    the file of kernels/hopper, for compute capability 9.0
     python harness.py MODEL.py NEW.py      any two files in this format
 
 Progress goes to stderr, the table to stdout.
@@ -203,7 +204,7 @@ class Judge:
         self._load(case, pair)
         case.workers["new"].ask("ready", seconds=0.2, **bench.Ring(case, run.direction).ready)
         form = f"{run.dtype}_{run.precision}_{case.batch}_{run.direction}"
-        path = self.options.profile.resolve() / f"{run.model}_{form}.json"
+        path = self.options.profile.resolve() / f"{run.model.replace('/', '_')}_{form}.json"
         table = case.workers["new"].ask("profile", path=str(path))["table"]
         case.workers["new"].ask("rest")
         print(f"\n{run.model} {run.direction}, ten calls; trace: {path}\n{table}", flush=True)

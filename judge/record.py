@@ -142,6 +142,7 @@ def environment(device: str, ceilings: roofline.Ceilings, command: list[str], ro
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST"),  # what the files were compiled for, if set
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
     }

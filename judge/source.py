@@ -34,10 +34,11 @@ class Pair(NamedTuple):
 
 
 def discover(root: Path) -> dict[str, Pair]:
-    """Every models/X.py that has a kernels/X.py, by stem."""
-    paths = sorted((root / "models").glob("*.py"))
-    pairs = [Pair(path.stem, path, root / "kernels" / path.name) for path in paths]
-    return {pair.name: pair for pair in pairs if pair.new_path.exists()}
+    """Every models/X.py with each of its ModelNew files: kernels/X.py is called X, kernels/hopper/X.py hopper/X."""
+    names = {path: path.relative_to(root / "kernels").with_suffix("") for path in (root / "kernels").rglob("*.py")}
+    pairs = [Pair(name.as_posix(), root / "models" / path.name, path) for path, name in names.items()]
+    found = {pair.name: pair for pair in pairs if pair.model_path.exists()}
+    return dict(sorted(found.items(), key=lambda item: (Path(item[0]).name, item[0])))  # the files of a Model together
 
 
 def load(path: Path) -> ModuleType:

@@ -1,6 +1,8 @@
 """The pairs, and the shapes they are tested at.
 
-A pair is models/X.py with kernels/X.py beside it, found by its name. The known ones are tested at the small shapes
+A pair is models/X.py with kernels/X.py or kernels/hopper/X.py, found by its name and called X or hopper/X. Where a
+file's own path does not exist, as that of hopper/X on a CPU, one case of it is tested: it is the Model's own code there.
+The known ones are tested at the small shapes
 below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark shapes with
 a batch of 2, so that two new files are tested as soon as they are there.
 """
@@ -19,7 +21,19 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-STEMS = sorted(p.stem for p in (ROOT / "kernels").glob("*.py") if (ROOT / "models" / p.name).exists())
+_FILES = [path for path in (ROOT / "kernels").rglob("*.py") if (ROOT / "models" / path.name).exists()]
+_NAMES = sorted(path.relative_to(ROOT / "kernels").with_suffix("").as_posix() for path in _FILES)
+PORTABLE = [name for name in _NAMES if "/" not in name]
+STEMS = PORTABLE + [name for name in _NAMES if name not in PORTABLE]
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+COMPILED = STEMS if ON_HOPPER else PORTABLE  # those whose operators are there
+
+
+def problem_of(stem: str) -> str:
+    """The Model's file: that of hopper/X is models/X.py."""
+    return stem.rpartition("/")[2]
+
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -121,9 +135,11 @@ KNOWN = {
 
 
 def cases_of(stem: str) -> list[Case]:
-    rows = KNOWN.get(stem)
+    rows = KNOWN.get(problem_of(stem))
     if rows is None:
         return [Case(stem, "its own shapes", layouts=True)]
+    if stem not in PORTABLE and not ON_HOPPER:
+        rows = rows[:1]
     return [Case(stem, name, init, tuple(shapes), layouts=i < 3) for i, (name, init, *shapes) in enumerate(rows)]
 
 
@@ -211,11 +227,11 @@ def load(path: Path, name: str) -> ModuleType:
 
 
 def problem(stem: str) -> ModuleType:
-    return load(ROOT / "models" / f"{stem}.py", f"models_{stem}")
+    return load(ROOT / "models" / f"{problem_of(stem)}.py", f"models_{problem_of(stem)}")
 
 
 def solution(stem: str) -> ModuleType:
-    return load(ROOT / "kernels" / f"{stem}.py", f"kernels_{stem}")
+    return load(ROOT / "kernels" / f"{stem}.py", f"kernels_{stem.replace('/', '_')}")
 
 
 def _has_parameters(case: Case) -> bool:

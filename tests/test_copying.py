@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from cases import FIRST, ROOT, STEMS, build, first_cases, load
+from cases import FIRST, ROOT, STEMS, build, first_cases, load, problem_of
 from processes import run_python, save_case
 from sources import definitions, source
 
@@ -21,7 +21,7 @@ def test_loaded_again_and_as_text_in_one_process(case, device, deterministic):
     """As text: no file, no source for `inspect` to find, in a bare namespace or a notebook's."""
     _, new, inputs = build(case, device)
     expected = new(*inputs)
-    again = vars(load(ROOT / "kernels" / f"{case.stem}.py", f"{case.stem}_again"))
+    again = vars(load(ROOT / "kernels" / f"{case.stem}.py", f"{case.stem.replace('/', '_')}_again"))
     as_text, as_main = {}, {"__name__": "__main__"}
     for namespace in (as_text, as_main):
         exec(compile(source(case.stem), "<string>", "exec"), namespace)
@@ -86,7 +86,7 @@ def top_level_names(text: str) -> set[str]:
 @stems
 def test_shares_no_name_with_its_problem_file(stem):
     """Both may end up in one namespace."""
-    problem_names = top_level_names((ROOT / "models" / f"{stem}.py").read_text())
+    problem_names = top_level_names((ROOT / "models" / f"{problem_of(stem)}.py").read_text())
     assert {"Model", "get_inputs"} <= problem_names
     assert not top_level_names(source(stem)) & problem_names - {"torch", "nn"}
 

@@ -528,10 +528,11 @@ def test_the_shapes_to_sweep_are_the_models(path):
 
 
 def test_discovers_what_both_folders_have(tmp_path):
-    for path in ("models/a.py", "models/b.py", "kernels/b.py", "kernels/c.py"):
+    for path in ("models/a.py", "models/b.py", "kernels/b.py", "kernels/c.py", "kernels/hopper/b.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("")
-    assert list(discover(tmp_path)) == ["b"]
+    found = discover(tmp_path)
+    assert list(found) == ["b", "hopper/b"] and found["hopper/b"].model_path.name == "b.py"
 
 
 def test_the_record_has_the_agreed_keys(suite, tmp_path, capsys):

@@ -16,7 +16,7 @@ build_folder = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.
 build = f"import os\\nos.environ['TORCH_EXTENSIONS_DIR'] = '{build_folder}'\\n"
 os.environ["TORCH_USE_CUDA_DSA"] = "1"
 for stem in stems:
-    original = Path(folder, "models", f"{stem}.py").read_text()
+    original = Path(folder, "models", Path(f"{stem}.py").name).read_text()
     custom = build + Path(folder, "kernels", f"{stem}.py").read_text()
     context = {}
     compile(original, "<string>", "exec")
