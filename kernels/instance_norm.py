@@ -644,25 +644,41 @@ TORCH_LIBRARY(NAMESPACE, m) {
 """
 
 
-def _load(name: str) -> str:
-    """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; returns the namespace of their operators in torch.ops.
+def _is_whole(library: pathlib.Path) -> bool:
+    """Whether the library is what its build left: the build's last act is to write the library's digest beside it."""
+    digest = library.with_suffix(".sha256")
+    if not (os.access(library, os.R_OK) and os.access(digest, os.R_OK)):
+        return False
+    return digest.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
 
-    load_inline runs on every import, and after the first finds its work done. The name has a hash of sources, flags and
-    torch's version, so that edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
+
+def _load(name: str, arch: str = "") -> str:
+    """Compile CPP_SOURCE and, where there is a GPU, CUDA_SOURCE; return the namespace of their operators in torch.ops.
+
+    GPU code is made for `arch` ("90a", say). Without it PyTorch decides: for what TORCH_CUDA_ARCH_LIST names, or for
+    the GPUs present. The name has a hash of sources, flags and torch's version, so a library of that name, once whole,
+    is loaded as it is, and edited copies live side by side. RuntimeError, with what to do, where a tool is missing.
     """
     gpus = range(torch.cuda.device_count() if torch.version.cuda else 0)
     cpp_flags = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", *["-DWITH_CUDA"] * bool(gpus)]
     simd = torch.backends.cpu.get_cpu_capability()
     if march := {"AVX2": "x86-64-v3", "AVX512": "x86-64-v4"}.get(simd):  # the two defines are for at::vec, where used
         cpp_flags += [f"-march={march}", f"-DCPU_CAPABILITY={simd}", f"-DCPU_CAPABILITY_{simd}"]
-    cuda_flags = ["-O3", "--split-compile=0"]
-    for major, minor in sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus}):
-        arch = f"{major}{minor}{'a' if major == 9 else ''}"  # plain sm_90 lacks wgmma and setmaxnreg
-        cuda_flags.append(f"-gencode=arch=compute_{arch},code=sm_{arch}")
-    key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, torch.__version__))
+    cuda_flags = ["-O3", "--split-compile=0", *[f"-gencode=arch=compute_{arch},code=sm_{arch}"] * bool(arch)]
+    present = sorted({torch.cuda.get_device_capability(gpu) for gpu in gpus})
+    targets = os.environ.get("TORCH_CUDA_ARCH_LIST") or present
+    key = repr((CPP_SOURCE, CUDA_SOURCE, cpp_flags, cuda_flags, targets, torch.__version__))
     name = f"{name}_{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if hasattr(getattr(torch.ops, name), "forward"):
         return name  # a reload, or a second copy of this file
+    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
+    folder = pathlib.Path(cache).expanduser() / name
+    library = folder / f"{name}.so"
+    if _is_whole(library):  # also where the cache is read-only, and where no compiler is installed
+        torch.ops.load_library(library)
+        return name
+    if not os.environ.get("CXX", "c++").strip():  # set, but empty: PyTorch would run a compiler of no name
+        del os.environ["CXX"]
     if not shutil.which("ninja"):  # pip puts it beside python, which is not on PATH if the environment is not activated
         os.environ["PATH"] = os.environ.get("PATH", os.defpath) + os.pathsep + os.path.dirname(sys.executable)
     needs = {"ninja": "pip install ninja", os.environ.get("CXX", "c++").split()[0]: "install g++, or set CXX"}
@@ -670,24 +686,31 @@ def _load(name: str) -> str:
         needs[f"{cpp_extension.CUDA_HOME}/bin/nvcc"] = "install the CUDA toolkit, and set CUDA_HOME to its folder"
     for tool in filter(lambda tool: not shutil.which(tool), needs):
         raise RuntimeError(f"building {name} needs {tool}, which is not there: {needs[tool]}")
-    folder = os.path.join(os.environ.get("TORCH_EXTENSIONS_DIR", os.path.expanduser("~/.cache/torch_extensions")), name)
     with contextlib.suppress(OSError):
-        os.makedirs(folder, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise RuntimeError(f"{folder} cannot be written: set TORCH_EXTENSIONS_DIR to a folder that can be")
-    with open(f"{folder}/build.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds at a time; this lock ends with its process,
-        pathlib.Path(folder, "lock").unlink(missing_ok=True)  # PyTorch's own outlives a killed build (pytorch#189245)
+    with open(folder / "build.lock", "w") as lock:
+        # One process builds at a time. This lock ends with its process; PyTorch's own file, `lock`, outlives a build
+        # that was killed (pytorch#189245). A file system without flock raises OSError: PyTorch's lock is left to it.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock").unlink(missing_ok=True)
+        if _is_whole(library):  # another process built it while this one waited
+            torch.ops.load_library(library)
+            return name
+        library.unlink(missing_ok=True)  # of a build that was interrupted, or of 0 bytes since a disk was full
         cpp_extension.load_inline(
             name,
             CPP_SOURCE.replace("NAMESPACE", name),
             CUDA_SOURCE if gpus else None,
             extra_cflags=cpp_flags,
             extra_cuda_cflags=cuda_flags,
-            build_directory=folder,
+            build_directory=str(folder),
             is_python_module=False,
             no_implicit_headers=True,
         )
+        library.with_suffix(".sha256").write_text(hashlib.sha256(library.read_bytes()).hexdigest())
     return name
 
 

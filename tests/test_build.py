@@ -1,7 +1,6 @@
 """The build: clear about what is missing, safe from whatever happens around it; every CUDA string compiles."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FIRST, KNOWN, ROOT, STEMS, solution
+from cases import FIRST, KNOWN, PORTABLE, ROOT, STEMS, solution
 from processes import finish, run_python, save_case, start_python
 from sources import strings
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
@@ -37,28 +36,29 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((path for home in homes if (path := shutil.which(f"{home}/bin/nvcc"))), None)
 
 
-# Bytes that a thread of the worst kernel spills on sm_90a, where the records were measured. A new pair may spill.
-SPILLS = {stem: 0 for stem in KNOWN} | {"instance_norm": 8}
+# What GPUs of the last years are, from Turing on; a Hopper file is for one of them.
+ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", STEMS)
-def test_cuda_compiles_and_spills_no_more_than_is_known(stem, tmp_path):
-    """For sm_80 and sm_120 it compiles as well, without a warning."""
+def test_cuda_compiles_without_warnings_and_spills(stem, tmp_path):
     nvcc = find_nvcc()
     if nvcc is None:
         assert not os.environ.get("CI"), "no nvcc, which continuous integration must have"
         pytest.skip("no nvcc on this machine")
     (tmp_path / "kernels.cu").write_text(strings(stem)["CUDA_SOURCE"])
     flags = ["-O3", "-Xptxas=-v", "-diag-suppress=177", *COMMON_NVCC_FLAGS]  # 177: constants an architecture leaves out
-    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("80", "90a", "120")]
-    command = [nvcc, "-c", "kernels.cu", "-o", "kernels.o", *flags]
+    architectures = ARCHITECTURES if stem in PORTABLE else ("90a",)
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in architectures]
+    command = [nvcc, "--threads=2", "-c", "kernels.cu", "-o", "kernels.o", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     report = done.stdout + done.stderr
     assert done.returncode == 0 and "warning" not in report, report
-    spills = re.findall(r"function '(\w+)' for 'sm_90a'(?:\n.*){2}?\b(\d+) bytes spill stores", report)
+    spills = re.findall(r"(\d+) bytes spill stores", report)
     assert spills
-    assert max(int(bytes_) for _, bytes_ in spills) <= SPILLS.get(stem, math.inf), report
+    if stem in KNOWN or stem not in PORTABLE:  # a new pair may spill
+        assert max(map(int, spills)) == 0, report
 
 
 # ---- what may be missing
@@ -174,16 +174,59 @@ def counted(tmp_path):
 
 
 def test_odd_paths_and_a_python_that_is_not_activated(saved, counted, tmp_path):
-    """Ninja is beside python alone; spaces and letters of other alphabets; an architecture that is nobody's."""
+    """Ninja is beside python alone; spaces and letters of other alphabets."""
     folder = tmp_path / "research, ein Ordner mit Leerzeichen und Ümläuten"
     folder.mkdir()
     shutil.copy(FILE, folder / "eine Kopie.py")
     python = python_without_ninja(folder / "venv")
     (python.parent / "ninja").symlink_to(shutil.which("ninja") or Path(sys.executable).parent / "ninja")
-    options = counted | {"TORCH_EXTENSIONS_DIR": folder / "gebaut", "TORCH_CUDA_ARCH_LIST": "nonsense;99.9+PTX"}
+    options = counted | {"TORCH_EXTENSIONS_DIR": folder / "gebaut"}
     if not torch.cuda.is_available():
         options["PATH"] = folder_of_tools(tmp_path / "tools", *COMPILER_TOOLS, "cp", "basename")
     run_python(IMPORT_AND_CHECK, folder / "eine Kopie.py", saved, python=python, **options)
+
+
+def test_an_empty_cxx_is_none(saved, tmp_path):
+    run_python(IMPORT_AND_CHECK, FILE, saved, cwd=tmp_path, CXX="", TORCH_EXTENSIONS_DIR=tmp_path / "built")
+
+
+def built_once(saved: Path, options: dict) -> Path:
+    """The library, in a cache of its own."""
+    run_python(IMPORT_AND_CHECK, FILE, saved, **options)
+    (library,) = options["TORCH_EXTENSIONS_DIR"].glob("*/*.so")
+    return library
+
+
+@pytest.mark.parametrize("left", [0, 4096], ids=["nothing", "the beginning"])
+def test_a_library_of_which_little_is_left_is_built_again(left, saved, counted):
+    """As after a power cut, or on a full disk."""
+    library = built_once(saved, counted)
+    os.truncate(library, left)
+    assert built_once(saved, counted).stat().st_size > 4096
+
+
+def test_what_is_built_is_loaded_without_tools_and_without_writing(saved, counted, tmp_path):
+    """A cache of another user in the group, a read-only one, one in an image without compilers: no file is touched."""
+    library = built_once(saved, counted)
+    for path in (library.parent, *library.parent.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {path: path.stat().st_mtime_ns for path in library.parent.iterdir()}
+    empty = folder_of_tools(tmp_path / "no tools")
+    assert built_once(saved, counted | {"PATH": empty, "CXX": "/nowhere/c++"}) == library
+    assert before == {path: path.stat().st_mtime_ns for path in library.parent.iterdir()}
+
+
+# A file system without flock answers so.
+NO_FLOCK = """
+import fcntl
+def refuse(*arguments):
+    raise OSError(38, "Function not implemented")
+fcntl.flock = refuse
+"""
+
+
+def test_a_file_system_without_flock(saved, counted):
+    run_python(NO_FLOCK + IMPORT_AND_CHECK, FILE, saved, **counted)
 
 
 # What load_inline is asked for, and nothing is built.
@@ -206,6 +249,34 @@ def test_two_versions_of_pytorch_share_a_cache(tmp_path):
     """Each builds in a folder of its own, and finds it again."""
     one, other, again = run_python(FOLDERS, FILE, cwd=tmp_path, TORCH_EXTENSIONS_DIR=tmp_path).splitlines()
     assert one == again != other
+
+
+ARCHITECTURE = """
+import torch.utils.cpp_extension
+torch.version.cuda = "13.0"
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.utils.cpp_extension.CUDA_HOME = sys.argv[2]
+def note(*arguments, build_directory, extra_cuda_cflags, **options):
+    print(build_directory, [flag for flag in extra_cuda_cflags if "arch" in flag])
+    raise NotImplementedError
+torch.utils.cpp_extension.load_inline = note
+for targets in ("", "8.0+PTX", "9.0"):
+    os.environ["TORCH_CUDA_ARCH_LIST"] = targets
+    try:
+        load(sys.argv[1], "fresh")
+    except NotImplementedError:
+        pass
+"""
+
+
+def test_torch_cuda_arch_list_is_left_to_pytorch(tmp_path):
+    """A build of its own for each value; no flag of ours, which would make load_inline ignore it."""
+    (tmp_path / "bin").mkdir()
+    shutil.copy(shutil.which("true"), tmp_path / "bin" / "nvcc")
+    options = {"cwd": tmp_path, "TORCH_EXTENSIONS_DIR": tmp_path / "built"}
+    lines = run_python("import os\n" + ARCHITECTURE, FILE, tmp_path, **options).splitlines()
+    assert len(set(lines)) == 3 and all(line.endswith(" []") for line in lines)
 
 
 @pytest.mark.slow
