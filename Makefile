@@ -14,6 +14,7 @@ test: $(VENV)/installed-for-tests
 lint: $(VENV)/installed-for-tests
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/python tests/tools/format_strings.py
 
 # The committed measurements, anew. Of one pair alone: make measure MEASURED=instance_norm; on an H100: GPU=h100
 GPU ?= h200
