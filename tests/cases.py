@@ -1,10 +1,9 @@
 """The pairs, and the shapes they are tested at.
 
-A pair is models/X.py with kernels/X.py or kernels/hopper/X.py, found by its name and called X or hopper/X. Where a
-file's own path does not exist, as that of hopper/X on a CPU, one case of it is tested: it is the Model's own code there.
-The known ones are tested at the small shapes
-below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark shapes with
-a batch of 2, so that two new files are tested as soon as they are there.
+A pair is models/X.py with kernels/X.py or kernels/hopper/X.py, found by its name and called X or hopper/X. Without a
+Hopper, one case of hopper/X is tested: it runs the Model's own lines there. The known pairs are tested at the small
+shapes below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark
+shapes with a batch of 2, so that two new files are tested as soon as they are there.
 """
 
 import copy
@@ -13,7 +12,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -141,6 +140,12 @@ def cases_of(stem: str) -> list[Case]:
     if stem not in PORTABLE and not ON_HOPPER:
         rows = rows[:1]
     return [Case(stem, name, init, tuple(shapes), layouts=i < 3) for i, (name, init, *shapes) in enumerate(rows)]
+
+
+def for_each_file(cases: list[Case]) -> list[Case]:
+    """These cases of portable files; on a Hopper also of the files in kernels/hopper/."""
+    others = [replace(case, stem=stem) for case in cases for stem in COMPILED if problem_of(stem) == case.stem != stem]
+    return [*cases, *others]
 
 
 CASES = [case for stem in STEMS for case in cases_of(stem)]

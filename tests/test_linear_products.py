@@ -6,7 +6,7 @@ On sm_90 the tensor cores take every shape here; elsewhere the same tests hold A
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import STEMS, Case, build, gpu, solution
+from cases import STEMS, Case, build, for_each_file, gpu, solution
 from torch import nn
 
 PAIRS = [stem for stem in ("linear_instance_norm_residual", "linear_swish_group_norm") if stem in STEMS]
@@ -32,20 +32,20 @@ def groups(m: int, n: int, k: int, group: int = 64) -> Case:
 SMALL = groups(7, 192, 1001)
 
 # fmt: off
-CASES = [rows(M, N, K), groups(M, N, K)]
-ODD = [
+CASES = for_each_file([rows(M, N, K), groups(M, N, K)])
+ODD = for_each_file([
     rows(1, 4096, 1024), rows(37, 2112, 1032), rows(1000, 1032, 1100), rows(4097, 2056, 132), rows(129, 8192, 1028),
     rows(2000, 640, 9000), rows(300, 264, 1001), groups(3, 2112, 2056), groups(1000, 1088, 1100),
     groups(4097, 2112, 132), groups(129, 8192, 1028), groups(640, 192, 9000), groups(1500, 1024, 1024, 32),
     groups(1500, 1024, 1024, 128), groups(300, 256, 1001), groups(2048, 1024, 1024, 1024),
-]
-LARGE = [rows(4000, 4096, 1024), groups(4000, 4096, 1024)]  # enough for one product to pay beside cuBLAS's TF32
-TRAINED = [  # the backward's product is ours, or just not
+])
+LARGE = for_each_file([rows(4000, 4096, 1024), groups(4000, 4096, 1024)])  # one product pays beside cuBLAS's TF32
+TRAINED = for_each_file([  # the backward's product is ours, or just not
     rows(1100, 1032, 1028), rows(1024, 8192, 260), groups(1100, 1024, 1028), groups(4099, 2112, 260),
     groups(1100, 4160, 516), groups(1100, 1024, 1028, 128), SMALL, groups(1000, 8192, 132),
-]
+])
 # fmt: on
-BENCHMARKS = [rows(1024, 8192, 8192), groups(32768, 4096, 1024)]
+BENCHMARKS = for_each_file([rows(1024, 8192, 8192), groups(32768, 4096, 1024)])
 trained = pytest.mark.parametrize("case", TRAINED, ids=str)
 
 

@@ -29,7 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 import torch.nn.functional as F
 from accuracy import Inaccurate, assert_as_accurate_as_eager, assert_same_form, draws
-from cases import DTYPES, LAYOUTS, ROOT, STEMS, Case, converted, fits, in_float64
+from cases import DTYPES, LAYOUTS, ROOT, STEMS, Case, converted, fits, in_float64, problem_of
 from processes import finish, start_python, visible_gpus
 from test_gradients import ROUNDINGS, differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,7 +238,7 @@ class Dispatched(TorchDispatchMode):
 def judge(stem: str, seed: int, index: int, device="cpu") -> bool:
     """Whether the pair's own operators took the case. AssertionError, saying what it is, where ModelNew is wrong."""
     r = random.Random(f"{stem} {seed} {index}")
-    init, shapes = SHAPES[stem](r) if stem in SHAPES else (None, None)
+    init, shapes = SHAPES[problem_of(stem)](r) if problem_of(stem) in SHAPES else (None, None)
     dtype = r.choice([torch.float32] * 4 + DTYPES if shapes is not None else [torch.float32])
     recorded = r.random() < 0.25
     unequal = recorded or dtype is torch.float64

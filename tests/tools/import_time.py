@@ -17,7 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cases import ROOT
 from processes import finish, start_python
 
-FILES = sorted((ROOT / "kernels").glob("*.py"))
+FILES = sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT / "kernels").with_suffix("").as_posix()
 
 IMPORT = """
 begin = time.perf_counter()
@@ -43,10 +47,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         seconds(start(FILES[0], first + "/unused"))  # what the disk has to read is read
         for file in FILES:
-            alone[file.stem] = seconds(start(file, first))
+            alone[name_of(file)] = seconds(start(file, first))
         for file in FILES:
-            warm[file.stem] = statistics.median(seconds(start(file, first)) for _ in range(3))
-        processes = {file.stem: start(file, second) for file in FILES}
+            warm[name_of(file)] = statistics.median(seconds(start(file, first)) for _ in range(3))
+        processes = {name_of(file): start(file, second) for file in FILES}
         together = {stem: seconds(process) for stem, process in processes.items()}
     for stem in alone:
         print(f"{stem:32} cold {alone[stem]:5.1f} s alone, {together[stem]:5.1f} s at once; warm {warm[stem]:.2f} s")

@@ -1,6 +1,6 @@
 """The float32 product of the linear pairs alone, at their benchmark shapes: its rate, and its time beside cuBLAS's.
 
-    python tests/tools/product_rate.py
+    python tests/tools/product_rate.py         of the files in kernels/hopper/
 
 cuBLAS multiplies fp16 matrices of three times the K, which is the tensor cores' work for one float32 product. Times are
 the kernels' own, medians of 20 runs in turns, the second level cache cold, by torch.profiler. For sm_90.
@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
-from kernels import linear_instance_norm_residual, linear_swish_group_norm  # noqa: E402
+from kernels.hopper import linear_instance_norm_residual, linear_swish_group_norm  # noqa: E402
 
 RUNS = 20
 
