@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV = .venv
 
-.PHONY: run test lint measure chart
+.PHONY: run test lint measure sweep chart
 
 run: $(VENV)/installed
 	$(VENV)/bin/python harness.py
@@ -16,18 +16,24 @@ lint: $(VENV)/installed-for-tests
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/python tests/tools/format_strings.py
 
-# The committed measurements, anew. Of one pair alone: make measure MEASURED=instance_norm; on an H100: GPU=h100
-GPU ?= h200
-MEASURED ?= $(notdir $(basename $(wildcard kernels/*.py)))
+# The committed measurements, anew; MACHINE is a folder of results/. Of one file alone: MEASURED=instance_norm. Of
+# what an A100 runs: MEASURED=instance_norm TORCH_CUDA_ARCH_LIST=8.0+PTX MACHINE=h100_as_8.0
+MACHINE ?= h100
+MEASURED ?= $(patsubst kernels/%.py,%,$(wildcard kernels/*.py kernels/hopper/*.py))
 RECORD = $(VENV)/bin/python harness.py $$name --device cuda
 measure: $(VENV)/installed
 	set -e; for name in $(MEASURED); do \
-	    $(RECORD) --backward --dtype float32,bfloat16 --json results/$(GPU)/$$name.json; \
-	    case $$name in linear*) $(RECORD) --backward --precision high --json results/$(GPU)/$${name}_tf32.json;; esac; \
+	    json=results/$(MACHINE)/$$name; \
+	    $(RECORD) --backward --dtype float32,bfloat16 --json $$json.json; \
+	    case $$name in *linear*) $(RECORD) --backward --precision high --json $${json}_tf32.json;; esac; \
+	done
+
+sweep: $(VENV)/installed
+	set -e; for name in $(MEASURED); do \
 	    $(RECORD) --sweep --dtype float32,bfloat16 --json results/sweep/$$name.json; \
 	done
 
-# The charts, and the tables of README.md and results/README.md, from the committed measurements.
+# The charts, and the tables of the three READMEs, from the committed measurements.
 chart: $(VENV)/installed
 	$(VENV)/bin/pip install --quiet matplotlib
 	$(VENV)/bin/python tests/tools/plot.py

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import shutil
+import warnings
 
 import mutate
 import pytest
@@ -14,21 +16,30 @@ from processes import run_python
 
 from judge.source import code_of, code_sha256
 
-RECORDS = [path for folder in ("h200", "h100", "sweep") for path in sorted((ROOT / "results" / folder).glob("*.json"))]
+RECORDS = sorted(path.relative_to(ROOT / "results").as_posix() for path in (ROOT / "results").rglob("*.json"))
 
 
-@pytest.mark.parametrize("name", summary.TABLES)
+@pytest.mark.parametrize("name", summary.tables())
 def test_the_tables_are_the_records(name):
     assert (ROOT / name).read_text() == summary.filled(name)
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.parent.name} {path.stem}")
-def test_records_are_of_the_files_as_they_are(path):
-    runs = json.loads(path.read_text())["runs"]
-    hashes = {name: code_sha256(ROOT / "kernels" / f"{name}.py") for name in {run["model"] for run in runs}}
-    for run in runs:
-        assert run["source_sha256"] == hashes[run["model"]], f"changed since {path.name} was measured"
-        assert run["ok"]
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_of_the_files_as_they_are(name):
+    """Who changes a kernel file has no GPU to measure it on: elsewhere than in CI this is a warning."""
+    document = json.loads((ROOT / "results" / name).read_text())
+    for model, sha256 in {(run["model"], run["source_sha256"]) for run in document["runs"]}:
+        path = ROOT / "kernels" / f"{model}.py"
+        if not path.exists() or code_sha256(path) != sha256:
+            said = f"results/{name} is a record of other code than kernels/{model}.py has now: measure it again"
+            assert not os.environ.get("CI"), said
+            warnings.warn(said, stacklevel=1)
+    assert all(run["ok"] for run in document["runs"])
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("kernels/README.md", 120), ("results/README.md", 150)])
+def test_is_read_in_a_quarter_of_an_hour(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 def test_what_mutations_change_is_there():

@@ -1,4 +1,4 @@
-"""clang-format for the CUDA and C++ strings of the kernel files: python tests/tools/format_strings.py [--write] [FILE ...]
+"""clang-format for the CUDA and C++ strings of kernels/: python tests/tools/format_strings.py [--write] [FILE ...]
 
 Without --write it shows what clang-format would change, and exits with 1 if that is anything; `make lint` asks so. The
 style is .clang-format's. A string is a module constant whose name ends in _SOURCE, written as r\"\"\"...\"\"\".

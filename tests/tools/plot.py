@@ -1,9 +1,9 @@
 """The charts of results/, from its records alone: python tests/tools/plot.py [--folder results] [--png]
 
-A figure a direction, with a panel a pair on a scale of its own: milliseconds of ModelNew, torch.compile and eager, and
-the floor as a line. One figure of the sweep: percent of the floor over the size, of ModelNew and of both baselines, the
-better one marked. Each as SVG for a light and for a dark page; --png writes images to look at instead. Needs
-matplotlib.
+A figure a direction, with a panel a pair on a scale of its own: milliseconds of the pair's files, torch.compile and
+eager, and the floor as a line. One figure of the sweep: percent of the floor over the size, of ModelNew and of both
+baselines, the better one marked. Each as SVG for a light and for a dark page; --png writes images to look at instead.
+Needs matplotlib.
 """
 
 import argparse
@@ -39,28 +39,36 @@ def legend(figure, colours: dict, handles: list) -> None:
     figure.legend(handles=handles, labelcolor=colours["ink"], **style)
 
 
-def bars(axes, run: dict, colours: dict) -> None:
-    """Horizontal bars, ModelNew's on top; behind each its milliseconds and, of the baselines, how many times ours."""
-    names = [name for name in ("new", "compile", "eager") if name in run["ms"]]
-    times, floor = [run["ms"][name] for name in names], run["roof"]["floor_ms"]
-    drawn = axes.barh([LABELS[name] for name in names], times, color=[colours[name] for name in names], height=0.68)
-    texts = [f"{ms:.3g} ms" + (f", {ms / times[0]:.1f}x" if name != "new" else "") for name, ms in zip(names, times)]
+def bars(axes, times: dict[str, float], floor: float, colours: dict) -> None:
+    """Horizontal bars, the fastest file on top; behind each its milliseconds and how many times less than eager's."""
+    drawn = axes.barh(
+        list(times), times.values(), color=[colours.get(name, colours["new"]) for name in times], height=0.7
+    )
+    texts = [
+        f"{ms:.3g} ms" + (f", {times['eager'] / ms:.1f}x" if name != "eager" else "") for name, ms in times.items()
+    ]
     axes.bar_label(drawn, texts, padding=3, fontsize=8, color=colours["ink"])
     axes.axvline(floor, color=colours["floor"], linewidth=1.2, linestyle=DASHES)
-    axes.set_xlim(0, 1.45 * max(times))
+    axes.set_xlim(0, 1.4 * max(times.values()))
     axes.invert_yaxis()
     axes.set_xticks([])
 
 
 def draw_direction(direction: str, colours: dict):
-    rows = (len(summary.STEMS) + 1) // 2
-    figure, grid = pyplot.subplots(rows, 2, figsize=(8.8, 0.5 + 1.6 * rows), layout="constrained")
+    rows = (len(summary.PAIRS) + 1) // 2
+    figure, grid = pyplot.subplots(rows, 2, figsize=(8.8, 0.5 + 1.8 * rows), layout="constrained")
     figure.get_layout_engine().set(wspace=0.06, hspace=0.08)
-    for axes, stem in zip(grid.flat, summary.STEMS):
-        run = summary.strict_float32(stem, direction)
-        styled(axes, colours, f"{stem}: {run['roof']['percent']:.0f}% of the floor")
-        axes.set_xlabel(summary.where(stem), fontsize=8, loc="left")
-        bars(axes, run, colours)
+    for axes, pair in zip(grid.flat, summary.PAIRS):
+        files = [name for name in summary.FILES if summary.pair_of(name) == pair]
+        machine = summary.machine_of(files[0])
+        runs = {name: summary.find(summary.benchmark(name, machine), direction) for name in reversed(files)}
+        runs = {name: run for name, run in runs.items() if run}
+        times = {("Hopper's file" if "/" in name else "portable file"): run["ms"]["new"] for name, run in runs.items()}
+        of_baselines, roof = next(iter(runs.values())), next(iter(runs.values()))["roof"]
+        times |= {name: of_baselines["ms"][name] for name in ("compile", "eager") if name in of_baselines["ms"]}
+        styled(axes, colours, pair)
+        axes.set_xlabel(f"measured on: {summary.MACHINES[machine]}", fontsize=8, loc="left")
+        bars(axes, times, roof["floor_ms"], colours)
     figure.suptitle(f"{summary.DIRECTIONS[direction]}, float32", fontsize=10, color=colours["ink"])
     floor = "floor: the machine's measured bandwidth and matrix rate allow no less"
     legend(figure, colours, [Line2D([], [], color=colours["floor"], linestyle=DASHES, label=floor)])
@@ -70,10 +78,10 @@ def draw_direction(direction: str, colours: dict):
 def draw_sweep(colours: dict):
     """A column of dots a shape: ModelNew, and with a ring the better of the two baselines."""
     dtypes = ("float32", "bfloat16")
-    columns = len(summary.STEMS)
+    columns = len(summary.SWEPT)
     figure, grid = pyplot.subplots(2, columns, figsize=(3 * columns, 5), sharey=True, layout="constrained")
     for row, dtype in zip(grid, dtypes):
-        for axes, stem in zip(row, summary.STEMS):
+        for axes, stem in zip(row, summary.SWEPT):
             styled(axes, colours, f"{stem}, {dtype}")
             runs = [run for run in summary.sweep(stem) if run["dtype"] == dtype and run["roof"]]
             for run in runs:

@@ -1,23 +1,35 @@
-"""The tables of README.md and results/README.md, from the records in results/ alone.
+"""The tables of the three READMEs, from the records in results/ alone: python tests/tools/summary.py [--write]
 
-    python tests/tools/summary.py [--write]
-
-README.md gets a row a pair that was measured, in float32 with TF32 off; results/README.md every row. --write puts them
-between their marks; without it the README's is printed. A pair's record is taken from the first of FOLDERS that has it.
+README.md gets a row a kernel file, in float32 with TF32 off; kernels/README.md a table a pair, of eager, torch.compile
+and the pair's files; results/README.md every row that was measured. --write puts the tables between their marks;
+without it README.md's is printed. A file's record is results/MACHINE/NAME.json, NAME being the harness's:
+`instance_norm`, or `hopper/linear_swish_group_norm`.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDERS = ("h200", "h100")
+MACHINES = {  # of results/, the first one that has a record is shown first
+    "h100": "H100",
+    "h200": "H200",
+    "h100_as_8.0": "H100, compiled for 8.0",
+    "cpu": "CPU",
+}
 DIRECTIONS = {
     "forward": "forward",
     "forward_recorded": "forward, gradients recorded",
     "forward_backward": "forward + backward",
 }
+STRICT = "float32", "highest"
+
+
+def pair_of(name: str) -> str:
+    """`hopper/X` is a file of the pair X."""
+    return name.rpartition("/")[2]
 
 
 def runs_of(path: Path) -> list[dict]:
@@ -26,99 +38,143 @@ def runs_of(path: Path) -> list[dict]:
     return [run for run in runs if run["ms"]]
 
 
-def folder_of(stem: str) -> str:
-    return next((name for name in FOLDERS if (ROOT / "results" / name / f"{stem}.json").exists()), FOLDERS[-1])
+def benchmark(name: str, machine: str) -> list[dict]:
+    """All runs of a file at its benchmark shapes; with TF32 allowed they have a record of their own."""
+    paths = [ROOT / "results" / machine / f"{name}{ending}.json" for ending in ("", "_tf32")]
+    return [run for path in paths for run in runs_of(path)]
 
 
-def where(stem: str) -> str:
-    return f"on an {folder_of(stem).upper()}"
+def sweep(name: str) -> list[dict]:
+    """All runs of a file at other shapes."""
+    return runs_of(ROOT / "results" / "sweep" / f"{name}.json")
 
 
-def benchmark(stem: str) -> list[dict]:
-    """All runs of a pair at its benchmark shapes."""
-    paths = (ROOT / "results" / folder_of(stem)).glob(f"{stem}*.json")
-    return [run for path in sorted(paths) for run in runs_of(path)]
+def names() -> Iterator[str]:
+    """The kernel files, those of a pair together, the portable one first."""
+    files = (path.relative_to(ROOT / "kernels").with_suffix("") for path in (ROOT / "kernels").rglob("*.py"))
+    yield from (name.as_posix() for name in sorted(files, key=lambda name: (name.name, len(name.parts))))
 
 
-STEMS = [path.stem for path in sorted((ROOT / "kernels").glob("*.py")) if benchmark(path.stem)]
+def machines_of(name: str) -> list[str]:
+    return [machine for machine in MACHINES if benchmark(name, machine)]
 
 
-def sweep(stem: str) -> list[dict]:
-    """All runs of a pair at other shapes."""
-    return runs_of(ROOT / "results" / "sweep" / f"{stem}.json")
+FILES = [name for name in names() if machines_of(name)]  # what was measured
+PAIRS = list(dict.fromkeys(pair_of(name) for name in FILES))
+SWEPT = [name for name in names() if sweep(name)]
 
 
-def strict_float32(stem: str, direction: str) -> dict:
-    """The run of the README's table and charts."""
-    wanted = (direction, "float32", "highest")
-    return next(run for run in benchmark(stem) if (run["direction"], run["dtype"], run["precision"]) == wanted)
+def machine_of(name: str) -> str:
+    """Of the machines that have a record of this file, the one that has most files of its pair."""
+    pair = [other for other in FILES if pair_of(other) == pair_of(name)]
+    return max(machines_of(name), key=lambda machine: sum(machine in machines_of(other) for other in pair))
+
+
+def find(runs: list[dict], direction: str, dtype: str = "float32", precision: str = "highest") -> dict | None:
+    wanted = direction, dtype, precision
+    return next((run for run in runs if (run["direction"], run["dtype"], run["precision"]) == wanted), None)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
 
 
+def times(run: dict | None, baseline: str) -> str:
+    """How many times as fast as the baseline."""
+    return f"{run['speedup'][baseline]:.2f}x" if run and baseline in run["speedup"] else "-"
+
+
 def front_table() -> str:
-    def cell(run: dict) -> str:
-        times = " ".join(f"**{run['speedup'][name]:.2f}x** {name}," for name in ("eager", "compile"))
-        return f"{times} {run['roof']['percent']:.0f}% of the floor"
-
-    rows = [[f"`{stem}`", where(stem), *(cell(strict_float32(stem, way)) for way in DIRECTIONS)] for stem in STEMS]
-    return markdown(["pair", "measured", *DIRECTIONS.values()], rows)
-
-
-def full_row(run: dict) -> list[str]:
-    """A run of results/README.md: what was measured, then milliseconds and factors with their intervals."""
-    times = [f"{run['ms'][name]:.4g}" if name in run["ms"] else "-" for name in ("new", "eager", "compile")]
-    factors = []
-    for name in ("eager", "compile"):
-        low, high = run["speedup_ci"].get(name, (0, 0))
-        factors.append(f"{run['speedup'][name]:.2f} [{low:.2f}, {high:.2f}]" if name in run["speedup"] else "-")
-    error = [run["error"].get(name) for name in ("new_max", "eager_max")]
-    percent = f"{run['roof']['percent']:.0f}%" if run["roof"] else "-"
-    return [
-        run["dtype"],
-        "allowed" if run["precision"] == "high" else "off",
-        DIRECTIONS[run["direction"]],
-        *times,
-        *factors,
-        percent,
-        " / ".join("-" if e is None else f"{e:.1e}" for e in error),
-    ]
+    rows = []
+    for name in FILES:
+        runs = benchmark(name, machine_of(name))
+        forward, training = (find(runs, direction) for direction in ("forward", "forward_backward"))
+        rows.append([f"`{name}`", MACHINES[machine_of(name)], f"{forward['ms']['new']:.3g} ms"])
+        rows[-1] += [f"**{times(forward, 'eager')}**", times(forward, "compile")]
+        rows[-1] += [f"{forward['roof']['percent']:.0f}%" if forward["roof"] else "-"]
+        rows[-1] += [f"**{times(training, 'eager')}**", times(training, "compile")]
+    header = ["kernels/", "measured on", "forward", "x eager", "x compile", "of the floor"]
+    return markdown([*header, "forward + backward, x eager", "x compile"], rows)
 
 
-def full_tables() -> str:
-    header = ["dtype", "TF32", "direction", "new ms", "eager ms", "compile ms", "x eager [95%]", "x compile [95%]"]
-    header += ["of floor", "largest error, new / eager"]
-    tables = {stem: markdown(header, [full_row(run) for run in benchmark(stem)]) for stem in STEMS}
-    return "\n\n".join(f"`{stem}`, {where(stem)}:\n\n{table}" for stem, table in tables.items())
+def ladder_table(pair: str) -> str:
+    """Milliseconds of eager, torch.compile and the pair's files, and how many times less they are than eager's.
+
+    A row that was measured elsewhere says where.
+    """
+    columns = {"forward": STRICT, "forward_backward": STRICT, "bfloat16": ("bfloat16", "highest")}
+
+    def cells(runs: list[dict], contender: str) -> list[str]:
+        found = []
+        for column, (dtype, precision) in columns.items():
+            run = find(runs, "forward" if column == "bfloat16" else column, dtype, precision)
+            ms = run["ms"] if run else {}
+            factor = f" ({ms['eager'] / ms[contender]:.1f}x)" if contender in ms and contender != "eager" else ""
+            found.append(f"{ms[contender]:.3g}{factor}" if contender in ms else "-")
+        return found
+
+    files = [name for name in FILES if pair_of(name) == pair]
+    machine = machine_of(files[0])
+    rows = [[whose, *cells(benchmark(files[0], machine), whose)] for whose in ("eager", "compile")]
+    for name in files:
+        elsewhere = "" if machine_of(name) == machine else f" (on: {MACHINES[machine_of(name)]})"
+        rows.append([f"[{name}]({name}.py){elsewhere}", *cells(benchmark(name, machine_of(name)), "new")])
+    return markdown([f"{MACHINES[machine]}, ms", "forward", "forward + backward", "forward, bfloat16"], rows)
+
+
+def cell(run: dict | None) -> str:
+    """Milliseconds, how many times as fast as each baseline with the 95% interval, and the share of the floor."""
+    if run is None:
+        return "-"
+    said = [f"**{run['ms']['new']:.4g} ms**"]
+    for name, (low, high) in sorted(run["speedup_ci"].items(), reverse=True):  # eager, then compile
+        said.append(f"{run['speedup'][name]:.2f}x [{low:.2f}, {high:.2f}] {name}")
+    return ", ".join(said + [f"{run['roof']['percent']:.0f}%"] * bool(run["roof"]))
+
+
+def full_table() -> str:
+    """A row a file, machine, dtype and precision; a column a direction; last the largest errors of the forward."""
+    rows = []
+    for name in FILES:
+        for machine in machines_of(name):
+            runs = benchmark(name, machine)
+            for dtype, precision in dict.fromkeys((run["dtype"], run["precision"]) for run in runs):
+                found = [find(runs, direction, dtype, precision) for direction in DIRECTIONS]
+                tf32 = ", TF32 allowed" if precision == "high" else ""
+                error = [next(run for run in found if run)["error"].get(f"{whose}_max") for whose in ("new", "eager")]
+                errors = " / ".join("-" if e is None else f"{e:.1e}" for e in error)
+                rows.append([f"`{name}`, {MACHINES[machine]}, {dtype}{tf32}", *map(cell, found), errors])
+    return markdown(["file, machine, dtype", *DIRECTIONS.values(), "largest error, new / eager"], rows)
 
 
 def slower_table() -> str:
-    """The shapes of the sweeps at which eager or torch.compile is faster; last, the sweeps that lack compile."""
-    rows, silent = [], []
-    for stem in STEMS:
-        if not any("compile" in run["speedup"] for run in sweep(stem)):
-            silent.append(f"`{stem}`")
-        for run in sweep(stem):
-            best = min(run["speedup"], key=run["speedup"].get)
-            if run["speedup"][best] < 0.995:
-                shapes = " and ".join(" x ".join(map(str, shape)) for shape in run["shapes"])
-                rows.append([f"`{stem}`", shapes, run["dtype"], f"{run['speedup'][best]:.2f}x {best}"])
-    note = f"\n\nTaken without torch.compile: the sweep of {', '.join(silent)}." if silent else ""
-    return markdown(["pair", "input", "dtype", "ModelNew is"], rows) + note
+    """Where the sweeps' runs have a faster baseline: a row a file and baseline."""
+    rows = []
+    for name in SWEPT:
+        runs = sweep(name)
+        for baseline in ("eager", "compile"):
+            timed = [run for run in runs if baseline in run["speedup"]]
+            slower = [run for run in timed if run["speedup"][baseline] < 0.995]
+            factors = [run["speedup"][baseline] for run in timed]
+            span = f"{min(factors):.2f}x to {max(factors):.3g}x" if factors else "not measured"
+            slowest = sorted(slower, key=lambda run: run["speedup"][baseline])[:3]
+            shapes = (" and ".join(" x ".join(map(str, shape)) for shape in run["shapes"]) for run in slowest)
+            said = [f"{shape} {run['dtype']}: {times(run, baseline)}" for shape, run in zip(shapes, slowest)]
+            rows.append([f"`{name}`", baseline, f"{len(slower)} of {len(timed)}", span, "; ".join(said) or "-"])
+    return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
 
 
-TABLES = {
-    "README.md": {"results": front_table},
-    "results/README.md": {"all rows": full_tables, "slower": slower_table},
-}
+def tables() -> dict[str, dict]:
+    """By file and mark."""
+    ladders = {pair: lambda pair=pair: ladder_table(pair) for pair in PAIRS}
+    results = {"all rows": full_table, "slower": slower_table}
+    return {"README.md": {"results": front_table}, "kernels/README.md": ladders, "results/README.md": results}
 
 
 def filled(name: str) -> str:
     """The file with its tables as the records have them."""
     text = (ROOT / name).read_text()
-    for mark, table in TABLES[name].items():
+    for mark, table in tables()[name].items():
         block = re.compile(rf"(?<=<!-- {mark}: make chart -->\n).*?(?=<!-- end {mark} -->)", re.DOTALL)
         text, found = block.subn(lambda _, table=table: table() + "\n", text)
         assert found == 1, f"{name} has no marks for {mark}"
@@ -127,9 +183,9 @@ def filled(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the two files")
+    parser.add_argument("--write", action="store_true", help="put the tables into the three files")
     if parser.parse_args().write:
-        for name in TABLES:
+        for name in tables():
             (ROOT / name).write_text(filled(name))
     else:
         print(front_table())
