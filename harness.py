@@ -5,7 +5,8 @@
     python harness.py hopper/conv_sigmoid_group_norm    the file of kernels/hopper, for compute capability 9.0
     python harness.py MODEL.py NEW.py      any two files in this format
 
-Progress goes to stderr, the table to stdout.
+Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times, errors and reasons; in
+the end a table of all. On a terminal the last line says what is being done.
 Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build (whatever the others did).
 """
 
@@ -13,8 +14,20 @@ from __future__ import annotations
 
 import multiprocessing.forkserver
 import os
+import sys
 import warnings
 
+
+def stopped(kind, error, trace) -> None:
+    """Ctrl-C ends in one line, also while torch is still being loaded."""
+    if kind is KeyboardInterrupt:
+        print("\r\x1b[K" * sys.stderr.isatty() + "harness.py: stopped", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+if __name__ == "__main__":
+    sys.excepthook = stopped
 # Read when torch is loaded, here and in the processes to come: threads that wait leave the cores to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PyTorch's remarks, about a missing NumPy or a Model's own code, are not the harness's to repeat.
@@ -30,7 +43,7 @@ import itertools
 import json
 import resource
 import signal
-import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -38,7 +51,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from judge import bench, check, record, roofline, source
+from judge import bench, check, record, roofline, show, source
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import COMPILE_MODES, Rejected, Worker
@@ -78,15 +91,11 @@ class Options:
     json: Path | None = option(None, "a file for the records", type=Path)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Judge:
     """Judges pair after pair."""
 
-    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] = say):
-        self.options, self.ceilings, self.tell = options, ceilings, tell
+    def __init__(self, options: Options, ceilings: roofline.Ceilings, tell: Callable[[str], None] | None = None):
+        self.options, self.ceilings, self.tell = options, ceilings, tell or show.Progress()
         self.workers: dict[str, Worker] = {}  # by role
         # The candidate's clock is held against eager's. Without CUDA IPC tensors go through the host's memory.
         self.baselines = () if options.profile else tuple(dict.fromkeys(["eager", *options.baselines]))
@@ -100,10 +109,12 @@ class Judge:
 
     def judge(self, pair: Pair) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, sha256, shapes = self.options, "", [{}]
+        options, sha256, shapes, notes = self.options, "", [{}], []
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
-            sha256 = source.code_sha256(pair.new_path)
+            sha256, notes = source.code_sha256(pair.new_path), record.remarks(pair.new_path, options.device)
             problem = Problem(pair.model_path)
+            if options.sweep and not problem.sweep:
+                notes.append(f"--sweep has no effect: {pair.model_path.name} has no list `sweep`")
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
@@ -113,7 +124,9 @@ class Judge:
             except RAISED as error:
                 for run in runs:
                     run.reject(error)
-            yield from runs
+            for run in runs:
+                run.notes += notes
+                yield run
 
     def _judge(self, pair: Pair, runs: list[Result]) -> None:
         """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
@@ -213,7 +226,8 @@ class Judge:
 def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     """The options, and the pairs they name."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout)
+    rule = textwrap.fill(show.RULE, show.COLUMNS)
+    parser = argparse.ArgumentParser("harness.py", description=__doc__, formatter_class=layout, epilog=rule)
     for each in fields(Options):
         how = dict(each.metadata)
         parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
@@ -244,23 +258,34 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     return options, list(dict.fromkeys(pairs[name] for name in options.names or pairs))
 
 
+def write_json(path: Path, runs: list[Result], environment: dict) -> None:
+    records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment}, default=str)
+    tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
+    path.write_text(json.dumps(tidy, indent=1) + "\n")
+
+
 def main(argv: list[str]) -> int:
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
     runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
-    clocks_before = record.clocks(device)
-    say(f"device: {record.device_name(device)}; measuring its copy bandwidth and matrix rate")
+    clocks_before, progress = record.clocks(device), show.Progress()
+    print(f"On: {record.device_name(device)}. Intervals hold 95%; what the verdicts mean is in --help.\n", flush=True)
+    progress("measuring the machine's copy bandwidth and matrix rate")
     ceilings.measure()
-    with contextlib.closing(Judge(options, ceilings)) as judge:
-        for run in (run for pair in pairs for run in judge.judge(pair)):
-            record.show(run)
-            runs.append(run)
-            if options.json:  # after every row: what is measured is not lost
-                environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-                records = json.dumps({"runs": [asdict(run) for run in runs], "environment": environment}, default=str)
-                tidy = json.loads(records, parse_float=lambda digits: float(f"{float(digits):.6g}"))
-                options.json.write_text(json.dumps(tidy, indent=1) + "\n")
+    with contextlib.closing(Judge(options, ceilings, progress)) as judge:
+        for number, pair in enumerate(pairs, 1):
+            progress.before = f"{number} of {len(pairs)}: "
+            for run in judge.judge(pair):
+                progress.clear()
+                show.show(run)
+                runs.append(run)
+                if options.json:  # after every row: what is measured is not lost
+                    environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                    write_json(options.json, runs, environment)
+    progress.clear()
+    if len(runs) > 1:
+        print(*show.summary(runs), sep="\n", flush=True)
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if runs and all(run.ok for run in runs) else ANY_WRONG

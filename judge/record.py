@@ -1,4 +1,4 @@
-"""What is told: one Result a row, the table, the JSON file with the machine and its state."""
+"""What is recorded: one Result a shape, dtype and direction; the JSON file with the machine and its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from judge.check import Case, Errors
 from judge.source import BUILD, last_line
 from judge.worker import Rejected
 
-OK, WRONG = "ok", "wrong"
+DROP_IN, RIGHT, WRONG = "drop-in", "right", "wrong"  # and BUILD
 
 
 @dataclass
@@ -35,9 +35,10 @@ class Result:
     seed: int
     constants: dict  # of the Model's file, where a sweep or its sizes for a CPU replaced them
     batch: int | None = None
-    status: str = OK
-    ok: bool = True
-    reasons: list[str] = field(default_factory=list)
+    status: str = DROP_IN
+    ok: bool = True  # right or drop-in
+    reasons: list[str] = field(default_factory=list)  # why it is wrong
+    no_dropin: list[str] = field(default_factory=list)  # why it is right and yet no drop-in
     notes: list[str] = field(default_factory=list)
     shapes: list = field(default_factory=list)
     import_seconds: float | None = None
@@ -108,22 +109,17 @@ class Result:
         self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
 
 
-def show(run: Result) -> None:
-    """Prints a row of the table, and below it what is to be said."""
-    shape = run.constants | {"batch_size": run.batch}
-    way = [run.dtype, run.precision, run.direction, *(f"{k} {v}" for k, v in shape.items() if isinstance(v, int))]
-    cells = [f"{run.model:29}", f"{' '.join([run.device, *way]):54}", f"{run.status:5}"]
-    for name, ms in sorted(run.ms.items(), key=lambda timed: timed[0] != "new"):
-        cells.append(f"{f'{name} {ms:.4g} ms':20}")
-        if name in run.speedup:
-            low, high = run.speedup_ci[name]
-            cells.append(f"{f'{run.speedup[name]:.2f}x {name} [{low:.2f}, {high:.2f}] {run.verdict[name]}':38}")
-    if run.roof:
-        cells.append(f"{run.roof['percent']:4.0f}% of the floor")
-    if run.error:
-        cells.append(f"error {run.error['new_max']:.1e}, eager's {run.error['eager_max']:.1e}")
-    remarks = [*run.reasons, *run.notes, *(f"timed under interference: {sign}" for sign in run.interference)]
-    print("  ".join(cells), *remarks, sep="\n    ", flush=True)
+def remarks(path: Path, device: str) -> list[str]:
+    """What a verdict of this file on this device leaves open: code of it that is not compiled or does not run here."""
+    text = path.read_text(errors="replace")
+    needs = re.search(
+        r'^NEEDS = "sm_(\d+)"', text, re.MULTILINE
+    )  # what the file's own kernels run on, and nothing else
+    if needs and (device == "cpu" or torch.cuda.get_device_capability() != divmod(int(needs[1]), 10)):
+        return [f"plain path: no sm_{needs[1]} here, so these are the Model's own layers"]
+    if "__global__" in text and not torch.cuda.is_available():
+        return ["its CUDA was not compiled here: PyTorch sees no GPU"]
+    return []
 
 
 def environment(device: str, ceilings: roofline.Ceilings, command: list[str], root: Path, before: dict | None) -> dict:

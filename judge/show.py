@@ -1,0 +1,146 @@
+"""What is printed: a block a record, one line of progress, and a table at the end. Colours on a terminal alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+
+from judge.bench import AMBIGUOUS, FASTER, SLOWER
+from judge.record import BUILD, DROP_IN, RIGHT, WRONG, Result
+from judge.worker import COMPILE_MODES
+
+COLUMNS = 100
+COLOURS = {DROP_IN: 32, RIGHT: 33, WRONG: 31, BUILD: 31, FASTER: 32, SLOWER: 31, AMBIGUOUS: 33}
+DIRECTIONS = {
+    "forward": "forward",
+    "forward_recorded": "forward with gradients recorded",
+    "forward_backward": "forward + backward",
+}
+SHORT = {"forward": "forward", "forward_recorded": "recorded", "forward_backward": "fwd + bwd"}
+ORDER = ("new", "eager", *COMPILE_MODES)
+MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
+RULE = (
+    "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: neither, or the "
+    "rounds were disturbed and the interval is not away from 1.0 by its own width and by 0.1."
+)
+
+
+def paint(text: str, colour: int | None, stream=None) -> str:
+    """Coloured on a terminal, unless NO_COLOR asks for none."""
+    plain = not (stream or sys.stdout).isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain or colour is None else f"\x1b[{colour}m{text}\x1b[0m"
+
+
+class Progress:
+    """One line on stderr that is written over and over; nothing where that is no terminal."""
+
+    def __init__(self, before: str = ""):
+        self.before = before  # what is said before each text, as which pair it is
+
+    def __call__(self, text: str) -> None:
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{(self.before + text)[:width]}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def question(run: Result) -> str:
+    """What was asked, in words."""
+    precision = " with TF32 allowed" if run.precision == "high" and run.dtype == "float32" else ""
+    shapes = " and ".join(" x ".join(map(str, shape)) or "a number" for shape in run.shapes)
+    seen = {size for shape in run.shapes for size in shape}
+    unseen = {name: value for name, value in run.constants.items() if isinstance(value, int) and value not in seen}
+    constants = "".join(f", {name} {value}" for name, value in unseen.items())
+    said = f"{DIRECTIONS[run.direction]}, {run.dtype}{precision}, {run.device}"
+    return f"{said}, input {shapes}{constants}" if shapes else said
+
+
+def wrapped(label: str, text: str) -> str:
+    """A remark below the head of a block."""
+    first = f"  {label}: " if label else "  "
+    lines = textwrap.wrap(" ".join(text.split()), COLUMNS, initial_indent=first, subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def block(run: Result) -> list[str]:
+    """Verdict and pair, a line a contender, floor and error, and what is to be said."""
+    head = textwrap.wrap(f"{run.status}  {run.model}: {question(run)}", COLUMNS, subsequent_indent="      ")
+    head[0] = paint(run.status, COLOURS.get(run.status)) + head[0].removeprefix(run.status)
+    lines = list(head)
+    if run.ms:
+        lines += ["               median ms    half of the rounds   ModelNew is"]
+        lines += [contender(run, name) for name in ORDER if name in run.ms]
+    if run.roof:
+        floor, times = run.roof["floor_ms"], run.ms["new"] / run.roof["floor_ms"]
+        work = f"for {run.roof['bytes'] / 1e9:.3g} GB and {run.roof['flops'] / 1e9:.3g} GFLOP"
+        lines.append(f"  {'floor':10}{floor:>13.4g}    ModelNew takes {times:.2f} times as long ({work})")
+    if run.error:
+        new, eager = run.error["new_max"], run.error["eager_max"]
+        lines.append(f"  {'error':10}{new:>13.1e}    at most, against the Model in float64; eager's is {eager:.1e}")
+    lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
+    lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
+    if run.interference:
+        lines.append(wrapped("disturbed", "; ".join(run.interference).replace("new's", "ModelNew's")))
+    ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
+    apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
+    if apart:
+        said = f"the medians' ratio is {' and '.join(apart)}: above is the median of the rounds' own ratios, which a"
+        lines.append(wrapped("note", f"{said} machine whose speed changes between rounds does not disturb"))
+    return lines + [wrapped("note", note) for note in run.notes]
+
+
+def contender(run: Result, name: str) -> str:
+    low, high = run.spread[name]
+    line = f"  {'ModelNew' if name == 'new' else name:13}{run.ms[name]:>10.4g}    {f'{low:.4g} to {high:.4g}':21}"
+    if name not in run.speedup:
+        return line.rstrip()
+    low, high = run.speedup_ci[name]
+    verdict = run.verdict[name]
+    return f"{line}{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}]  {paint(verdict, COLOURS[verdict])}"
+
+
+def show(run: Result) -> None:
+    print(*block(run), "", sep="\n", flush=True)
+
+
+def summary(runs: list[Result]) -> list[str]:
+    """A row a record; what all records have in common is left out."""
+    baselines = [name for name in ORDER if any(name in run.speedup for run in runs)]
+    parts = [lambda run: run.dtype, lambda run: "TF32" if run.precision == "high" else "strict"]
+    parts += [lambda run: SHORT[run.direction], lambda run: ", ".join("x".join(map(str, s)) for s in run.shapes)]
+    varied = [
+        part for i, part in enumerate(parts) if len({part(run) for run in runs}) > 1 and (i < 3 or is_sweep(runs))
+    ]
+    rows = [["verdict", "pair", *[""] * len(varied), "ModelNew", *(f"x {name}" for name in baselines)]]
+    for run in runs:
+        times = [f"{run.ms['new']:.4g} ms" if run.ms else "-"]
+        for name in baselines:
+            has = name in run.speedup
+            times.append(f"{run.speedup[name]:.2f} {MARKS[run.verdict[name]]}" if has else "-")
+        rows.append([run.status, run.model, *(part(run) for part in varied), *times])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    over = max(0, sum(widths) + 2 * len(widths) - 2 - COLUMNS)  # the shapes, if any, give way
+    if varied and over:
+        widths[1 + len(varied)] = max(8, widths[1 + len(varied)] - over)
+    lines = []
+    for row in rows:
+        cells = [
+            f"{cell[:width]:{'<' if i < 2 + len(varied) else '>'}{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        cells[0] = paint(cells[0], COLOURS.get(row[0]))
+        lines.append("  ".join(cells).rstrip())
+    legend = [
+        f"{mark} {verdict}" for verdict, mark in MARKS.items() if any(verdict in run.verdict.values() for run in runs)
+    ]
+    return lines + ["", ", ".join(legend)] * bool(legend)
+
+
+def is_sweep(runs: list[Result]) -> bool:
+    """The shapes differ within a pair."""
+    return len({(run.model, str(run.shapes)) for run in runs}) > len({run.model for run in runs})

@@ -1,0 +1,124 @@
+"""What the harness prints: blocks of 100 columns, one line of progress, a table; nothing but text in a pipe."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cases import ROOT
+
+from judge import show
+from judge.bench import AMBIGUOUS, FASTER, SLOWER
+from judge.record import DROP_IN, RIGHT, WRONG, Result, remarks
+
+LONG = "hopper/linear_instance_norm_residual"
+
+
+def result(model: str = LONG, status: str = DROP_IN, **more) -> Result:
+    """A record as a run leaves it."""
+    run = Result("forward_recorded", model, "", "cuda", "float32", "high", 0, {"features": 8192, "groups": 7})
+    run.status, run.shapes = status, [[1024, 8192], [1024, 8192]]
+    run.ms = {"new": 9.459, "eager": 12.3456789, "compile": 8.164}
+    run.spread = {name: [0.9 * ms, 1.1 * ms] for name, ms in run.ms.items()}
+    run.speedup, run.verdict = {"eager": 1.305, "compile": 1.04}, {"eager": FASTER, "compile": AMBIGUOUS}
+    run.speedup_ci = {"eager": [1.28, 1.33], "compile": [0.95, 1.12]}
+    run.roof = {"bytes": 369e6, "flops": 137e9, "floor_ms": 0.59, "percent": 6.2}
+    run.error = {"new_max": 2.9e-6, "eager_max": 2.3e-5}
+    for name, value in more.items():
+        setattr(run, name, value)
+    return run
+
+
+def test_a_block_is_read_on_a_hundred_columns():
+    run = result(reasons=["word " * 60], notes=["its CUDA " * 30], interference=["the middle half of new's times " * 5])
+    lines = "\n".join(show.block(run)).splitlines()
+    assert max(map(len, lines)) <= show.COLUMNS
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith(f"drop-in {LONG}: forward with gradients recorded, float32 with TF32 allowed, cuda")
+    assert "input 1024 x 8192 and 1024 x 8192, groups 7" in text  # what the shapes do not say
+    assert "eager 12.35 11.11 to 13.58 1.30x [1.28, 1.33] FASTER" in text
+    assert "compile 8.164 7.348 to 8.98 1.04x [0.95, 1.12] AMBIGUOUS" in text
+    assert "floor 0.59 ModelNew takes 16.03 times as long" in text and "new's" not in text.replace("ModelNew's", "")
+
+
+def test_a_ratio_that_the_printed_times_contradict_is_explained():
+    text = " ".join("\n".join(show.block(result())).split())
+    assert "the medians' ratio is 0.86x compile" in text and "x eager: above" not in text
+
+
+def test_why_it_is_wrong_or_no_drop_in_stands_beside_the_verdict():
+    text = "\n".join(show.block(result(status=RIGHT, no_dropin=["its strides are others"])))
+    assert text.startswith("right  ") and "  no drop-in: its strides are others" in text
+    wrong = result(status=WRONG, ms={}, speedup={}, verdict={}, roof={}, error={}, reasons=["output[3] is 1"])
+    assert "\n".join(show.block(wrong)).splitlines()[-1] == "  wrong: output[3] is 1"
+
+
+def test_the_table_has_a_row_each_and_only_what_differs():
+    runs = [result(), result("instance_norm", RIGHT, direction="forward"), result("other", WRONG, ms={}, speedup={})]
+    head, *rows, _, legend = show.summary(runs)
+    assert head.split() == ["verdict", "pair", "ModelNew", "x", "eager", "x", "compile"]
+    assert [row.split()[:3] for row in rows] == [["drop-in", LONG, "recorded"], *rows_of("right", "wrong")]
+    assert rows[0].split()[3:] == ["9.459", "ms", "1.30", "+", "1.04", "~"] and legend == "+ FASTER, ~ AMBIGUOUS"
+    swept = [result(dtype=dtype, shapes=[[n] * 9, [n] * 9]) for dtype in ("float32", "bfloat16") for n in (1000, 2000)]
+    assert max(map(len, show.summary(swept))) <= show.COLUMNS
+
+
+def rows_of(*verdicts: str) -> list[list[str]]:
+    return [[verdicts[0], "instance_norm", "forward"], [verdicts[1], "other", "recorded"]]
+
+
+@pytest.mark.parametrize(("no_color", "painted"), [("", True), ("1", False)])
+def test_colours_are_for_a_terminal(no_color, painted, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    assert show.paint("wrong", 31) == "wrong"  # captured: no terminal
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert (show.paint("wrong", 31) == "\x1b[31mwrong\x1b[0m") is painted
+
+
+def test_says_what_of_a_file_does_not_run_here(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    path = tmp_path / "new.py"
+    for text, said in (("", ""), ("__global__", "CUDA was not compiled here"), ('NEEDS = "sm_90"', "no sm_90 here")):
+        path.write_text(text)
+        assert said in "".join(remarks(path, "cpu")) and bool(said) == bool(remarks(path, "cpu"))
+    for capability, plain in (((9, 0), False), ((12, 0), True)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
+        assert bool(remarks(path, "cuda")) is plain
+
+
+def test_the_rule_of_the_verdicts_is_told_alike():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert all(verdict in show.RULE for verdict in (FASTER, SLOWER, AMBIGUOUS)) and show.RULE in readme
+
+
+def test_ctrl_c_ends_in_one_line_and_progress_is_one_line():
+    """On a terminal of its own, as a user has it."""
+    judged, terminal = pty.openpty()
+    command = [sys.executable, "harness.py", "--device", "cpu", "--baselines", "eager"]
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=os.environ | {"TERM": "xterm"}, **streams)
+    os.close(terminal)
+    printed, deadline = b"", time.monotonic() + 120
+    while b"1 of " not in printed and time.monotonic() < deadline:
+        printed += os.read(judged, 4096)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.wait(60) != 0
+    printed = (printed + read_all(judged)).decode()
+    *_, last = printed.replace("\x1b[K", "\r").split("\r")
+    assert "Traceback" not in printed and "On: " in printed
+    assert printed.rstrip().endswith("harness.py: stopped"), printed[-500:]
+    assert printed.count("\n") == 3 and last == "\n", printed  # the machine, an empty line, and the last
+
+
+def read_all(descriptor: int) -> bytes:
+    found = b""
+    try:
+        while some := os.read(descriptor, 4096):
+            found += some
+    except OSError:  # its other end is closed
+        return found
+    return found
