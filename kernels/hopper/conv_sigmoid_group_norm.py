@@ -5,10 +5,12 @@
 
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two ways, chosen in `ModelNew.forward`:
-- our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice
-  the SMs, output pixels a multiple of 4 (with gradients >= 8 (9 in + 4)), eps >= 1e-6; float32, 16 bits, autocast;
-- otherwise ATen, as in the Model; on a GPU without gradients or autocast, ATen's convolution, then a kernel, twice.
+This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
+GPUs and for CPUs there is a portable file of the same name, one folder up.
+
+Two ways, chosen in `ModelNew.forward`. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, autocast
+too: <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice the SMs, output pixels a multiple of 4
+(with gradients >= 8 (9 in + 4)), eps >= 1e-6. Everything else goes the plain way: the Model's own layers.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
@@ -89,7 +91,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The activation v of z = (h + bias) * scale: bounded; NaN for NaN, by which `convolve` finds overflow; finite at 0.
-// To change it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. t is kActivationFactor * z.
+// To change it, edit this part and `_activate` in Python. t is kActivationFactor * z.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Outside, sums of v are wrong: see add_to_total
 constexpr double kRange = double(kHighest) - kLowest;
@@ -707,73 +709,9 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
     return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution, made without its bias, if `_fits` says no. A chunk is kChunk packs of a channel, or
-// fewer; up to 16 blocks share a group's. The first launch sums v and v^2 of a block's chunks, the second writes out.
-
-constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;
-static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");
-
-// The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
-__device__ __forceinline__ double2 sum_of_block(double2 own) {
-    __shared__ double2 of_warps[kGroupThreads / 32];
-    const double2 of_warp = {sum_of_lanes(own.x, 32), sum_of_lanes(own.y, 32)};
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    double2 all = {};
-    for (const double2& one : of_warps) all = {all.x + one.x, all.y + one.y};
-    return all;
-}
-
-template <typename T, int PACK, bool WRITE>
-__global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
-    struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
-    const int first = int(plane % p.out_channels), chunks = int((packs + kChunk - 1) / kChunk);
-    double2* const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares;
-    double2 own = {}, all = {};  // sums of v and v^2
-    for (int i = 0; i < gridDim.y && WRITE; ++i) all = {all.x + sums[i].x, all.y + sums[i].y};
-    const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
-    const float mean_float = float(mean), rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));
-    for (int task = blockIdx.y; task < p.group_channels * chunks; task += gridDim.y) {
-        const int c = task / chunks;
-        const int64_t begin = task % chunks * int64_t(kChunk) + threadIdx.x;
-        const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
-        Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
-        Pack held[kPacks];  // all loaded before one is stored: for the compiler, out may overlap x
-        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) held[k] = from[i];
-        const float bias = bias_at(p, first + c), scale = p.scale[first + c];
-        const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
-        const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
-        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) {
-            for (T& value : held[k].values) {
-                const float v = activation((to_float(value) + bias) * scale * kActivationFactor);
-                if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
-                else own = {own.x + v, fma(double(v), double(v), own.y)};
-            }
-            if (WRITE) to[i] = held[k];
-        }
-    }
-    if (WRITE) return;
-    all = sum_of_block(own);
-    if (threadIdx.x == 0) sums[blockIdx.y] = all;
-}
-
-template <typename T, int PACK = 16 / sizeof(T)>
-static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
-    if (int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, (PACK > 4 ? 4 : 1)>(p, sms, stream);
-    const unsigned groups = unsigned(p.samples) * p.groups, shares = std::clamp<int64_t>(2 * sms / groups, 1, kShares);
-    activate_groups<T, PACK, false><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
-    activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
-    return cudaGetLastError();
-}
-// The whole forward or, if `fits` is false, what follows the convolution: then x is h, of this height and width.
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream) {
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) {
-        using T = decltype(type);
-        return fits ? launch_forward<T, true>(p, sizes, stream) : launch_tail<T>(p, sizes[6], stream);
-    });
+    return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -867,6 +805,18 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
         " {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+constexpr int kGroupThreads = 512;
+// The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
+__device__ __forceinline__ double2 sum_of_block(double2 own) {
+    __shared__ double2 of_warps[kGroupThreads / 32];
+    const double2 of_warp = {sum_of_lanes(own.x, 32), sum_of_lanes(own.y, 32)};
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    double2 all = {};
+    for (const double2& one : of_warps) all = {all.x + one.x, all.y + one.y};
+    return all;
 }
 
 // A block for each group of a sample.
@@ -1210,18 +1160,14 @@ extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaSt
 
 CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/conv2d.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/group_norm.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
-#ifdef WITH_CUDA
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#endif
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
 
 namespace {
 using at::Tensor;
@@ -1229,19 +1175,13 @@ using Tensors = std::tuple<Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-// The output, and where our kernels take x (`fits`), of each group the Statistics: mean, rest, rstd.
-Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
+// The output, and of each group the Statistics: mean, rest, rstd.
+Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
     const auto floats = x.options().dtype(at::kFloat);
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
-        fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
-}
-// Float32. All before the norm is done in place, in the convolution's result.
-Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
-    const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
-    const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
-    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps), at::empty({0}, x.options())};
+        at::empty_symint({x.sym_size(0), groups, 3}, floats)};
 }
 // The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
 Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters, const Tensor&, bool of_x) {
@@ -1250,9 +1190,8 @@ Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters,
         at::empty_symint({values}, x.options().dtype(at::kFloat))};
 }
 
-#ifdef WITH_CUDA
 extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream);
+extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream);
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
 
@@ -1283,16 +1222,15 @@ struct Arguments {
     void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
 };
 
-Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
+Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight]);
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
     if (out.numel() == 0) return {out, statistics};
-    Arguments arguments(h, out, parameters, groups);
+    Arguments arguments(x, out, parameters, groups);
     arguments.add(statistics);
     arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
     const auto stream = c10::cuda::getCurrentCUDAStream();
-    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, fits, stream));
+    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, stream));
     return {out, statistics};
 }
 
@@ -1311,20 +1249,16 @@ Tensors backward_cuda(
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
     return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
-#endif
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps, bool fits) -> (Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
-    m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
-#ifdef WITH_CUDA
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
-#endif
     // Gradients go through the autograd.Function below; backward through an operator called directly raises an error.
     for (const char* name : {"forward", "backward"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
@@ -1403,10 +1337,10 @@ def _load(name: str, arch: str = "") -> str:
     return name
 
 
-NAMESPACE = _load("hopper_conv_sigmoid_group_norm", "90a")
-_forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
+NEEDS = "sm_90"  # the fast way's GPU; without one, nothing is built
 _GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
 _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
+NAMESPACE = _load("hopper_conv_sigmoid_group_norm", "90a") if any(_SMS) else ""
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -1430,34 +1364,35 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 
 def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether an operator can take the network's tensors. On a CPU not if pixels are few: ATen is faster then."""
+    """Whether the operators can take the network's tensors: those of a Hopper, contiguous, of one dtype or autocast."""
     x, weight, *vectors = tensors
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
         return False
-    device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
-    if not here or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
+    device = x.device
+    if not x.is_cuda or not _SMS[device.index] or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
         return False
     # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
     if any(t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1 for t in (x, weight)):
         return False
     autocast = torch.is_autocast_enabled(device.type)
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
     if any(t.device != device or t.dtype not in dtypes or not (autocast or t.dtype == x.dtype) for t in tensors):
         return False
     channels = weight.shape[0]
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
     if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
-    rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    return rows >= 1 and columns >= 1 and rows * columns >= (36 if x.is_cpu else 2) and x.shape[0] * channels < 2**30
+    return x.shape[0] * channels < 2**30
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
     """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
     least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: with fewer a band's partial sums outgrow h
-    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or rows * columns < least:
+    if x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or min(rows, columns) < 1:
+        return False
+    if rows * columns < max(least, 2):
         return False
     return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
 
@@ -1467,7 +1402,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, groups, eps, x, *parameters):
-        out, statistics = _forward(x, parameters, groups, eps, True)
+        out, statistics = getattr(torch.ops, NAMESPACE).forward(x, parameters, groups, eps)
         ctx.groups, ctx.eps = groups, eps
         ctx.save_for_backward(x, *parameters, statistics)
         return out
@@ -1481,7 +1416,8 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
-        of_x, of_parameters = _backward(grad, tensors[0], tensors[1:], statistics, needs[0])
+        backward = getattr(torch.ops, NAMESPACE).backward
+        of_x, of_parameters = backward(grad, tensors[0], tensors[1:], statistics, needs[0])
         parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
         return None, None, *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
@@ -1501,20 +1437,19 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_usual():
-            return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-        groups, eps, valid = norm.num_groups, norm.eps, _valid(tensors, norm.num_groups)
-        recorded = valid and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight, recorded)
-        if not valid or not fits and (recorded or autocast):
-            return _plain(*tensors, groups, eps)
+        usual = self._is_usual() and _valid(tensors, norm.num_groups)
+        recorded = usual and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if not usual or not _fits(x, conv.weight, recorded):
+            return norm(_activate(conv(x), self.bias, self.scale))
+        groups, eps = norm.num_groups, norm.eps
+        autocast = torch.is_autocast_enabled(x.device.type)
         if autocast:  # the Model returns float32 there, in which the kernels compute
             tensors = tuple(t.float() for t in tensors)
         if recorded:
             return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
-        return _forward(tensors[0], tensors[1:], groups, eps, fits)[0]
+        return getattr(torch.ops, NAMESPACE).forward(tensors[0], tensors[1:], groups, eps)[0]
 
     def _is_usual(self) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""

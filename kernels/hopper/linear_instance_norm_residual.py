@@ -6,9 +6,13 @@
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-Two ways, chosen by `_fits`. The operator: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8 (on a
-CPU not 8 or 16), without hooks, autocast or transforms; with gradients only on a GPU, F at most 8192. Large float32
-products without TF32 (`product_fits`), on sm_90, run on fp16 tensor cores; others are ATen's. Else: the Model's lines.
+This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
+GPUs and for CPUs there is a portable file of the same name, one folder up.
+
+Two ways, chosen by `_fits`. The fast way is the operator below. It takes plain 2-D tensors of float32, float16 or
+bfloat16, F a multiple of 8, products of at least 2^30 multiplications (`_product_fits`), and no hooks, autocast or
+transforms; with gradients F is at most 8192. Float32 products without TF32 run on the fp16 tensor cores; others are
+ATen's. Everything else goes the plain way: the Model's own lines.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
 read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.72 ms, 3.85x eager; with the backward 2.20, 3.74x.
@@ -652,7 +656,7 @@ struct StoreLinear : LinearProduct {
         store_part<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
     }
 };
-// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, finish_rows_cpu, _finish_plainly.
+// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, _finish_plainly.
 // `group` threads, at most the block, own a row; each keeps 32 values of h and of y in registers: 8192 a whole block.
 // The rest of a longer row is read from memory or L2 each time. `out` may be h.
 constexpr int kRowThreads = 256;
@@ -842,23 +846,20 @@ extern "C" int residual_gradients(int dtype, const void* grad, const void* h, co
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-#ifdef WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace {
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded` on a GPU, also
+// x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded`, also
 // h = x weight^T + bias and, of float32 without TF32, the exponents of weight's and x's scales: zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y, double,
     bool tf32, bool recorded) {
@@ -874,33 +875,6 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
-// h, y and out (m, n) in float32. Statistics are added up in double.
-void finish_rows_cpu(const at::Tensor& h, const at::Tensor& y, const at::Tensor& out, double eps) {
-    const int64_t n = h.size(1);
-    at::parallel_for(0, h.size(0), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-            const float *from = h.const_data_ptr<float>() + row * n, *other = y.const_data_ptr<float>() + row * n;
-            float* to = out.mutable_data_ptr<float>() + row * n;
-            double sum = 0, squares = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; ++i) sum += from[i];
-            const double mean = sum / n;
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < n; ++i) squares += (from[i] - mean) * (from[i] - mean);
-            const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / n + eps));
-#pragma omp simd
-            for (int64_t i = 0; i < n; ++i) to[i] = (((from[i] - hi) - lo) * rstd + other[i]) * other[i];
-        }
-    });
-}
-Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-    double eps, bool tf32, bool) {
-    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none, nothing] = forward_meta(x, weight, bias, y, eps, tf32, false);
-    const at::Tensor h = single(at::linear(x, weight, bias)), result = at::empty_like(h);
-    if (h.numel() > 0) finish_rows_cpu(h, single(y), result, eps);
-    return {result.to(x.scalar_type()), none, nothing};
-}
 // The gradients of x, weight, bias and y; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor&, const at::Tensor& y, double, std::array<bool, 4> needs) {
@@ -912,7 +886,6 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
         result(needs[2], weight.sym_sizes().slice(0, 1)), result(needs[3], y.sym_sizes())};
 }
 
-#ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
@@ -965,12 +938,12 @@ int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+    const c10::cuda::CUDAGuard guard(x.device());
+    TORCH_CHECK(product_fits(m, n, k) && n % 8 == 0, "a large product on a GPU of compute capability 9");
     Outputs outputs = forward_meta(x, weight, bias, y, eps, tf32, recorded);
     auto& [out, h, exponents] = outputs;
-    if (y.numel() == 0) return outputs;
-    const c10::cuda::CUDAGuard guard(x.device());
     at::Tensor product = recorded ? h : out;  // row_norm_residual reads it, and, if not recorded, writes out there
-    if (x.scalar_type() == at::kFloat && !tf32 && product_fits(m, n, k)) {
+    if (x.scalar_type() == at::kFloat && !tf32) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
@@ -992,7 +965,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
-    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));  // then h is multiply's
+    const bool split = exponents.numel() > 0;  // then h is multiply's
     const at::Tensor given = aligned(grad), kept = aligned(h), ready_y = aligned(y);
     const at::Tensor g = split ? at::Tensor() : at::empty_like(kept);
     const auto find = [&](const GradientPointers* to) {
@@ -1011,7 +984,6 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     if (!split && needs[1]) results[1] = g.t().mm(x);
     return results;
 }
-#endif
 
 }  // namespace
 
@@ -1021,17 +993,14 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor y, float eps, "
           "bool[4] needs) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
     m.impl("backward", backward_meta);
 }
-#ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
     m.impl("backward", backward_cuda);
 }
-#endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
@@ -1117,11 +1086,11 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform."""
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
     if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
         return False
-    here = x.is_cpu or x.is_cuda and torch.version.cuda
+    here = x.is_cuda and x.device.index in _HOPPERS
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1130,6 +1099,11 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
     return torch.compiler.is_exporting()
+
+
+def _product_fits(m: int, n: int, k: int) -> bool:
+    """Whether a product x (m, k) by weight (n, k) is for the operator: the larger ones, n and k multiples of 4."""
+    return n % 4 == k % 4 == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1144,8 +1118,13 @@ def _allows_tf32() -> bool:
 # torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
-NAMESPACE = _load("hopper_linear_instance_norm_residual", "90a")
-_forward = getattr(torch.ops, NAMESPACE).forward
+NEEDS = "sm_90"  # the fast way's GPU; without one, nothing is built
+_HOPPERS = [
+    i
+    for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
+    if torch.cuda.get_device_capability(i)[0] == 9
+]
+NAMESPACE = _load("hopper_linear_instance_norm_residual", "90a") if _HOPPERS else ""
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
@@ -1175,8 +1154,9 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
         return False
     n = weight.shape[0]
     shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n)
-    usual = n % 8 == 0 and (x.is_cuda or n not in (8, 16))  # on a CPU PyTorch is faster for 8 and 16
-    return shapes and usual and (not _is_recorded(x, weight, bias, y) or x.is_cuda and 0 < n <= 8192 and x.shape[0] > 0)
+    if not shapes or n % 8 != 0 or _is_recorded(x, weight, bias, y) and n > 8192:
+        return False
+    return _product_fits(x.shape[0], n, x.shape[1])
 
 
 class LinearRowNormResidual(torch.autograd.Function):
@@ -1184,7 +1164,7 @@ class LinearRowNormResidual(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, y, eps, tf32):
-        out, h, exponents = _forward(x, weight, bias, y, eps, tf32, True)
+        out, h, exponents = getattr(torch.ops, NAMESPACE).forward(x, weight, bias, y, eps, tf32, True)
         ctx.eps = eps
         ctx.save_for_backward(x, weight, bias, y, h, exponents)
         return out
@@ -1220,4 +1200,4 @@ class ModelNew(nn.Module):
         tensors, others = (x, linear.weight, linear.bias, y), (norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
             return LinearRowNormResidual.apply(*tensors, *others)
-        return _forward(*tensors, *others, False)[0]
+        return getattr(torch.ops, NAMESPACE).forward(*tensors, *others, False)[0]

@@ -5,11 +5,14 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-Two ways, chosen by `_fits`. The operator: plain 2-D x, vectors of one value a feature, all of float32, float16 or
-bfloat16, groups of 16, 32, 64, 128 or, on a GPU, 8 features, no hooks, autocast or transforms; with gradients only on
-sm_90, groups of 64, 8192 features at most. Large float32 products without TF32 (`product_fits`), for groups of 64 on
-sm_90, run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue; other
-products are ATen's, followed by one kernel. Everything else is the plain way: the Model's own lines.
+This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
+GPUs and for CPUs there is a portable file of the same name, one folder up.
+
+Two ways, chosen by `_fits`. The fast way is the operator below. It takes plain 2-D x and vectors of one value a
+feature, all of float32, float16 or bfloat16, groups of 64 features, products of at least 2^30 multiplications
+(`_product_fits`), and no hooks, autocast or transforms; with gradients 8192 features at most. Float32 products without
+TF32 run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue. Other
+products are ATen's, followed by one kernel. Everything else goes the plain way: the Model's own lines.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
 First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py linear_swish_group_norm
@@ -698,7 +701,7 @@ extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; eac
     const int64_t most = sm_count() * 512 / gradient_threads(n);
     return m < most ? m : most;
 }
-// The activation and its derivative. To use another, change both, finish_slice (C++) and _finish_plainly (Python).
+// The activation and its derivative. To use another, change both, and _finish_plainly in Python.
 // For small h their absolute errors must be small: the norm enlarges small v. For large h the slope must be finite.
 __device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 below -87.4
     float e, s;
@@ -758,14 +761,13 @@ struct StoreSwishGroupNorm : LinearProduct {
         store_part<true>(out, v, corner, m, n);
     }
 };
-// The rest after ATen's product. `lanes` neighbouring lanes share a group (8 to 128 features): each has 16 bytes of it
-// in kSliceRows rows, and loads bias, gamma and beta once. WIDTH: 64 if groups are of 64 (0.86 of the time), else 0.
+// The rest after ATen's product. Neighbouring lanes share a group of 64 features: each has 16 bytes of it in kSliceRows
+// rows, and loads bias, gamma and beta once.
 constexpr int kSliceThreads = 256, kSliceRows = 4;
-template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
+template <typename T> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
     const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
-    T* __restrict__ out, int64_t rows, unsigned packs, float eps, int lanes) {
-    constexpr int V = 16 / sizeof(T);
-    if (WIDTH != 0) lanes = WIDTH / V;
+    T* __restrict__ out, int64_t rows, unsigned packs, float eps) {
+    constexpr int V = 16 / sizeof(T), kLanes = 64 / V;
     const unsigned index = blockIdx.x * kSliceThreads + threadIdx.x, pack = index % packs;
     const int64_t first = int64_t(index / packs) * kSliceRows;
     const auto pack_at = [&](const T* from, int64_t row) {
@@ -780,7 +782,7 @@ template <typename T, int WIDTH> __global__ void __launch_bounds__(kSliceThreads
         float v[V], scale, shift;
 #pragma unroll
         for (int j = 0; j < V; ++j) v[j] = activation(to_float(held[r].value[j])) + to_float(plus.value[j]);
-        normalize_group(v, lanes, eps, scale, shift);
+        normalize_group(v, kLanes, eps, scale, shift);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
             const float z = fmaf(v[j], scale, shift);
@@ -899,22 +901,21 @@ extern "C" int linear_swish_group_norm(const float* x, const float* weight, cons
 }
 
 template <typename T> static cudaError_t launch_slices(const void* h, const void* bias, const void* gamma,
-    const void* beta, void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    const void* beta, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     constexpr int V = 16 / sizeof(T);
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
     // Fewer than 2^24, from where on h and the rest take 256 GiB: so the kernel's index is below 2^32.
     const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));
-    const auto kernel = n == 64 * groups ? finish_slices<T, 64> : finish_slices<T, 0>;
-    kernel<<<blocks, kSliceThreads, 0, stream>>>(
-        as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps, int(n / groups / V));
+    finish_slices<T><<<blocks, kSliceThreads, 0, stream>>>(
+        as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps);
     return cudaGetLastError();
 }
-// dtype: 0 float32, 1 float16, 2 bfloat16. n / groups is a power of two from 8 to 128.
+// dtype: 0 float32, 1 float16, 2 bfloat16.
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     const auto launch_halves = dtype == 1 ? launch_slices<__half> : launch_slices<__nv_bfloat16>;
     const auto launch = dtype == 0 ? launch_slices<float> : launch_halves;
-    return launch(h, bias, gamma, beta, out, rows, n, groups, eps, stream);
+    return launch(h, bias, gamma, beta, out, rows, n, eps, stream);
 }
 // Where G is not split, a block has the warps that its columns take, so that an SM has many blocks if rows are short.
 static int whole_threads(int64_t n) { return int(divide_up(n, 32 * kColumns)) * 32; }
@@ -951,34 +952,29 @@ extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h,
 """
 
 CPP_SOURCE = r"""
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
-#ifdef WITH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`, on a GPU:
+// x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`:
 // h = x weight^T + linear_bias and, of float32 without TF32, exponents (as in LinearProduct): zeros if ATen made h.
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
     bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
-    TORCH_CHECK(groups > 0 && n % groups == 0, "weight's rows are not ", groups, " groups");
+    TORCH_CHECK(n == 64 * groups, "weight's rows are not ", groups, " groups of 64");
     for (const at::Tensor& t : {linear_bias, bias, gamma, beta}) TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == n, "(n)");
     for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
@@ -987,42 +983,6 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
     const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
-}
-// A group of a row, by one thread; out holds v in between. Statistics are added up in double.
-void finish_slice(const float* h, const float* bias, const float* gamma, const float* beta, float* out, int64_t width,
-    double eps) {
-    using Vec = at::vec::Vectorized<float>;
-    double sum = 0, squares = 0;
-    // activation(h) + bias
-    at::vec::map2([](Vec h, Vec bias) { return h / (Vec(1) + h.neg().exp()) + bias; }, out, h, bias, width);
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; ++i) sum += out[i];
-    const double mean = sum / width;
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < width; ++i) squares += (out[i] - mean) * (out[i] - mean);
-    const float hi = float(mean), lo = float(mean - hi), rstd = float(1 / std::sqrt(squares / width + eps));
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) {
-        const float a = rstd * gamma[i];  // not finite: PyTorch's formula, for its inf and NaN
-        out[i] = std::abs(a) < INFINITY ? ((out[i] - hi) - lo) * a + beta[i] : out[i] * a + (beta[i] - hi * a);
-    }
-}
-Outputs forward_cpu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32,
-    bool) {
-    const auto single = [](const at::Tensor& t) { return t.to(at::kFloat).contiguous(); };
-    auto [out, none, nothing] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
-    const at::Tensor h = single(at::linear(x, weight, linear_bias)), result = at::empty_like(h);
-    const at::Tensor plus = single(bias), times = single(gamma), shift = single(beta);
-    const int64_t width = h.size(1) / groups;
-    at::parallel_for(0, h.size(0) * groups, 8192 / (width + 1) + 1, [&](int64_t begin, int64_t end) {
-        for (int64_t slice = begin; slice < end; ++slice) {
-            const int64_t at = slice * width, feature = slice % groups * width;
-            finish_slice(h.data_ptr<float>() + at, plus.data_ptr<float>() + feature, times.data_ptr<float>() + feature,
-                shift.data_ptr<float>() + feature, result.data_ptr<float>() + at, width, eps);
-        }
-    });
-    return {result.to(x.scalar_type()), none, nothing};
 }
 // The gradients of x, weight and the vectors, for groups of 64; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -1037,7 +997,6 @@ std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& 
     return results;
 }
 
-#ifdef WITH_CUDA
 // ---- The product in C++: the same text in both linear files. ----
 struct GradientPointers {  // the kernels' SplitGradient
     void* pieces;
@@ -1080,7 +1039,7 @@ extern "C" int linear_swish_group_norm(const float* x, const float* weight, cons
     const float* gamma, const float* beta, float* out, float* h, void* scales, int* exponents, void* pieces_x,
     void* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t rows, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+    void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
@@ -1093,14 +1052,13 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
     bool tf32, bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    if (m * n == 0) return forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     const c10::cuda::CUDAGuard guard(x.device());
-    const bool wide = x.scalar_type() == at::kFloat && n == 64 * groups;
-    const bool fits = wide && !tf32 && product_fits(m, n, k);
+    TORCH_CHECK(product_fits(m, n, k), "a large product on a GPU of compute capability 9");
+    const bool own_product = x.scalar_type() == at::kFloat && !tf32;
     Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     auto& [out, h, exponents] = outputs;
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
-    if (fits) {
+    if (own_product) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
         const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
         const at::Tensor scales = at::empty({n + m, 2}, x.options());
@@ -1113,7 +1071,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
         at::linear_out(product, x, weight, linear_bias);
         exponents.zero_();  // no backward reads these, but results are to be the same each time
         check_launch(swish_group_norm(kernel_dtype(x), product.data_ptr(), plus.data_ptr(), times.data_ptr(),
-            shift.data_ptr(), out.data_ptr(), m, n, groups, float(eps), current_stream()));
+            shift.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
     }
     return outputs;
 }
@@ -1125,7 +1083,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n % 64 == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
-    const bool split = exponents.numel() > 0 && product_fits(m, n, x.size(1));
+    const bool split = exponents.numel() > 0;
     const at::Tensor g = split ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
     const auto find = [&](const GradientPointers* to) {
         const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
@@ -1145,7 +1103,6 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     if (!split && needs[1]) results[1] = at::mm(g.t(), x);
     return results;
 }
-#endif
 
 }  // namespace
 
@@ -1155,17 +1112,14 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor bias, Tensor gamma, "
           "float eps, bool[6] needs) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(NAMESPACE, CPU, m) { m.impl("forward", forward_cpu); }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
     m.impl("backward", backward_meta);
 }
-#ifdef WITH_CUDA
 TORCH_LIBRARY_IMPL(NAMESPACE, CUDA, m) {
     m.impl("forward", forward_cuda);
     m.impl("backward", backward_cuda);
 }
-#endif
 TORCH_LIBRARY_IMPL(NAMESPACE, Autograd, m) {
     for (const char* name : {"forward", "backward"}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
@@ -1251,11 +1205,11 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform."""
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
     if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
         return False
-    here = x.is_cpu or x.is_cuda and torch.version.cuda
+    here = x.is_cuda and x.device.index in _HOPPERS
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1264,6 +1218,11 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
 def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_exporting as True wherever they compile
     return torch.compiler.is_exporting()
+
+
+def _product_fits(m: int, n: int, k: int) -> bool:
+    """Whether a product x (m, k) by weight (n, k) is for the operator: the larger ones, n and k multiples of 4."""
+    return n % 4 == k % 4 == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1278,11 +1237,13 @@ def _allows_tf32() -> bool:
 # torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
-_HOPPERS = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i)[0] == 9]
-
-
-NAMESPACE = _load("hopper_linear_swish_group_norm", "90a")
-_forward = getattr(torch.ops, NAMESPACE).forward
+NEEDS = "sm_90"  # the fast way's GPU; without one, nothing is built
+_HOPPERS = [
+    i
+    for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
+    if torch.cuda.get_device_capability(i)[0] == 9
+]
+NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
 
 
 def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
@@ -1301,13 +1262,10 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
     weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
     if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
         return False
-    n, groups = weight.shape[0], norm.num_groups
-    widths = (8, 16, 32, 64, 128)[x.is_cpu :]  # groups of 8 are slower than PyTorch's on a CPU
-    if any(v.shape != weight.shape[:1] for v in vectors) or n % groups != 0 or n // groups not in widths:
+    n, groups, recorded = weight.shape[0], norm.num_groups, _is_recorded(x, weight, *vectors)
+    if any(v.shape != weight.shape[:1] for v in vectors) or n != 64 * groups or recorded and n > 8192:
         return False
-    if not _is_recorded(x, weight, *vectors):
-        return True
-    return x.is_cuda and x.device.index in _HOPPERS and n == 64 * groups <= 8192 and 0 < x.shape[0] < 2**24
+    return _product_fits(x.shape[0], n, x.shape[1])
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
@@ -1315,7 +1273,8 @@ class LinearSwishGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
-        return _forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
+        forward = getattr(torch.ops, NAMESPACE).forward
+        return forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1366,4 +1325,4 @@ class ModelNew(nn.Module):
         others = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
             return LinearSwishGroupNorm.apply(*tensors, *others)[0]
-        return _forward(*tensors, *others, False)[0]
+        return getattr(torch.ops, NAMESPACE).forward(*tensors, *others, False)[0]
