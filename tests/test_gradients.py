@@ -146,7 +146,7 @@ APPLIED = {
     ),
     "linear_swish_group_norm": lambda file, m, x: file.LinearSwishGroupNorm.apply(
         x, *m.matmul.parameters(), m.bias, *m.group_norm.parameters(), m.group_norm.num_groups, m.group_norm.eps, False
-    )[0],
+    ),
 }
 
 
