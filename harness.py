@@ -58,6 +58,7 @@ from judge.worker import COMPILE_MODES, Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
 ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
+CPU_BYTES = 32 << 20  # of the inputs, where the Model's file does not say what a CPU should take
 Names = tuple[str, ...]
 BASELINES = ("eager", *COMPILE_MODES)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
@@ -82,13 +83,26 @@ class Options:
     precision: Names = option(("highest",), "highest: strict float32 (default), high: TF32, or both", type=parts)
     baselines: Names = option(("eager", "compile"), f"comma separated, of {','.join(BASELINES)}", type=parts)
     directions: Names = option(DIRECTIONS[:1], "also with gradients recorded, and forward + backward", **BACKWARD)
-    batch: int | None = option(None, "default: the file's batch_size, on a CPU that of its on_cpu", type=int)
+    batch: int | None = option(
+        None, "default: the file's batch_size; on a CPU its on_cpu's, or a smaller one", type=int
+    )
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
     timeout: float = option(120.0, "seconds for a request; ten times that to build and warm up (120)", type=float)
     profile: Path | None = option(None, "a folder: time nothing; table and trace of the candidate's kernels", type=Path)
     json: Path | None = option(None, "a file for the records", type=Path)
+
+
+def least_batch(problem: Problem) -> int:
+    """The file's batch_size, halved until the inputs have no more than CPU_BYTES."""
+    batch = problem.batch
+    while batch > 2:
+        inputs = tree_leaves(problem.inputs(batch, "meta", torch.float32, 0))
+        if sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)) <= CPU_BYTES:
+            break
+        batch //= 2
+    return batch
 
 
 class Judge:
@@ -135,12 +149,17 @@ class Judge:
         source.set_precision(first.precision)
         problem = Problem(pair.model_path, first.constants)
         batch = problem.batch and (options.batch or problem.batch)  # None where a file does not let it be chosen
+        if batch and options.device == "cpu" and not (options.batch or first.constants):
+            batch = least_batch(problem)
         form = DTYPES[first.dtype], first.precision, batch, options.seed
         case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
         case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
         shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
         if options.batch and not batch:
             case.notes.append("--batch has no effect: the Model's file has no batch_size")
+        if batch and batch < (options.batch or problem.batch):
+            said = f"batch_size {batch} instead of {problem.batch}, since the inputs are large for a CPU"
+            case.notes.append(f"{said}; a dict `on_cpu` in the Model's file chooses other sizes")
         # What is at stake: what builds upon a wrong direction is wrong, too. Last comes what is asked after the timing.
         stages = [(direction, runs[i:], False) for i, direction in enumerate(options.directions)]
         stages += [(DIRECTIONS[2], runs[2:], True), (DIRECTIONS[0], runs, True)]

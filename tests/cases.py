@@ -1,9 +1,9 @@
-"""The pairs, and the shapes they are tested at.
+"""The suite's own pairs, and the shapes they are tested at.
 
-A pair is models/X.py with kernels/X.py or kernels/hopper/X.py, found by its name and called X or hopper/X. Without a
-Hopper, one case of hopper/X is tested: it runs the Model's own lines there. The known pairs are tested at the small
-shapes below, each with a name for what is weird about it; a pair that has no entry is tested at its own benchmark
-shapes with a batch of 2, so that two new files are tested as soon as they are there.
+A pair is models/X.py with kernels/X.py or kernels/hopper/X.py, found by its name and called X or hopper/X. The pairs of
+KNOWN are the suite's own. They are tested at the small shapes there, each with a name for what is weird about it.
+Without a Hopper, one case of hopper/X is tested: it runs the Model's own lines there. Any other pair is in NEW: what it
+promises is tested by test_any_pair.py, and nothing here has to be changed for it.
 """
 
 import copy
@@ -22,10 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 _FILES = [path for path in (ROOT / "kernels").rglob("*.py") if (ROOT / "models" / path.name).exists()]
 _NAMES = sorted(path.relative_to(ROOT / "kernels").with_suffix("").as_posix() for path in _FILES)
-PORTABLE = [name for name in _NAMES if "/" not in name]
-STEMS = PORTABLE + [name for name in _NAMES if name not in PORTABLE]
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-COMPILED = STEMS if ON_HOPPER else PORTABLE  # those whose operators are there
 
 
 def problem_of(stem: str) -> str:
@@ -40,8 +37,8 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 class Case:
     stem: str
     name: str
-    init: tuple | None = None  # None: what the problem file says
-    shapes: tuple | None = None
+    init: tuple  # the constructor's arguments
+    shapes: tuple  # of the inputs
     layouts: bool = False  # tested in every layout and dtype on any device
 
     def __str__(self) -> str:
@@ -49,15 +46,13 @@ class Case:
 
     @property
     def values(self) -> float:
-        return sum(map(math.prod, self.shapes)) if self.shapes else math.inf
+        return sum(map(math.prod, self.shapes))
 
     def arguments(self) -> list:
-        return list(self.init) if self.init is not None else problem(self.stem).get_init_inputs()
+        return list(self.init)
 
     def inputs(self, batch: int | None = None) -> list:
         """Fresh inputs, of another batch size if one is given."""
-        if self.shapes is None:
-            return problem(self.stem).get_inputs(2 if batch is None else batch)
         return [torch.randn(shape if batch is None else (batch, *shape[1:])) for shape in self.shapes]
 
 
@@ -133,10 +128,14 @@ KNOWN = {
 }
 
 
+PORTABLE = [name for name in _NAMES if name in KNOWN]
+STEMS = PORTABLE + [name for name in _NAMES if name not in PORTABLE and problem_of(name) in KNOWN]
+COMPILED = STEMS if ON_HOPPER else PORTABLE  # those whose operators are there
+NEW = [name for name in _NAMES if name not in STEMS]
+
+
 def cases_of(stem: str) -> list[Case]:
-    rows = KNOWN.get(problem_of(stem))
-    if rows is None:
-        return [Case(stem, "its own shapes", layouts=True)]
+    rows = KNOWN[problem_of(stem)]
     if stem not in PORTABLE and not ON_HOPPER:
         rows = rows[:1]
     return [Case(stem, name, init, tuple(shapes), layouts=i < 3) for i, (name, init, *shapes) in enumerate(rows)]
@@ -174,7 +173,7 @@ LAYOUTS: dict[str, Callable] = {
 
 
 def fits(case: Case, layout: str) -> bool:
-    return layout != "channels_last" or case.shapes is None or any(len(shape) == 4 for shape in case.shapes)
+    return layout != "channels_last" or any(len(shape) == 4 for shape in case.shapes)
 
 
 # ---- parametrisations
@@ -191,13 +190,13 @@ def each(
     """Parametrises by case, dtype, layout if there are any, and device: all of them on a GPU.
 
     On a CPU most dtypes of most cases are the plain way and alike: the cases not meant for all layouts are taken in
-    float32 alone. So is a new pair's own shape, which may be large. Nor is a case of more values than `most_on_cpu`.
+    float32 alone. A case of more values than `most_on_cpu` is not taken there.
     """
     rows, devices = [], ["cpu"] + ["cuda"] * torch.cuda.is_available()
     for device in devices:
         for case in cases:
             for dtype in dtypes:
-                if dtype is not torch.float32 and (case.shapes is None or (device == "cpu" and not case.layouts)):
+                if dtype is not torch.float32 and device == "cpu" and not case.layouts:
                     continue
                 if device == "cpu" and case.values > most_on_cpu:
                     continue

@@ -1,0 +1,61 @@
+"""What any pair promises, also one that was just added as two files: it is right, a drop-in, and it trains.
+
+What else the suite's own pairs promise, by their names in cases.py, is tested by the other files.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from attack import HURRY, ceilings_of
+from cases import NEW, ROOT
+from torch.utils._pytree import tree_leaves
+
+import harness
+from judge.record import DROP_IN
+from judge.source import Problem, discover
+
+BATCH = 2  # where the file lets it be chosen; its shapes are the benchmark's otherwise
+PAIRS = discover(ROOT)
+any_pair = pytest.mark.parametrize("name", [*NEW, *[name for name in PAIRS if name == "instance_norm"]])
+
+
+@any_pair
+@pytest.mark.slow
+def test_the_judge_calls_it_a_drop_in(name, device):
+    """In each direction. What it names is what has to be mended."""
+    options = replace(HURRY, device=device.type, batch=BATCH, timeout=120.0)
+    judge = harness.Judge(options, ceilings_of(device.type), lambda text: None)
+    try:
+        runs = list(judge.judge(PAIRS[name]))
+    finally:
+        judge.close()
+    for run in runs:
+        assert run.status == DROP_IN, f"{run.direction}: {run.status}: {'; '.join([*run.reasons, *run.no_dropin])}"
+
+
+def losses(module, problem: Problem, device: str) -> list[float]:
+    optimizer, found = torch.optim.SGD(module.parameters(), lr=1e-3), []
+    for step in range(4):
+        inputs = problem.inputs(problem.batch and BATCH, device, torch.float32, seed=step)
+        outputs = [x for x in tree_leaves(module(*inputs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+        loss = sum((x - 0.5).square().mean() for x in outputs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@any_pair
+def test_losses_are_the_models_step_by_step(name, device):
+    pair = PAIRS[name]
+    problem = Problem(pair.model_path)
+    model = problem.model(seed=0).to(device)
+    if not any(True for _ in model.parameters()):
+        pytest.skip("it has no parameters")
+    new = harness.source.load(pair.new_path).ModelNew(*copy.deepcopy(problem.arguments(0)))
+    new.load_state_dict(model.state_dict())
+    theirs, ours = (losses(module.train(), problem, device.type) for module in (model, new.to(device)))
+    assert ours == pytest.approx(theirs, rel=1e-3)
