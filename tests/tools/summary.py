@@ -1,18 +1,24 @@
 """The tables of the three READMEs, from the records in results/ alone: python tests/tools/summary.py [--write]
 
-README.md gets a row a kernel file, in float32 with TF32 off; kernels/README.md a table a pair, of eager, torch.compile
-and the pair's files; results/README.md every row that was measured. --write puts the tables between their marks;
-without it README.md's is printed. A file's record is results/MACHINE/NAME.json, NAME being the harness's:
-`instance_norm`, or `hopper/linear_swish_group_norm`.
+README.md gets a row a kernel file, in float32 with TF32 off, and a sample of what is printed; kernels/README.md a table
+a pair, of eager, torch.compile and the pair's files; results/README.md every row that was measured. --write puts the
+tables between their marks; without it README.md's is printed. A file's record is results/MACHINE/NAME.json, NAME being
+the harness's: `instance_norm`, or `hopper/linear_swish_group_norm`.
 """
 
 import argparse
 import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from judge import show  # noqa: E402
+
 MACHINES = {  # of results/, the first one that has a record is shown first
     "h100": "H100",
     "h200": "H200",
@@ -164,11 +170,20 @@ def slower_table() -> str:
     return markdown(["file", "baseline", "rows where it is faster", "ModelNew is", "the three slowest rows"], rows)
 
 
+def sample() -> str:
+    """What the harness prints of the first file's forward."""
+    os.environ["NO_COLOR"] = "1"
+    run = find(benchmark(FILES[0], machine_of(FILES[0])), "forward")
+    return "\n".join(["```", *show.block(show.Result(**run)), "```"])
+
+
 def tables() -> dict[str, dict]:
     """By file and mark."""
-    ladders = {pair: lambda pair=pair: ladder_table(pair) for pair in PAIRS}
-    results = {"all rows": full_table, "slower": slower_table}
-    return {"README.md": {"results": front_table}, "kernels/README.md": ladders, "results/README.md": results}
+    return {
+        "README.md": {"results": front_table, "sample": sample},
+        "kernels/README.md": {pair: lambda pair=pair: ladder_table(pair) for pair in PAIRS},
+        "results/README.md": {"all rows": full_table, "slower": slower_table},
+    }
 
 
 def filled(name: str) -> str:
