@@ -42,6 +42,13 @@ def test_is_read_in_a_quarter_of_an_hour(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
 
 
+def test_what_the_ladder_names_is_in_the_files():
+    code = "\n".join(path.read_text() for path in (ROOT / "kernels").rglob("*.py"))
+    names = set(re.findall(r"`(\w+)`", (ROOT / "kernels" / "README.md").read_text()))
+    known = {*summary.PAIRS, "NAME"}
+    assert len(names) > 10 and not [name for name in names - known if not re.search(rf"\b{name}\b", code)]
+
+
 def test_what_mutations_change_is_there():
     assert not [f"{old}: {said}" for path, old, *_ in mutate.rows() if (said := mutate.lost(ROOT, path, old))]
 
