@@ -235,15 +235,14 @@ template <int PIECES, bool TURNED> struct Copies {
     }
     __device__ __forceinline__ void load(int line) {  // called for line 0, 1, 2, ...
         const uint32_t stage = to + line % kStages * kStageBytes;
-#pragma unroll
-        for (int i = 0; i < kTile && line < lines; i += kStep) {
-            copy_async(stage + i * 128, from_a + i * a.pitch, tile.row + first + i < a.rows);
-        }
+        const __half *own_a = from_a, *own_b = from_b;
 #pragma unroll
         for (int i = 0; i < kTile && line < lines; i += kStep) {
             const bool turned_exists = line * 32 + first < b.rows && (tile.column + i) * 2 < b.pitch;
-            const bool exists = TURNED ? turned_exists : tile.column + first + i < n;
-            copy_async(stage + (kTile + i) * 128, from_b + (TURNED ? i * 2 : i * b.pitch), exists);
+            copy_async(stage + i * 128, own_a, tile.row + first + i < a.rows);
+            copy_async(stage + (kTile + i) * 128, own_b, TURNED ? turned_exists : tile.column + first + i < n);
+            own_a += kStep * a.pitch;
+            own_b += TURNED ? kStep * 2 : kStep * b.pitch;
         }
         from_a += kLine;
         from_b += TURNED ? 32 * b.pitch : kLine;
@@ -289,7 +288,8 @@ template <int PIECES, bool TURNED> struct Registers {
 };
 // C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Each time that accumulators are added to the
 // sums of a row, part after part of K, they are multiplied by scales[part * scales_pitch + row]. Whole warps call the
-// epilogue, for each row that a thread has sums of: v[j] is C[row][column_of(column, j)], or outside C.
+// epilogue for 32 rows at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. So four neighbouring lanes
+// have 64 columns of a row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
@@ -308,7 +308,7 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
     __syncthreads();
     registers.load_a(PIECES - 1, 0, PIECES == 2 ? 2 : 0);
     registers.load_b(0, 0, 0);
-    float sum[kTiles][kColumnTiles][4] = {};
+    float sum[kTiles / 2][4][16] = {};
     int line = 0;
     do {  // with PIECES 1 once
         float part[kTiles][kColumnTiles][4] = {}, scale[2 * kTiles];
@@ -360,66 +360,82 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
         for (int i = 0; i < 2 * kTiles; ++i) {
 #pragma unroll
             for (int j = 0; j < 2 * kColumnTiles; ++j) {
-                float& own = sum[i / 2][j / 2][i % 2 * 2 + j % 2];
+                float& own = sum[i / 4][i % 4][j];
                 own = fmaf(part[i / 2][j / 2][i % 2 * 2 + j % 2], scale[i], own);
             }
         }
     } while (PIECES == 2 && line < lines);
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-        float v[2 * kColumnTiles];
-#pragma unroll
-        for (int j = 0; j < 2 * kColumnTiles; ++j) v[j] = sum[i / 2][j / 2][i % 2 * 2 + j % 2];
-        epilogue(tile.row + warp_row + i * 8 + lane / 4, tile.column + warp_column + lane % 4 * 2, v);
+    for (int i = 0; i < kTiles / 2; ++i) {
+        epilogue(tile.row + warp_row + 32 * i + lane / 4, tile.column + warp_column + lane % 4 * 2, sum[i]);
     }
 #endif
 }
-// Stores a thread's values of a row of n.
-__device__ __forceinline__ void store_values(float* row, int column, int n, const float (&v)[16]) {
+// Stores what a thread has of C (m, n).
+__device__ __forceinline__ void store_values(float* to, int row, int column, int m, int n, const float (&v)[4][16]) {
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-        const int at = column_of(column, j);
-        if (n % 2 == 0 && at < n) *reinterpret_cast<float2*>(row + at) = make_float2(v[j], v[j + 1]);
-        if (n % 2 == 1 && at < n) row[at] = v[j];
-        if (n % 2 == 1 && at + 1 < n) row[at + 1] = v[j + 1];
+    for (int i = 0; i < 4; ++i) {
+        float* const own = to + (row + 8 * i) * int64_t(n);
+#pragma unroll
+        for (int j = 0; j < 16; j += 2) {
+            const int at = column_of(column, j);
+            const bool first = row + 8 * i < m && at < n, second = row + 8 * i < m && at + 1 < n;
+            if (first && n % 2 == 0) *reinterpret_cast<float2*>(own + at) = make_float2(v[i][j], v[i][j + 1]);
+            if (first && n % 2 == 1) own[at] = v[i][j];
+            if (second && n % 2 == 1) own[at + 1] = v[i][j + 1];
+        }
     }
 }
-// What an epilogue of h = x W^T + bias begins with: turns a thread's sums of a row into h.
+// What an epilogue of h = x W^T + bias begins with: turns sums into h.
 struct Linear {
     const float *x, *weight, *bias;
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
-    __device__ __forceinline__ void finish(int row, int column, float (&v)[16]) const {
-        const bool exists = row < m;
-        unsigned uncertain = 0;
-        row = min(row, m - 1);
+    __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
+        unsigned uncertain[4] = {};
+        float unscale_x[4], doubt_x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const bool exists = row + 8 * i < m;
+            unscale_x[i] = exists ? unscale[row + 8 * i] : 1;
+            doubt_x[i] = exists ? doubt[row + 8 * i] : -INFINITY;
+        }
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
             const int at = min(column_of(column, j), n - 1);
-            const float least = (doubt[row] + doubt[m + at]) * unscale[row];
-            const bool doubtful = fabsf(v[j]) < least || least == INFINITY;
-            if (doubtful && exists && column_of(column, j) < n) uncertain |= 1u << j;
-            v[j] = fmaf(v[j], unscale[m + at], bias[at]);
-        }
-        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // the warp computes them one by one
-            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain) - 1, owner);
-            const int64_t x_row = __shfl_sync(~0u, row, owner);
-            const int64_t w_row = min(column_of(__shfl_sync(~0u, column, owner), which), n - 1);
-            float own = 0;
-            for (int i = threadIdx.x % 32; i < k; i += 32) own = fmaf(x[x_row * k + i], weight[w_row * k + i], own);
-            own = reduce(own, 32, Sum()) + bias[w_row];
-            if (threadIdx.x % 32 != owner) continue;
-            uncertain &= uncertain - 1;
+            const float unscale_w = unscale[m + at], plus = bias[at];
+            const float doubt_w = column_of(column, j) < n ? doubt[m + at] : -INFINITY;
 #pragma unroll
-            for (int j = 0; j < 16; ++j) v[j] = j == which ? own : v[j];
+            for (int i = 0; i < 4; ++i) {
+                const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
+                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain[i] |= 1u << j;
+                v[i][j] = fmaf(v[i][j], unscale_w, plus);
+            }
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            while (const unsigned lanes = __ballot_sync(~0u, uncertain[i] != 0)) {  // one by one, by the whole warp
+                const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain[i]) - 1, owner);
+                const int at = column_of(__shfl_sync(~0u, column, owner), which);
+                const float own = multiply_rows(__shfl_sync(~0u, row + 8 * i, owner), at) + bias[at];
+                if (threadIdx.x % 32 != owner) continue;
+                uncertain[i] &= uncertain[i] - 1;
+#pragma unroll
+                for (int j = 0; j < 16; ++j) v[i][j] = j == which ? own : v[i][j];
+            }
+        }
+    }
+    __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
+        float sum = 0;
+        for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[of_x * k + i], weight[of_w * k + i], sum);
+        return reduce(sum, 32, Sum());
     }
 };
 struct StoreProduct {  // the epilogue that stores C as it is
     float* out;
     int m, n;
-    __device__ __forceinline__ void operator()(int row, int column, const float (&v)[16]) const {
-        if (row < m) store_values(out + int64_t(row) * n, column, n, v);
+    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
+        store_values(out, row, column, m, n, v);
     }
 };
 
@@ -698,17 +714,17 @@ extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, con
 struct StoreLinear {  // the epilogue of h
     Linear linear;
     float* h;
-    __device__ __forceinline__ void operator()(int row, int column, float (&v)[16]) const {
+    __device__ __forceinline__ void operator()(int row, int column, float (&v)[4][16]) const {
         linear.finish(row, column, v);
-        if (row < linear.m) store_values(h + int64_t(row) * linear.n, column, linear.n, v);
+        store_values(h, row, column, linear.m, linear.n, v);
     }
 };
 
-// Both gradients are TURNED products: their B is W, or x, split by split_rows. They sum over the rows of B, so the scales
-// of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these scales: for dX its
-// column j by that of W's row j, for dW its row i by that of x's row i. A is G, or G^T, and each 128 of K of a row of A
-// have a scale of their own, which is possible because the accumulators begin anew after them. So a block can split
-// 128 x 128 values of G for both products without knowing any others:
+// Both gradients are TURNED products: their B is W, or x, split by split_rows. They sum over the rows of B, so the
+// scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these scales: for dX
+// its column j by that of W's row j, for dW its row i by that of x's row i. A is G, or G^T, and each 128 of K of a row
+// of A have a scale of their own, which is possible because the accumulators begin anew after them. So a block can
+// split 128 x 128 values of G for both products without knowing any others:
 //
 //     G (m, n)               for dX, along K = n                   for dW, along K = m
 //     +-----+-----+---       row_scales[part of n][row]            column_scales[part of m][column]
@@ -795,12 +811,12 @@ extern "C" int launch_product_gradients(const float* g, const float* x, const fl
     split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, {int(m), int(n), split.w.unscale, rows, row_scales},
         {int(n), int(m), split.x.unscale, columns, column_scales});
     if (grad_x != nullptr) {
-        const Operand a = {rows, int(m), pitch_of(n, 2)}, b = split.operand(split.w);
+        const PieceRows a = {rows, int(m), pitch_of(n, 2)}, b = split.operand(split.w);
         const StoreProduct store = {grad_x, int(m), int(k)};
         error = launch_multiply<2, true>(a, b, row_scales, m, k, n, store, stream);
     }
     if (grad_weight != nullptr && error == cudaSuccess) {
-        const Operand a = {columns, int(n), pitch_of(m, 2)}, b = split.operand(split.x);
+        const PieceRows a = {columns, int(n), pitch_of(m, 2)}, b = split.operand(split.x);
         const StoreProduct store = {grad_weight, int(n), int(k)};
         error = launch_multiply<2, true>(a, b, column_scales, n, k, m, store, stream);
     }
@@ -908,8 +924,8 @@ int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
 bool is_split(const at::Tensor& x, int64_t n, bool tf32) {
     return x.scalar_type() == at::kFloat && !tf32 && product_pays(x.size(0), n, x.size(1), 2);
 }
-// Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small (K of 128 to 20000). In
-// z that cancels, but it would make all of h's gradients too large.
+// Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small (K of 128 to 20000).
+// In z that cancels, but it would make all of h's gradients too large.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
@@ -921,10 +937,10 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const c10::cuda::CUDAGuard guard(x.device());
     at::Tensor h = recorded ? kept : out;  // if not recorded, finish_rows reads it from `out` and overwrites it there
     if (is_split(x, n, tf32)) {
-        const at::Tensor rows = x.contiguous(), columns = weight.contiguous(), plus = bias.contiguous();
+        const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor workspace = bytes(split_bytes(m, n, k, 2), x);
-        check_launch(launch_product(
-            floats(rows), floats(columns), floats(plus), floats(h), workspace.data_ptr(), m, n, k, current_stream()));
+        check_launch(launch_product(rows.data_ptr<float>(), columns.data_ptr<float>(), plus.data_ptr<float>(),
+            h.data_ptr<float>(), workspace.data_ptr(), m, n, k, current_stream()));
     } else {
         at::linear_out(h, x, weight, bias);
     }
@@ -935,25 +951,21 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor& y, double eps, bool tf32, std::array<bool, 4> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, y, eps, tf32, {});
+    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, y, eps, tf32, needs);
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1), k = x.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
     const bool split = is_split(x, n, tf32);  // then h is the product's
     const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y), grad_h = at::empty_like(kept);
-    for (int i : {0, 1, 3}) {
-        if (needs[i]) results[i] = at::empty_like(i == 0 ? x : i == 1 ? weight : kept, at::MemoryFormat::Contiguous);
-    }
-    const auto pointer = [&](int i) { return needs[i] ? results[i].data_ptr() : nullptr; };
     check_launch(launch_row_gradients(kernel_dtype(x), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
-        grad_h.data_ptr(), pointer(3), m, n, float(eps), split ? 1 - kTruncated : 1, current_stream()));
-    if (needs[2]) results[2] = grad_h.sum(0);
+        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? 1 - kTruncated : 1, current_stream()));
+    if (needs[2]) at::sum_out(results[2], grad_h, at::IntArrayRef{0});
     if (split && product_pays(m, k, n, 2) && product_pays(n, k, m, 2)) {
-        const at::Tensor rows = x.contiguous(), columns = weight.contiguous();
+        const at::Tensor rows = aligned(x), columns = aligned(weight);
         const at::Tensor workspace = bytes(gradient_bytes(m, n, k), x);
-        check_launch(
-            launch_product_gradients(floats(grad_h), floats(rows), floats(columns), static_cast<float*>(pointer(0)),
-                static_cast<float*>(pointer(1)), workspace.data_ptr(), m, n, k, current_stream()));
+        check_launch(launch_product_gradients(grad_h.data_ptr<float>(), rows.data_ptr<float>(),
+            columns.data_ptr<float>(), floats_or_null(results[0]), floats_or_null(results[1]), workspace.data_ptr(), m,
+            n, k, current_stream()));
     } else {
         if (needs[0]) at::mm_out(results[0], grad_h, weight);
         if (needs[1]) at::mm_out(results[1], grad_h.t(), x);
