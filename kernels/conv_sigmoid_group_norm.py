@@ -6,17 +6,16 @@
 mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 Two ways, chosen in `ModelNew.forward`:
-- our kernels, on Hopper: 3x3 convolutions, <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice
-  the SMs, output pixels a multiple of 4 (with gradients >= 8 (9 in + 4)), eps >= 1e-6; float32, 16 bits, autocast;
-- otherwise ATen, as in the Model; on a GPU without gradients or autocast, ATen's convolution, then a kernel, twice.
+- our kernels, for what `fits`: on NVIDIA GPUs of compute capability 7.5 or newer 3x3 and 1x1 convolutions of few input
+  channels, any height, width and number of output channels; float32, float16, bfloat16, autocast, with gradients or
+  without. On CPUs float32 without gradients.
+- otherwise the Model's own layers.
 
-The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
-and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
+The forward reads x once and writes out once: v stays in registers. With gradients it is the same; x, the parameters,
+mean and rstd are saved. The backward makes h again, and from it dh and the gradients of the vectors; from dh
+ATen makes those of x and W.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.434 ms, 13.6x
-eager, also with gradients recorded, in bfloat16 0.355 ms; forward and backward 2.46 ms, 7.5x.
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution.
 """
 
 import contextlib
@@ -35,49 +34,10 @@ from torch.utils import cpp_extension
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
-
-// PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-__device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
-}
-__device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
-    asm volatile("{\n.reg .pred done;\n"
-                 "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
-                 ::"r"(shared_address(bar)), "r"(parity) : "memory");
-}
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Barrier `id` (1 to 15) of `threads` threads of this block.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-template <int N> __device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
-}
 
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -88,1123 +48,673 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded; NaN for NaN, by which `convolve` finds overflow; finite at 0.
-// To change it, edit this part, `forward_cpu` in CPP_SOURCE and `_activate` in Python. t is kActivationFactor * z.
+// The activation v of z = (h + bias) * scale, and its gradient. To change it, edit these two functions, `activation` in
+// CPP_SOURCE and `_activate` in Python.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Outside, sums of v are wrong: see add_to_total
-constexpr double kRange = double(kHighest) - kLowest;
-constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
     float e;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t));
     return e;
 }
-__device__ __forceinline__ float activation(float t) {  // v, given kActivationFactor * z
+__device__ __forceinline__ float activation(float z) {  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
     float v;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(-1.44269504f * z)));
     return v;
 }
-// dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
-__device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // v if 2^t v is inf * 0
+// dv/dz = v (1 - v) = w - w^2, where w is the smaller of v and 1 - v. 1 - v is made as 2^(-log2(e) z) v: the difference
+// would lose the digits of small ones.
+__device__ __forceinline__ float activation_gradient(float z) {
+    const float v = activation(z);
+    const float w = fminf(v, exp2_approx(-1.44269504f * z) * v);  // v where the product is inf * 0
     return fmaf(-w, w, w);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward. A team of blocks makes a sample, each block a band of its rows, and the teams take samples in turn. A
-// block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
-// writes its band of the output. Up to three samples' v are in a block. Its roles:
+// One kernel, two directions. A tile is up to 32 output channels of some pixels of one sample. A block of 256 threads
+// makes a tile: it convolves, and its values stay in registers while the block adds up what the statistics need,
+// publishes these sums, waits until all tiles of the sample have published theirs, and then finishes its own. So x is
+// read once, and out written once.
 //
-//   who, and what it does                                   waits for                          wakes
-//   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
-//   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   post:      sums -> the sample's totals in global memory v_full                             norm_full
-//   gather:    totals -> mean, rstd -> norm of channels     totals of all bands                norm_full
-//   write:     v -> output                                  norm_full                          v_empty
+//                forward                                       backward
+//   registers    h = conv(x), then v = activation(z)           h = conv(x) + bias
+//   published    sums of v, v^2                                sums of gamma g, gamma g (v - mean) rstd
+//   finish       out = (v - mean) rstd gamma + beta            dh; sums of dz, dz h
 //
-//   global x --bring--> x --convolve--> v (3 places) ----------------------------write--> global output
-//              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
-//                                            1 warp         (L2)   1 warp
+// Waiting is safe when all blocks run at once, which a cooperative launch guarantees, and when they are at least as
+// many as a sample's tiles: tiles are taken in order, so a block that waits needs only tiles of the same sample, which
+// other blocks have begun, or will after finishing one of an earlier sample. If blocks are fewer (a small GPU, a huge
+// image), or the cooperative launch is refused, the kernel runs twice: it publishes, then convolves again and finishes.
+// Two blocks share a multiprocessor: while one waits or stores the other convolves.
 //
-// The backward launches it with NORMALIZE false: then h + bias, not v, is held and written, in float32.
+// A thread has four channels (a quad) of 16 pixels: four rows of two pairs of columns, the second pair half a tile to
+// the right of the first, so that the lanes of a warp read and write neighbouring pairs. A warp has one quad:
 //
-// The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
-// channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
-// x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is about as accurate as float32. With a single input channel of very
-// different values errors were 2.4 times as large: there channel 1 adds w * rest_of(x), channel 2 rest_of(w) * x.
-// bring scales x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at
-// most 2^-25. Where it overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
+//   columns of the tile   0 1   2 3   4 5  ...           half, half + 1   half + 2 ...
+//   lane                  0     1     2                  0                1
 
-constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
-constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
-constexpr int kWriters = 6;                    // warps; two more post and gather
-constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
-constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
-constexpr int kMostIn = 8, kMostOut = 32;      // channels
-constexpr int kPlaces = 3;                     // samples whose v are in a block
-constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of 2 taps; wgmmas of a task: 9 taps of hi and lo, / 2
-constexpr int kLine = 32;                      // 8-byte words a group's totals take: L2 serializes atomics on a line
-static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
-    "the consumers take the registers that the others give");
+constexpr int kThreads = 256;       // of a block; two blocks run on a multiprocessor
+constexpr int kWarps = kThreads / 32;
+constexpr int kQuad = 4;            // output channels of a thread
+constexpr int kRows = 4;            // of pixels of a thread
+constexpr int kPixels = 4 * kRows;  // of a thread
+constexpr int kMostQuads = 8;       // of a tile
+constexpr int kMostOuts = kMostQuads * kQuad;
+constexpr int kStage = 8;           // input channels that are in shared memory at once, at most
+constexpr int kBatch = 4;           // loads of x of a thread in flight
+constexpr int kLine = 32;           // counters a counter takes: 128 bytes, so that no two samples' share a line
+
+enum Mode { kWait, kSums, kFinish };  // kWait: both sums and finish, in one launch
 
 struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
 
-// Sizes, and what plan_forward makes of them.
-struct Plan {
-    int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
-    int bands, band_rows, teams;  // the last band may have fewer rows
-    int plane, x_plane;           // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
-};
-// The benchmark's, as compile-time constants: 0.96 of the time.
-__host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
-
-struct ConvArguments : Plan {
-    int samples;
-    const void* x;  // of T
-    void* out;      // of T; of float where it is h + bias
-    const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
+struct Arguments {
+    const void *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;  // of T
     Statistics* statistics;  // (samples, groups)
-    unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
-    // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
-    uint32_t *largest, *plain;
+    unsigned* done;          // (samples, kLine): tiles that have published; zeros before the launch
+    double2* partials;       // (samples, groups, parts, pixel_tiles): what was published
+    void* out;               // of T; in the backward dh, of dh_type
+    const void* grad;        // of T
+    float* channel_sums;     // (samples, pixel_tiles, 4, out_channels): shares of dbeta, dgamma, dbias, dscale
+    int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
+    int dh_type;             // 0 float, 1 half, 2 bfloat16
+    int quads, stage, tile_rows, tile_columns, column_tiles, pixel_tiles, channel_tiles, tiles;  // tiles: of a sample
+    int parts;  // channel tiles that a group may touch
+    Mode mode;
     float eps;
-    double to_fixed, from_fixed;  // of a sum in a total: powers of two
+    double share;  // 1 / the values of a group
 };
 
-struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset; middle: 0 in float32
-struct Deviations { float anchor, sum, square; };  // anchor: near all v; the sums of v - anchor and (v - anchor)^2
-struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
-struct Scales { float weight[kMostOut], input; };  // powers of two that a channel's weights and x are multiplied by
-
-struct alignas(128) ConvShared {  // static; x, then the places of v, are in dynamic shared memory
-    Moments made[kPlaces][kConsumers][kMostOut];
-    Norm norm[kPlaces][kMostOut];
-    int counts[kPlaces][kConsumers];  // values of a channel in `made`
-    Scales scales;
-    // Threads that arrive, once a sample. x_full: the 256 producers. x_empty and v_full: the 512 consumers. norm_full:
-    // post and gather, 32 each. v_empty: the 192 writers; it frees made, norm and counts, too.
-    uint64_t x_full, x_empty, v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
-};
-static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
-
-struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
-
-// A role's loop over its team's samples: the sample, the place of its v, and the mbarrier parities to wait for.
-struct Walk {
-    int sample = blockIdx.y, place = 0;
-    uint32_t x_parity = 0, parity = 0;
-    __device__ __forceinline__ void next(const ConvArguments& p) {
-        sample += p.teams;
-        x_parity ^= 1;
-        place = (place + 1) % kPlaces;
-        parity ^= place == 0;
+// The first pixel and channel of a tile.
+struct Tile {
+    int sample, pixel_tile, channel, row, column;
+    __device__ __forceinline__ void set(const Arguments& p, int item) {
+        const int tile = item % p.tiles;
+        sample = item / p.tiles;
+        pixel_tile = tile / p.channel_tiles;
+        channel = tile % p.channel_tiles * p.quads * kQuad;
+        row = pixel_tile / p.column_tiles * p.tile_rows;
+        column = pixel_tile % p.column_tiles * p.tile_columns;
     }
 };
 
-// A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
-// Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
-// For v outside kLowest to kHighest a sum below 0 is cut; one that carries gives NaN, or await_totals never ends.
-constexpr int kTermsBit = 56, kStrangeBit = 48;
-__device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
-    const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(total), "l"(fixed + (1ull << kTermsBit)) : "memory");
-}
-// A group's two totals, once they are complete. One load: two, one after the other, took 1.06 of the kernel's time.
-__device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int terms) {
-    while (true) {
-        ulonglong2 two;
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
-        if (int(two.x >> kTermsBit) == terms && int(two.y >> kTermsBit) == terms) return two;
-        __nanosleep(20);
+// What finish needs of a channel. Forward: out = (v - mean) factor + offset. Backward: dv = (gamma g - (v - mean) pull
+// - grad_mean) rstd, where the fields are mean, gamma, grad_mean, pull, rstd.
+struct Norm { float mean, factor, offset, pull, rstd; };
+
+struct Shared {
+    float sums[kWarps][2 * kQuad];  // of each channel of a warp: of d = v - anchor, then of d^2
+    float anchors[kWarps][kQuad];
+    int counts[kWarps];  // pixels of a warp that lie in the image
+    double2 channels[kMostOuts];
+    Norm norm[kMostOuts];
+    float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
+    Tile tiles[2];  // the one in work and the next
+};
+
+// Where a thread's pixels are in `out`, `grad` and `dh`: pixel i is in row i / 4, pair i / 2 % 2, column i % 2 of it.
+struct Pixels {
+    int64_t first;  // index of pixel 0 in the thread's first channel
+    unsigned valid;  // bit i: pixel i lies in the image
+    int columns, half;  // of the image; distance of the two pairs
+    __device__ __forceinline__ int offset(int i) const { return i / 4 * columns + i / 2 % 2 * half + i % 2; }
+};
+template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };  // neighbouring columns
+template <int PACK, typename T>
+__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, float (&to)[kPixels]) {
+#pragma unroll
+    for (int i = 0; i < kPixels; i += PACK) {
+        Pack<T, PACK> pack = {};
+        if (at.valid >> i & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(from + at.offset(i));
+#pragma unroll
+        for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
     }
 }
-__device__ __forceinline__ double sum_of_total(unsigned long long word) {
-    return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
-}
-
-// The matrix descriptor of B for product k, in units of 16 bytes, no swizzle: the start address is x_at plus the first
-// tap's shift, the leading byte offset leads from there to the second tap, the stride byte offset of 128 to the next 8
-// pixels. Products 0 to 3 are x's lo (small terms first), 5 to 8 its hi; product 4 is the last tap's hi and lo.
-__device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int k, uint32_t x_at) {
-    const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-    const int tap = k < 5 ? 2 * k : 2 * (k - 5), lo = k < 4 ? p.x_plane : 0;
-    const uint32_t apart = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
-    return uint64_t(128 >> 4) << 32 | (x_at + ((apart << 16) + lo + pixels_to(tap)));
-}
-
-// d = a * b + (keep ? d : 0), m64n64k16, a from registers.
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"
-        " %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}"
-        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
-}
-
-// The sum over `lanes` (a power of two) neighbouring lanes, in each of them.
-template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) {
-    for (int mask = 1; mask < lanes; mask *= 2) v += __shfl_xor_sync(~0u, v, mask);
-    return v;
-}
-
-// Brings [from, from + bytes) into L2, address and length rounded down to 16 bytes.
-__device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
-    const uintptr_t begin = uintptr_t(from) & ~uintptr_t(15);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes & ~15u) : "memory");
-}
-
-// One vector store of four adjacent values, with the evict-first (streaming) hint.
-template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
-    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
-    alignas(16) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
-    __stcs(reinterpret_cast<Words*>(to), *reinterpret_cast<const Words*>(values));
-}
-
-__device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
-    const __half2 h = __floats2half2_rn(a, b);
-    const float2 f = __half22float2(h);
-    const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
-    hi = reinterpret_cast<const uint32_t&>(h);
-    lo = reinterpret_cast<const uint32_t&>(l);
-}
-__device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
-    const float lo = v - __half2float(__float2half_rn(v));
-    return lo - __half2float(__float2half_rn(lo));
-}
-// fp16 hi and lo of a pixel's x * scale. Overflow gives hi inf, lo -inf: sums are NaN (16-bit x: inf * w's lo of 0).
-// `single`: channel 1 becomes what hi and lo leave of channel 0.
-template <typename T>
-__device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
-    float v[kMostIn];
-    uint32_t h[4], l[4];
+template <int PACK, typename T>
+__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, const float (&from)[kPixels]) {
 #pragma unroll
-    for (int k = 0; k < kMostIn; ++k) v[k] = to_float(x[k]) * scale;
-    if (single) v[1] = rest_of(v[0]);
+    for (int i = 0; i < kPixels; i += PACK) {
+        Pack<T, PACK> pack;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) split(v[2 * k], v[2 * k + 1], h[k], l[k]);
-    hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
-}
-
-__device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {  // or 0
-    return o < p.out_channels && in < p.in_channels ? p.weight[(o * p.in_channels + in) * 9 + tap] : 0.0f;
-}
-__device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
-
-// The power of two, at most 2^most, that brings values up to `largest` below 2^15.
-__device__ __forceinline__ float scale_below_overflow(float largest, int most = 126) {
-    int exponent = 0;
-    frexpf(fminf(largest, 0x1p127f), &exponent);
-    return ldexpf(1.0f, min(most, 15 - exponent));
-}
-
-// Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if a channel's |scale| > 2^100, or its `reach` > 2^14 or NaN: all values are then made in float32.
-template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
-    if (threadIdx.x < 32) {
-        const int c = threadIdx.x, weights = p.in_channels * 9;
-        float largest = 0, sum = 0;
-        for (int i = 0; i < weights && c < p.out_channels; ++i) {
-            const float w = fabsf(p.weight[c * weights + i]);
-            largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
-            sum += w;
-        }
-        scales.weight[c] = scale_below_overflow(largest, 110);  // times scales.input, up to 2^14, still finite
-        // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
-        const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
-        float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
-        const bool usual = __all_sync(~0u, reach <= 16384.0f && factor <= 0x1p100f);  // false for NaN too
-        for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
-        int exponent = 0;
-        frexpf(reach, &exponent);
-        if (c == 0) scales.input = usual ? ldexpf(1.0f, max(-14, min(14, exponent))) : NAN;
+        for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
+        if (at.valid >> i & 1) *reinterpret_cast<Pack<T, PACK>*>(to + at.offset(i)) = pack;
     }
-    __syncthreads();
-}
-
-// Two warpgroups copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel,
-// all channels, four at a time. Loads these, waits for x_empty, stores, wakes the consumers (x_full).
-template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void bring(
-    const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
-    fewer_registers<kProducerRegisters>();
-    constexpr int kStride = 128 * kProducers, kPixels = 4;
-    const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
-    const int64_t image = int64_t(p.height) * p.width;
-    const auto band_of = [&](int sample, int channel) {
-        const T* const x = static_cast<const T*>(p.x) + int64_t(band.first_row) * p.width;
-        return x + (int64_t(sample) * p.in_channels + channel) * image;
-    };
-    const float scale = shared.scales.input;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        const int later = at.sample + p.teams;
-        const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.92 of the time; for 16-bit types it would be 1.06
-        if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
-        unsigned largest = 0;  // as bits, of which NaN's are the largest
-#pragma unroll 1
-        for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
-            T raw[kPixels][kMostIn];
-            const int left = pixels - begin;
-            const T* from = band_of(at.sample, 0) + begin;
-#pragma unroll
-            for (int c = 0; c < kMostIn; ++c) {
-#pragma unroll
-                for (int i = 0; i < kPixels; ++i) {
-                    raw[i][c] = i * kStride < left ? __ldg(from + i * kStride) : from_float<T>(0.0f);
-                }
-                from += c < p.in_channels - 1 ? image : 0;  // again the last: weights are 0, or see load_weights
-            }
-            if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
-            uint4* const to = reinterpret_cast<uint4*>(x) + begin;
-#pragma unroll
-            for (int i = 0; i < kPixels; ++i) {
-                uint4 hi, lo;
-                for (T value : raw[i]) largest = max(largest, __float_as_uint(fabsf(to_float(value))));
-                split_pixel(raw[i], scale, hi, lo, p.in_channels == 1);
-                if (i * kStride < left) to[i * kStride] = hi, to[i * kStride + p.x_plane] = lo;
-            }
-        }
-        if constexpr (!NORMALIZE) {
-            largest = __reduce_max_sync(~0u, largest);
-            if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
-        }
-        fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
-        mbarrier_arrive(&shared.x_full);
-    }
-}
-
-// What four lanes subtract before they add up: the mean of their eight values, the first lane's a for those without a
-// pixel. Were it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
-__device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
-    const float first = __shfl_sync(~0u, a, threadIdx.x & 28);
-    const float two = valid ? a + b : 2 * first;
-    const float four = two + __shfl_xor_sync(~0u, two, 1);
-    return 0.125f * (four + __shfl_xor_sync(~0u, four, 2));
-}
-
-// A warp's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
-template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void convolve_again(
-    const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
-    const T* const image = static_cast<const T*>(p.x) + int64_t(sample) * p.in_channels * (p.height * p.width);
-    all.sum = all.square = 0;
-#pragma unroll 1
-    for (int task = first_task; task < band.tasks; task += kConsumers) {
-        const int row = task % band.rows, column = task / band.rows * kTile;
-#pragma unroll 1
-        for (int i = 0; i < kTile / 4; ++i) {
-            const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
-            const bool valid = c < p.out_channels && here < p.columns;
-            float h = 0;
-#pragma unroll 1
-            for (int k = 0; k < p.in_channels * 9 && valid; ++k) {
-                const T* const x = image + (k / 9 * p.height + band.first_row + row) * p.width + here;
-                h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
-            }
-            float value = valid ? h + bias_at(p, c) : 0.0f;
-            if (NORMALIZE) value = activation(value * p.scale[valid ? c : 0] * kActivationFactor);
-            if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
-            if (!valid) continue;
-            v[row * p.columns + column + at] = value;
-            const float difference = value - all.anchor;
-            all.sum += difference, all.square = fmaf(difference, difference, all.square);
-        }
-    }
-}
-
-// The channel in a row of A, of a warp's eight: in this order a half-warp's float2 stores to v have no bank conflicts.
-__device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
-
-// A thread's A fragments: weights of channel c and two input channels. Of a step's registers x and y are hi and lo of
-// its first tap, z and w of its second.
-__device__ __forceinline__ void load_weights(const ConvArguments& p, float scale, int c, uint4 (&a)[kSteps]) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        uint32_t words[4];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int tap = min(2 * step + half, 8), in = threadIdx.x % 4 * 2;  // tap 8 twice: for x's hi and lo
-            const auto weight = [&](int in) {
-                const float w = weight_at(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
-                return p.in_channels == 1 && in == 2 ? rest_of(w) : w;
-            };
-            split(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
-        }
-        a[step] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-}
-
-// Four warpgroups take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue
-// wgmma: one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task,
-// of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, the producers when its last wgmma of the sample is done, then `post`, or `write`.
-template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void convolve(
-    const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
-    more_registers<kConsumerRegisters>();
-    const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
-    constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo: 0.90 of the time
-    uint4 a[kSteps];
-    const float weight_scale = shared.scales.weight[c];
-    load_weights(p, weight_scale, c, a);
-    const int own_channel = min(c, p.out_channels - 1);
-    const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
-    const float offset = factor * bias_at(p, own_channel);
-    const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
-    const float slope = factor / (shared.scales.input * weight_scale);
-    const bool all_exist = __all_sync(~0u, c < p.out_channels);
-    const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
-    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform; else 1.01 of the time
-    const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
-    if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
-    int first_task = warpgroup;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
-        Deviations all = {};
-        int count = 0, task = first_task, row = first_task, column = 0;  // of the task's first pixel
-        mbarrier_wait(&shared.x_full, at.x_parity);
-        for (; task < band.tasks; task += kConsumers, row += kConsumers) {
-            for (; row >= band.rows; row -= band.rows) column += kTile;
-            const uint32_t x_at = x_begin + row * p.width + column;
-            float d[kTile / 2];
-            const bool first = task == first_task, last = task + kConsumers >= band.tasks;
-            barrier_sync(own_turn, 256);
-            wgmma_fence();
-#pragma unroll
-            for (int k = kFirst; k < kProducts; ++k) {
-                wgmma(d, a[k % kSteps], pixel_descriptor(p, k, x_at), k > kFirst);
-            }
-            wgmma_commit();
-            barrier_arrive(next_turn, 256);
-            wgmma_wait<0>();  // .aligned, so here: later warps diverge on all_exist
-#pragma unroll
-            for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (last) mbarrier_arrive(&shared.x_empty);
-            float sum = 0, square = 0;
-            const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
-                float* const to = v + row * p.columns + column;
-                const auto valid = [&](int j) {
-                    return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
-                };
-#pragma unroll
-                for (int j = 0; j < kTile / 8; ++j) {
-                    float* const pair = d + 4 * j;
-                    pair[0] = activate(fmaf(pair[0] + pair[2], slope, offset));
-                    pair[1] = activate(fmaf(pair[1] + pair[3], slope, offset));
-                    if (first && j == 0) all.anchor = anchor_of(pair[0], pair[1], valid(0));
-                    const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f;
-                    const float d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
-                    sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
-                }
-                if (first) mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
-#pragma unroll
-                for (int j = 0; j < kTile / 8; ++j) {
-                    if (valid(j)) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
-                }
-            };
-            if (all_exist && column + kTile - 8 <= p.columns) finish(std::true_type{});
-            else finish(std::false_type{});
-            all.sum += sum, all.square += square;
-            count += min(kTile, p.columns - column);
-        }
-        if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
-            mbarrier_arrive(&shared.x_empty);
-            mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
-        }
-        // NaN where x * scales.input exceeds fp16's range, and where x, a parameter or scales.input is not finite.
-        if (__any_sync(~0u, !(all.square < INFINITY))) {
-            convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
-            if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
-        }
-        first_task = task - band.tasks;
-        all.sum = sum_of_lanes(all.sum, 4);
-        all.square = sum_of_lanes(all.square, 4);
-        if (t == 0) {
-            const float difference = all.sum / count;
-            shared.made[at.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
-        }
-        if (threadIdx.x % 128 == 0) shared.counts[at.place][warpgroup] = count;
-        mbarrier_arrive(&shared.v_full[at.place]);
-    }
-}
-
-// One warp, lane c for channel c: adds the band's sums of u = (v - kLowest) / (kHighest - kLowest), and of u^2, to
-// the totals in global memory. Waits for v_full; when it has read `made`, it arrives at norm_full, as `gather` does.
-__device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
-    const int c = threadIdx.x % 32;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        double2 own = {};  // the sums of the band's u and u^2
-        mbarrier_wait(&shared.v_full[at.place], at.parity);
-        for (int k = 0; k < kConsumers; ++k) {
-            const Moments some = shared.made[at.place][k][c];
-            const int count = shared.counts[at.place][k];
-            if (count == 0 || c >= p.out_channels) continue;
-            const double mean = double(some.mean) - kLowest;
-            own = {own.x + count * mean, own.y + (count * mean * mean + some.square)};
-        }
-        mbarrier_arrive(&shared.norm_full[at.place]);  // `made` is read, and by this arrival the writers see v
-        double2 all = own;
-        for (int i = 1; i < p.group_channels; ++i) {
-            all = {all.x + __shfl_down_sync(~0u, own.x, i), all.y + __shfl_down_sync(~0u, own.y, i)};
-        }
-        if (c < p.out_channels && c % p.group_channels == 0) {
-            const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kLine, all.x / kRange, p.to_fixed);
-            add_to_total(p.totals + group * kLine + 1, all.y / (kRange * kRange), p.to_fixed);
-        }
-    }
-}
-
-// One warp, a lane a channel: the channel's norm from its group's totals. Waits until these have all bands' sums; wakes
-// the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is constant, as eager is in 16
-// bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
-__device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
-    const int c = min(threadIdx.x % 32, p.out_channels - 1);  // the last channel's: several lanes, the same values
-    const float gamma = p.gamma[c], beta = p.beta[c];
-    const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
-        const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
-        const double u = sum_of_total(of_v) * share, mean = kLowest + u * kRange;  // u: the mean of `post`'s u
-        const double variance = (sum_of_total(of_square) * share - u * u) * (kRange * kRange);
-        const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
-        const float rounded = float(mean), factor = gamma / sqrtf(float(spread)), middle = centred ? rounded : 0.0f;
-        const float offset = isfinite(factor) ? float(beta - (mean - middle) * factor) : NAN;  // as ATen
-        shared.norm[at.place][c] = {middle, factor, offset};
-        mbarrier_arrive(&shared.norm_full[at.place]);
-        // Where no writer waits: in double, rounded once, as all of a group's gradients have its error in common.
-        if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
-    }
-}
-
-// Six warps take the channels round-robin, across all samples, so that all have the same load. A lane stores four
-// adjacent values at once. Waits for norm_full, or for v_full where h is written; wakes the consumers (v_empty).
-template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void write(
-    const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    using Out = std::conditional_t<NORMALIZE, T, float>;
-    constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
-    const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
-    int c = writer;
-    for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
-        mbarrier_wait(&(NORMALIZE ? shared.norm_full : shared.v_full)[at.place], at.parity);
-#pragma unroll 1
-        for (; c < p.out_channels; c += kWriters) {
-            const Norm n = NORMALIZE ? shared.norm[at.place][c] : Norm{0, 1, 0};
-            const float* const v = held + (at.place * p.out_channels + c) * p.plane;
-            const int64_t channel = int64_t(at.sample) * p.out_channels + c;
-            Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
-#pragma unroll 1
-            for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
-                float4 four[kBatch];
-#pragma unroll
-                for (int k = 0; k < kBatch; ++k) {  // behind the end: the last one again
-                    four[k] = reinterpret_cast<const float4*>(v)[min(begin + 32 * k, fours - 1)];
-                }
-#pragma unroll
-                for (int k = 0; k < kBatch; ++k) {
-                    auto of = [&](float v) { return fmaf(sizeof(T) == 2 ? v - n.middle : v, n.factor, n.offset); };
-                    const float4 f = four[k];
-                    store_four(to + 4 * min(begin + 32 * k, fours - 1), of(f.x), of(f.y), of(f.z), of(f.w));
-                }
-            }
-        }
-        mbarrier_arrive(&shared.v_empty[at.place]);
-    }
-}
-
-template <typename T, bool BENCHMARK, bool NORMALIZE>
-__global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __grid_constant__ ConvArguments given) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    ConvArguments p = given;
-    if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
-    extern __shared__ __align__(128) unsigned char x[];
-    __shared__ ConvShared shared;
-    if (threadIdx.x == 0) {
-        mbarrier_init(&shared.x_full, 128 * kProducers);
-        mbarrier_init(&shared.x_empty, 128 * kConsumers);
-        for (int i = 0; i < kPlaces; ++i) {
-            mbarrier_init(&shared.v_full[i], 128 * kConsumers);
-            mbarrier_init(&shared.norm_full[i], 64);
-            mbarrier_init(&shared.v_empty[i], 32 * kWriters);
-        }
-        fence_mbarrier_init();
-    }
-    prepare_scales<NORMALIZE>(p, shared.scales);
-    const int first_row = blockIdx.x * p.band_rows, left = p.rows - first_row;
-    const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
-    const Band band = {first_row, rows, (p.columns + kTile - 1) / kTile * rows};
-    float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
-    const int other = warp - 4 * (kConsumers + kProducers);
-    if (warp < 4 * kConsumers) {
-        convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
-    } else if (other < 0) {
-        bring<T, NORMALIZE>(p, shared, band, x);
-    } else {
-        fewer_registers<kOtherRegisters>();
-        if (other < kWriters) write<T, NORMALIZE>(p, shared, band, held, other);
-        else if (NORMALIZE && other == kWriters) post(p, shared);
-        else if (NORMALIZE) gather(p, shared, sizeof(T) == 2);
-    }
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
-// of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
+// The convolution. In shared memory x is (channel, row, column), of `lines` rows of `pitch` floats.
 
-// Sets p's bands: the most rows, by twos, that fit in shared memory and give at least `sms` bands. Returns the bytes.
-static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
-    const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
-        p.band_rows = std::min(rows, p.rows);
-        p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
-        p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        p.x_plane = (p.band_rows + 2) * p.width;
-        // A task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
-        return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
+template <int K> __host__ __device__ __forceinline__ int lines_of(const Arguments& p) { return p.tile_rows + K - 1; }
+__host__ __device__ __forceinline__ int pitch_of(const Arguments& p) { return p.tile_columns + 4; }
+
+// By a block: `channels` channels of the tile's part of x to shared memory, widened to float; zeros outside the image.
+// A thread copies packs of PACK neighbouring columns, always the same columns, and so many rows apart as the block has.
+template <typename T, int PACK, int K>
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, const T* x, int channels, float* to) {
+    const int lines = lines_of<K>(p), pitch = pitch_of(p), plane = p.height * p.width;
+    const auto copy = [&](int packs, int first_column, int thread, int threads) {
+        const int column = first_column + thread % packs * PACK, step = threads / packs;
+        const bool inside = tile.column + column < p.width;
+        const auto next = [&](int& channel, int& row) {
+            row += step;
+            while (row >= lines) {
+                row -= lines;
+                ++channel;
+            }
+        };
+        int channel = 0, row = thread / packs - step;
+        next(channel, row);
+        while (channel < channels) {
+            Pack<T, PACK> held[kBatch];
+            int to_channel = channel, to_row = row;
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+                held[k] = {};
+                if (inside && channel < channels && tile.row + row < p.height) {
+                    const T* const from = x + int64_t(channel) * plane + int64_t(tile.row + row) * p.width;
+                    held[k] = *reinterpret_cast<const Pack<T, PACK>*>(from + tile.column + column);
+                }
+                next(channel, row);
+            }
+#pragma unroll
+            for (int k = 0; k < kBatch; ++k) {
+                if (to_channel >= channels) break;
+                float* const at = to + (to_channel * lines + to_row) * pitch + column;
+#pragma unroll
+                for (int i = 0; i < PACK; ++i) at[i] = to_float(held[k].values[i]);
+                next(to_channel, to_row);
+            }
+        }
     };
-    int rows = 2;
-    while (rows < p.rows && plan(rows + 2) <= shared_bytes && int64_t(p.bands) * p.samples >= sms) rows += 2;
-    const int64_t bytes = plan(rows);
-    p.teams = std::min(sms / p.bands, p.samples);
-    // A total has room for twice its largest sum.
-    p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(double(p.group_channels) * p.rows * p.columns));
-    p.from_fixed = 1 / p.to_fixed;
-    return bytes;
+    copy(p.tile_columns / PACK, 0, threadIdx.x, kThreads);
+    if (K == 3) copy(2 / PACK, p.tile_columns, threadIdx.x, kThreads);  // two columns that taps reach beyond the tile
+}
+template <typename T, int K>
+__device__ __forceinline__ void load_x(const Arguments& p, const Tile& tile, int first, float* to) {
+    const int channels = min(p.stage, p.in_channels - first);
+    const T* const x = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * p.height * p.width;
+    if (p.width % 2 == 0) copy_x<T, 2, K>(p, tile, x, channels, to);
+    else copy_x<T, 1, K>(p, tile, x, channels, to);
 }
 
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * kLine * 8; }
-
-// pointers: x, out, 16-byte aligned; conv_weight, conv_bias, bias, scale, gamma, beta, float32; statistics; workspace.
-static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
-    const auto size = [&](int i) { return int(sizes[i]); };
-    const auto floats = [&](int i) { return static_cast<const float*>(pointers[i]); };
-    auto* const largest = static_cast<uint32_t*>(pointers[9]);
-    const Plan plan = {size(1), size(2), size(3), size(4), size(5), size(2) - 2, size(3) - 2, size(4) / size(5)};
-    return {plan, size(0), pointers[0], pointers[1], floats(2), floats(3), floats(4), floats(5), floats(6), floats(7),
-        static_cast<Statistics*>(pointers[8]), static_cast<unsigned long long*>(pointers[9]), largest,
-        largest + sizes[0], float(eps)};
+// By a block: the tile's parameters, and the weights of input channels from `first` on as (in, tap, out).
+template <typename T, int K>
+__device__ __forceinline__ void load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
+    const int outs = p.quads * kQuad, taps = min(p.stage, p.in_channels - first) * K * K;
+    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
+    for (int i = threadIdx.x; i < taps * outs; i += kThreads) {
+        const int o = channel + i % outs;
+        const int64_t row = (int64_t(o) * p.in_channels + first) * K * K;
+        to[i] = o < p.out_channels ? at(p.weight, row + i / outs) : 0.0f;
+    }
+    const int i = threadIdx.x, o = channel + i;
+    if (i >= outs || o >= p.out_channels) return;
+    shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
 }
-template <typename F> static int by_type(int64_t type, F launch) {
-    return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
-}
 
-// The forward or, with NORMALIZE false, h + bias. Returns a cudaError_t.
-template <typename T, bool NORMALIZE>
-static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
-    const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
-    const Plan known = benchmark_plan();
-    const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof known) == 0;
-    auto* const kernel =
-        benchmark ? convolve_and_normalize<T, NORMALIZE, NORMALIZE> : convolve_and_normalize<T, false, NORMALIZE>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error == cudaSuccess) error = cudaMemsetAsync(p.totals, 0, conv_totals_bytes(sizes), stream);
-    if (error != cudaSuccess) return error;
-    void* arguments[] = {&p};  // cooperative: all blocks run at once, as they wait for each other
-    return cudaLaunchCooperativeKernel(kernel, dim3(p.bands, p.teams), dim3(kThreads), arguments, bytes, stream);
+// By a thread: adds the products of `channels` input channels. x points to its first pixel, weights to its quad.
+template <int K>
+__device__ __forceinline__ void accumulate(
+    const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kQuad][kPixels]) {
+    constexpr int kColumns = K == 3 ? 4 : 2;  // of x, that a pair of columns needs
+    const int pitch = pitch_of(p), half = p.tile_columns / 2, outs = p.quads * kQuad;
+#pragma unroll 1
+    for (int c = 0; c < channels; ++c) {
+        float w[K * K][kQuad];
+#pragma unroll
+        for (int tap = 0; tap < K * K; ++tap) {
+            const float4 four = *reinterpret_cast<const float4*>(weights + tap * outs);
+            w[tap][0] = four.x;
+            w[tap][1] = four.y;
+            w[tap][2] = four.z;
+            w[tap][3] = four.w;
+        }
+#pragma unroll
+        for (int line = 0; line < kRows + K - 1; ++line) {  // a line of x has a share in up to K rows
+            float in[2][kColumns];
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                const int pair = i / (kColumns / 2), column = i % (kColumns / 2) * 2;
+                const float2 two = *reinterpret_cast<const float2*>(x + line * pitch + pair * half + column);
+                in[pair][column] = two.x;
+                in[pair][column + 1] = two.y;
+            }
+#pragma unroll
+            for (int tap = 0; tap < K * K; ++tap) {
+                const int row = line - tap / K;
+                if (row < 0 || row >= kRows) continue;
+#pragma unroll
+                for (int i = 0; i < 4 * kQuad; ++i) {
+                    const int o = i / 4, pixel = row * 4 + i % 4;
+                    sum[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % K], sum[o][pixel]);
+                }
+            }
+        }
+        x += lines_of<K>(p) * pitch;
+        weights += K * K * outs;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// What follows ATen's convolution, made without its bias, if `_fits` says no. A chunk is kChunk packs of a channel, or
-// fewer; up to 16 blocks share a group's. The first launch sums v and v^2 of a block's chunks, the second writes out.
+// Sums: of a thread's pixels in float, of a warp's by shuffles, from there on in double. The order of the additions is
+// always the same, so results are the same bits each time.
 
-constexpr int kGroupThreads = 512, kShares = 16, kPacks = 4, kChunk = kPacks * kGroupThreads;
-static_assert(kShares * sizeof(double2) <= kLine * 8, "a group's sums lie where its totals would");
+// Each lane has eight values. Lane l returns the sum of value l / 4 over the warp: in three steps a lane gives
+// half of its values away, so that nine shuffles suffice.
+__device__ __forceinline__ float sum_of_warp(float (&values)[2 * kQuad]) {
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        const int half = kQuad >> step, distance = 4 * half;
+        const bool upper = threadIdx.x & distance;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float given = upper ? values[i] : values[i + half];
+            values[i] = (upper ? values[i + half] : values[i]) + __shfl_xor_sync(~0u, given, distance);
+        }
+    }
+    const float two = values[0] + __shfl_xor_sync(~0u, values[0], 2);
+    return two + __shfl_xor_sync(~0u, two, 1);
+}
 
-// The sum over the block, in all threads. Needs a __syncthreads() before the next call, which overwrites of_warps.
-__device__ __forceinline__ double2 sum_of_block(double2 own) {
-    __shared__ double2 of_warps[kGroupThreads / 32];
-    const double2 of_warp = {sum_of_lanes(own.x, 32), sum_of_lanes(own.y, 32)};
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = of_warp;
-    __syncthreads();
+// By a warp, of a channel c for each lane: the sums of the block's warps, that is of v and v^2.
+__device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
+    const int warps = kWarps / p.quads, first = c / kQuad * warps;  // that have the quad
     double2 all = {};
-    for (const double2& one : of_warps) all = {all.x + one.x, all.y + one.y};
+    for (int warp = first; warp < first + warps; ++warp) {
+        const double n = shared.counts[warp], anchor = shared.anchors[warp][c % kQuad];
+        const double sum = shared.sums[warp][c % kQuad], square = shared.sums[warp][kQuad + c % kQuad];
+        if (n == 0) continue;
+        all.x += sum + n * anchor;
+        all.y += square + anchor * (2 * sum + n * anchor);
+    }
     return all;
 }
 
-template <typename T, int PACK, bool WRITE>
-__global__ void __launch_bounds__(kGroupThreads, 2) activate_groups(const __grid_constant__ ConvArguments p) {
-    struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };
-    const int64_t packs = int64_t(p.height) * p.width / PACK, plane = int64_t(blockIdx.x) * p.group_channels;
-    const int first = int(plane % p.out_channels), chunks = int((packs + kChunk - 1) / kChunk);
-    double2* const sums = reinterpret_cast<double2*>(p.totals) + int64_t(blockIdx.x) * kShares;
-    double2 own = {}, all = {};  // sums of v and v^2
-    for (int i = 0; i < gridDim.y && WRITE; ++i) all = {all.x + sums[i].x, all.y + sums[i].y};
-    const double n = double(p.group_channels) * packs * PACK, mean = all.x / n, variance = all.y / n - mean * mean;
-    const float mean_float = float(mean), rstd = float(rsqrt((variance < 0 ? 0.0 : variance) + p.eps));
-    for (int task = blockIdx.y; task < p.group_channels * chunks; task += gridDim.y) {
-        const int c = task / chunks;
-        const int64_t begin = task % chunks * int64_t(kChunk) + threadIdx.x;
-        const Pack* const from = static_cast<const Pack*>(p.x) + (plane + c) * packs;
-        Pack* const to = static_cast<Pack*>(p.out) + (plane + c) * packs;
-        Pack held[kPacks];  // all loaded before one is stored: for the compiler, out may overlap x
-        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) held[k] = from[i];
-        const float bias = bias_at(p, first + c), scale = p.scale[first + c];
-        const float factor = p.gamma[first + c] * rstd, rest = float(mean - mean_float);
-        const float offset = isfinite(factor) ? p.beta[first + c] - rest * factor : NAN;  // NaN as in ATen
-        for (int64_t i = begin, k = 0; i < packs && k < kPacks; i += kGroupThreads, ++k) {
-            for (T& value : held[k].values) {
-                const float v = activation((to_float(value) + bias) * scale * kActivationFactor);
-                if (WRITE) value = from_float<T>(fmaf(v - mean_float, factor, offset));
-                else own = {own.x + v, fma(double(v), double(v), own.y)};
-            }
-            if (WRITE) to[i] = held[k];
-        }
-    }
-    if (WRITE) return;
-    all = sum_of_block(own);
-    if (threadIdx.x == 0) sums[blockIdx.y] = all;
+__device__ __forceinline__ double2* partials_of(const Arguments& p, int sample, int group, int part) {
+    return p.partials + ((int64_t(sample) * p.groups + group) * p.parts + part) * p.pixel_tiles;
+}
+// Shares in the gradients of a channel: `which` is 0 dbeta, 1 dgamma, 2 dbias, 3 dscale.
+__device__ __forceinline__ float& channel_sum(const Arguments& p, const Tile& tile, int which, int c) {
+    const int64_t row = int64_t(tile.sample) * p.pixel_tiles + tile.pixel_tile;
+    return p.channel_sums[(row * 4 + which) * p.out_channels + tile.channel + c];
 }
 
-template <typename T, int PACK = 16 / sizeof(T)>
-static int launch_tail(const ConvArguments& p, int64_t sms, cudaStream_t stream) {
-    if (int64_t(p.height) * p.width % PACK != 0) return launch_tail<T, (PACK > 4 ? 4 : 1)>(p, sms, stream);
-    const unsigned groups = unsigned(p.samples) * p.groups, shares = std::clamp<int64_t>(2 * sms / groups, 1, kShares);
-    activate_groups<T, PACK, false><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
-    activate_groups<T, PACK, true><<<dim3(groups, shares), kGroupThreads, 0, stream>>>(p);
-    return cudaGetLastError();
+// By the first warp: the tile's sums to global memory, and 1 to the sample's counter.
+template <bool BACKWARD>
+__device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
+    const int outs = p.quads * kQuad, end = min(outs, p.out_channels - tile.channel);
+    if (lane < end) {
+        double2 all = sums_of_channel(p, shared, lane);
+        if (BACKWARD) {
+            const int64_t group = int64_t(tile.sample) * p.groups + (tile.channel + lane) / p.group_channels;
+            const Statistics of = p.statistics[group];
+            const double gamma = shared.parameters[lane].z;
+            all.y = (all.y - of.rest * all.x) * of.rstd;  // of g times the normalised v
+            channel_sum(p, tile, 0, lane) = float(all.x);
+            channel_sum(p, tile, 1, lane) = float(all.y);
+            all = {gamma * all.x, gamma * all.y};
+        }
+        shared.channels[lane] = all;
+    }
+    __syncwarp();
+    const int group = tile.channel / p.group_channels + lane, first = group * p.group_channels;
+    if (first < tile.channel + end) {
+        double2 all = {};
+        for (int c = max(first - tile.channel, 0); c < min(first + p.group_channels - tile.channel, end); ++c) {
+            all = {all.x + shared.channels[c].x, all.y + shared.channels[c].y};
+        }
+        partials_of(p, tile.sample, group, tile.channel / outs - first / outs)[tile.pixel_tile] = all;
+    }
+    if (p.mode != kWait) return;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) atomicAdd(p.done + int64_t(tile.sample) * kLine, 1u);
 }
-// The whole forward or, if `fits` is false, what follows the convolution: then x is h, of this height and width.
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream) {
-    const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) {
-        using T = decltype(type);
-        return fits ? launch_forward<T, true>(p, sizes, stream) : launch_tail<T>(p, sizes[6], stream);
-    });
+
+// By one thread, before __syncthreads: until all tiles of the sample are published.
+__device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
+    const volatile unsigned* const done = p.done + int64_t(sample) * kLine;
+    while (*done < unsigned(p.tiles)) __nanosleep(20);
+    __threadfence();
+}
+
+// By a block: the totals of the tile's groups, a warp for each, and from them what finish needs of each channel.
+template <bool BACKWARD>
+__device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
+    const int lane = threadIdx.x % 32, outs = p.quads * kQuad, end = min(tile.channel + outs, p.out_channels);
+    for (int group = tile.channel / p.group_channels + threadIdx.x / 32; true; group += kWarps) {
+        const int first = group * p.group_channels, last = first + p.group_channels - 1;
+        if (first >= end) return;
+        const double2* const partials = partials_of(p, tile.sample, group, 0);
+        double2 all = {};
+        for (int i = lane; i < (last / outs - first / outs + 1) * p.pixel_tiles; i += 32) {
+            const double2 one = __ldcg(partials + i);
+            all = {all.x + one.x, all.y + one.y};
+        }
+        for (int distance = 16; distance > 0; distance /= 2) {
+            all.x += __shfl_xor_sync(~0u, all.x, distance);
+            all.y += __shfl_xor_sync(~0u, all.y, distance);
+        }
+        Statistics& statistics = p.statistics[int64_t(tile.sample) * p.groups + group];
+        const double mean = all.x * p.share;
+        Statistics of;
+        if (BACKWARD) {
+            of = statistics;
+        } else {
+            const double variance = all.y * p.share - mean * mean;
+            of.mean = float(mean);
+            of.rest = float(mean - of.mean);
+            of.rstd = rsqrtf(float(variance < 0 ? 0 : variance) + p.eps);
+            if (lane == 0 && tile.pixel_tile == 0) statistics = of;  // by all tiles of the group's channels: the same
+        }
+        for (int c = max(first, tile.channel) + lane; c <= min(last, end - 1); c += 32) {
+            const float4 parameters = shared.parameters[c - tile.channel];
+            Norm& norm = shared.norm[c - tile.channel];
+            if (BACKWARD) {
+                const double pull = all.y * p.share * of.rstd;
+                norm = {of.mean, parameters.z, float(mean - of.rest * pull), float(pull), of.rstd};
+            } else {
+                const float factor = parameters.z * of.rstd;
+                norm = {of.mean, factor, isfinite(factor) ? parameters.w - of.rest * factor : NAN};  // NaN as in ATen
+            }
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The backward, for images of up to 256 columns; from here on h includes `bias`:
-//   1. convolve_and_normalize<T, false, false> makes h again, in a workspace, and finds the largest |x| of each sample;
-//   2. measure_groups reads h and grad, and makes of each group the means in the norm's gradient, and of each channel
-//      gamma's and beta's gradients and the power of two that keeps dh, h's gradient, within fp16;
-//   3. differentiate_rows reads h and grad again: dh goes through shared memory into x's gradient, and into partial
-//      sums of the parameters' gradients, which ATen adds up.
-// A block of differentiate_rows walks down a band of rows of a sample:
-//
-//   who, and what it does                                             waits for             wakes
-//   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
-//   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
-//
-// Operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products at a
-// time are summed from zero, then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
-// Last, differentiate_plainly makes x's and the weights' gradients again of samples marked `plain` by `convolve`.
-//
-// Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
-// columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
-// a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
+// The kernel, and what differs between its directions. h[o][i] is of the thread's quad's channel o and pixel i.
 
-constexpr int kTaps = 9, kWarps = 8;   // of each role
-constexpr int kMostColumns = 32 * kWarps;
-constexpr int kRowsThreads = 64 * kWarps;
-constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
-constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
-constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;              // rows of x in shared memory
-constexpr double kDhFactor = 1 + 0x1p-24;  // of dh: without it x's gradient was too small, on average by as much
-static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
-
-// Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
-// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its share of these gradients.
-struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, pull, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
-    __device__ __forceinline__ float q(float h, float grad) const {
-        const float t = h * factor;
-        return fmaf(gamma, grad, -fmaf(activation(t) - mean, pull, grad_mean)) * activation_gradient(t);
-    }
-    __device__ __forceinline__ float dh(float h, float grad) const { return q(h, grad) * rstd * scale; }
-};
-
-template <typename T> struct BackwardArguments : ConvArguments {
-    const T* grad;
-    const float* h;
-    T* grad_x;          // null: not wanted
-    Channel* channels;  // (samples, out_channels)
-    // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), biases, scale, gamma, beta.
-    float* sums;
-    int weights, sum_width;
-    __device__ __forceinline__ int64_t x_at(int sample, int in, int row, int column) const {  // a sample has < 2^31
-        const int image = height * width;
-        return int64_t(sample) * in_channels * image + (in * image + row * width + column);
-    }
-};
-
-// A block has rows [first_row, last_row) of a sample's x. Their gradient needs dh from `begin`, up to two rows above.
-struct Piece { int sample, first_row, last_row, begin; };
-
-template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
-// h and grad of a warp of `make`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
-template <typename T> struct alignas(16) Fetched {
-    float2 h[4][kMostColumns / 2];
-    Pair<T> grad[4][kMostColumns / 2];
-};
-
-struct alignas(16) GradientTile {
-    uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
-    uint4 dh[2][4][2 * kPlane];      // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
-    uint4 weights[2][kTaps][32];     // of 16 output channels, tap, lane: as x's gradient needs them
-    Channel channels[kMostOut];
-    Scales scales;
-    float x_scale, grad_x_scale;
-    uint64_t full[2], empty[2];      // rows of dh, and the rows of x that they are multiplied by
-};
-
-template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
-    if constexpr (TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
-    }
-}
-// d += a * b of 16 rows by 16 of K by 8 columns.
-__device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-        " {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+// By a warp: its sums, to where sums_of_channel finds them.
+__device__ __forceinline__ void keep_sums(
+    float (&sums)[2 * kQuad], const float (&anchors)[kQuad], int count, Shared& shared, int warp) {
+    const float sum = sum_of_warp(sums);
+    if (threadIdx.x % 4 == 0) shared.sums[warp][threadIdx.x % 32 / 4] = sum;
+    if (threadIdx.x % 32 != 0) return;
+    for (int o = 0; o < kQuad; ++o) shared.anchors[warp][o] = anchors[o];
+    shared.counts[warp] = count;
 }
 
-// A block for each group of a sample.
-template <typename T>
-__global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
-    __shared__ double2 sums[kMostOut];         // of grad, and of grad * (v - mean) * rstd
-    __shared__ uint32_t largest[2][kMostOut];  // |grad| and |dv/dz|, as bits
-    if (threadIdx.x < kMostOut) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
-    const Statistics group = p.statistics[blockIdx.x];
-    const int64_t pixels = p.rows * p.columns, first = int64_t(blockIdx.x) * p.group_channels;
-    const int first_channel = int(first % p.out_channels);
-    for (int c = 0; c < p.group_channels; ++c) {
-        const float factor = kActivationFactor * p.scale[first_channel + c];
-        const float* const h = p.h + (first + c) * pixels;
-        const T* const grad = p.grad + (first + c) * pixels;
-        double2 own = {};
-        float own_grad = 0, own_slope = 0;
-#pragma unroll 8
-        for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
-            const float t = h[i] * factor, of_grad = to_float(grad[i]);
-            own = {own.x + of_grad, own.y + of_grad * (activation(t) - group.mean)};
-            own_grad = fmaxf(own_grad, fabsf(of_grad));
-            own_slope = fmaxf(own_slope, fabsf(activation_gradient(t)));
+// Forward: sums of v - anchor, where anchor is a value of the same channel: if all are close to 1, their differences
+// keep their digits.
+__device__ __forceinline__ void sum_values(float (&v)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    const bool whole = __all_sync(~0u, pixels.valid == 0xffff);
+    float sums[2 * kQuad] = {}, anchors[kQuad];
+#pragma unroll
+    for (int o = 0; o < kQuad; ++o) {
+        const float anchor = __shfl_sync(~0u, v[o][0], 0);  // lane 0's first pixel: outside the image only if all are
+        anchors[o] = anchor;
+        if (!whole) {
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) v[o][i] = pixels.valid >> i & 1 ? v[o][i] : anchor;  // adds nothing
         }
-        const double2 all = sum_of_block(own);
-        atomicMax(&largest[0][c], __float_as_uint(own_grad));
-        atomicMax(&largest[1][c], __float_as_uint(own_slope));
-        // y: for the exact mean, mean + rest. NaN where grad is not finite, as in ATen.
-        if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            const float d = v[o][i] - anchor;
+            sums[o] += d;
+            sums[kQuad + o] = fmaf(d, d, sums[kQuad + o]);
+        }
+    }
+    int count = __popc(pixels.valid);
+    for (int distance = 16; distance > 0; distance /= 2) count += __shfl_xor_sync(~0u, count, distance);
+    keep_sums(sums, anchors, count, shared, warp);
+}
+template <typename T, int PACK>
+__device__ __forceinline__ void write_values(const Arguments& p, const Tile& tile, float (&v)[kQuad][kPixels],
+    const Pixels& pixels, const Norm* norm, int channels) {
+#pragma unroll
+    for (int o = 0; o < kQuad; ++o) {
+        if (o >= channels) break;
+        const Norm n = norm[o];
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
+        store_pixels<PACK>(static_cast<T*>(p.out) + pixels.first + int64_t(o) * p.rows * p.columns, pixels, v[o]);
+    }
+}
+
+// Backward, g is the gradient of out. First: sums of g and g (v - mean).
+template <typename T, int PACK>
+__device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& tile, const float (&h)[kQuad][kPixels],
+    const Pixels& pixels, Shared& shared, int warp, int quad, int channels) {
+    float sums[2 * kQuad] = {};
+#pragma unroll
+    for (int o = 0; o < kQuad; ++o) {
+        if (o >= channels) break;
+        float g[kPixels];
+        load_pixels<PACK>(static_cast<const T*>(p.grad) + pixels.first + int64_t(o) * p.rows * p.columns, pixels, g);
+        const int c = quad * kQuad + o, group = (tile.channel + c) / p.group_channels;
+        const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean;
+        const float scale = shared.parameters[c].y;
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            sums[o] += g[i];
+            sums[kQuad + o] = fmaf(g[i], activation(h[o][i] * scale) - mean, sums[kQuad + o]);
+        }
+    }
+    const float anchors[kQuad] = {};
+    keep_sums(sums, anchors, 1, shared, warp);
+}
+// Then dh = dz scale, where dz = dv dv/dz and z = h scale; and sums of dz / rstd and dz h / rstd.
+template <typename T, int PACK>
+__device__ __forceinline__ void write_gradients(const Arguments& p, const Tile& tile, const float (&h)[kQuad][kPixels],
+    const Pixels& pixels, Shared& shared, int warp, int quad, int channels) {
+    float sums[2 * kQuad] = {};
+#pragma unroll
+    for (int o = 0; o < kQuad; ++o) {
+        if (o >= channels) break;
+        const int64_t first = pixels.first + int64_t(o) * p.rows * p.columns;
+        float g[kPixels], dh[kPixels];
+        load_pixels<PACK>(static_cast<const T*>(p.grad) + first, pixels, g);
+        const Norm n = shared.norm[quad * kQuad + o];
+        const float scale = shared.parameters[quad * kQuad + o].y;
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            const float z = h[o][i] * scale;
+            const float dv = fmaf(n.factor, g[i], -fmaf(activation(z) - n.mean, n.pull, n.offset));
+            const float dz = pixels.valid >> i & 1 ? dv * activation_gradient(z) : 0.0f;
+            sums[o] += dz;
+            sums[kQuad + o] = fmaf(dz, h[o][i], sums[kQuad + o]);
+            dh[i] = dz * n.rstd * scale;
+        }
+        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels<PACK>(static_cast<T*>(p.out) + first, pixels, dh);
+        else if (p.dh_type == 1) store_pixels<PACK>(static_cast<__half*>(p.out) + first, pixels, dh);
+        else store_pixels<PACK>(static_cast<__nv_bfloat16*>(p.out) + first, pixels, dh);
+    }
+    const float anchors[kQuad] = {};
+    keep_sums(sums, anchors, 1, shared, warp);
+}
+// By the first warp, after __syncthreads.
+__device__ __forceinline__ void publish_gradients(
+    const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
+    if (lane >= min(p.quads * kQuad, p.out_channels - tile.channel)) return;
+    const double2 all = sums_of_channel(p, shared, lane);
+    const double rstd = shared.norm[lane].rstd, scale = shared.parameters[lane].y;
+    channel_sum(p, tile, 2, lane) = float(all.x * rstd * scale);
+    channel_sum(p, tile, 3, lane) = float(all.y * rstd);
+}
+
+template <int K> __host__ __device__ __forceinline__ int x_floats(const Arguments& p) {
+    return p.stage * lines_of<K>(p) * pitch_of(p);
+}
+
+template <typename T, int K, bool BACKWARD>
+__global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __grid_constant__ Arguments p) {
+    extern __shared__ float4 dynamic[];
+    __shared__ Shared shared;
+    float* const x = reinterpret_cast<float*>(dynamic);
+    float* const weights = x + x_floats<K>(p);
+    // The thread's place in each tile.
+    const int warp = threadIdx.x / 32, threads = kThreads / p.quads, across = p.tile_columns / 4;
+    const int quad = threadIdx.x / threads, place_row = threadIdx.x % threads / across * kRows;
+    const int place_column = threadIdx.x % across * 2;
+    const float* const own_x = x + place_row * pitch_of(p) + place_column;
+
+    const int items = p.samples * p.tiles;
+    const bool paired = p.columns % 2 == 0;
+    const bool one_load = p.channel_tiles == 1 && p.in_channels <= p.stage;  // of weights, for all tiles
+    if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
+    __syncthreads();
+    load_x<T, K>(p, shared.tiles[0], 0, x);
+    if (one_load) load_weights<T, K>(p, 0, 0, weights, shared);
+    int place = 0;  // in shared.tiles
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const Tile &tile = shared.tiles[place], &next = shared.tiles[1 - place];
+        place = 1 - place;
+        float h[kQuad][kPixels] = {};
+        for (int first = 0; first < p.in_channels; first += p.stage) {
+            if (!one_load) {
+                __syncthreads();
+                if (first > 0) load_x<T, K>(p, tile, first, x);
+                load_weights<T, K>(p, tile.channel, first, weights, shared);
+            }
+            __syncthreads();
+            accumulate<K>(p, own_x, weights + quad * kQuad, min(p.stage, p.in_channels - first), h);
+        }
+        if (threadIdx.x == 0) shared.tiles[place].set(p, item + gridDim.x);
+        const int row = tile.row + place_row, column = tile.column + place_column, half = p.tile_columns / 2;
+        const int first_channel = tile.channel + quad * kQuad, channels = p.out_channels - first_channel;
+        const int64_t plane = int64_t(tile.sample) * p.out_channels + first_channel;
+        Pixels pixels = {(plane * p.rows + row) * p.columns + column, 0, p.columns, half};
+        unsigned of_row = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_row |= unsigned(column + i / 2 * half + i % 2 < p.columns) << i;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) pixels.valid |= row + i < p.rows ? of_row << 4 * i : 0;
+#pragma unroll
+        for (int o = 0; o < kQuad; ++o) {
+            const float4 parameters = shared.parameters[quad * kQuad + o];
+#pragma unroll
+            for (int i = 0; i < kPixels; ++i) {
+                h[o][i] += parameters.x;
+                if (!BACKWARD) h[o][i] = activation(h[o][i] * parameters.y);
+            }
+        }
+        if (p.mode != kFinish) {
+            if (BACKWARD) {
+                if (paired) sum_gradients<T, 2>(p, tile, h, pixels, shared, warp, quad, channels);
+                else sum_gradients<T, 1>(p, tile, h, pixels, shared, warp, quad, channels);
+            } else sum_values(h, pixels, shared, warp);
+        }
         __syncthreads();
-    }
-    const int c = threadIdx.x, o = first_channel + c;
-    if (c >= p.group_channels) return;
-    double grad_mean = 0, pull = 0;
-    for (int i = 0; i < p.group_channels; ++i) {
-        grad_mean += sums[i].x * p.gamma[first_channel + i];
-        pull += sums[i].y * p.gamma[first_channel + i];
-    }
-    const double n = double(p.group_channels) * pixels;
-    pull *= group.rstd / n;
-    grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
-    const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
-    const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // 2^-111: so to_half is finite
-    p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
-        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale * kDhFactor)};
-}
-
-// All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
-template <typename T>
-__device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
-    constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
-    uint4* const words = reinterpret_cast<uint4*>(&tile);
-    for (int i = threadIdx.x; i < kWords; i += kRowsThreads) words[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
-    if (threadIdx.x < 2) mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
-    if (threadIdx.x < 2) mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
-    prepare_scales<false>(p, tile.scales);
-    for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
-        tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
-    }
-    __syncthreads();
-    float scale = 0x1p126f;
-    for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
-    scale = fmaxf(scale, 0x1p-126f);
-    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[piece.sample]));
-    if (threadIdx.x == 0) tile.grad_x_scale = scale;
-    for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
-        const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
-        const auto scaled = [&](int o) {
-            return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
-        };
-        uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
-        split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
-    }
-    __syncthreads();
-}
-
-// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
-// takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
-// `multiply` is done with row - 2 (empty); wakes it (full).
-template <typename T>
-__device__ __forceinline__ void make(
-    const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
-    fewer_registers<kMakerRegisters>();
-    const int first = threadIdx.x / 32 % kWarps * 4, lane = threadIdx.x % 32, plane = p.rows * p.columns;
-    const int channels = min(p.out_channels - first, 4), end = min(piece.last_row, p.rows);
-    const int64_t begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
-    const auto fetch = [&](int row, int pair) {
-        for (int k = 0; k < 4 && row < end; ++k) {
-            if (k >= channels || 2 * pair >= p.columns) continue;
-            const int64_t at = begin + (k * plane + row * p.columns + 2 * pair);
-            __pipeline_memcpy_async(&fetched.h[k][pair], p.h + at, sizeof(float2));
-            __pipeline_memcpy_async(&fetched.grad[k][pair], p.grad + at, sizeof(Pair<T>));
+        if (p.mode != kFinish && warp == 0) publish<BACKWARD>(p, tile, shared, threadIdx.x);
+        if (item + gridDim.x < items) load_x<T, K>(p, next, 0, x);  // while the other blocks publish
+        if (p.mode == kSums) continue;
+        if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
+        __syncthreads();
+        gather<BACKWARD>(p, tile, shared);
+        __syncthreads();
+        if (BACKWARD) {
+            if (paired) write_gradients<T, 2>(p, tile, h, pixels, shared, warp, quad, channels);
+            else write_gradients<T, 1>(p, tile, h, pixels, shared, warp, quad, channels);
+            __syncthreads();
+            if (warp == 0) publish_gradients(p, tile, shared, threadIdx.x);
+        } else {
+            if (paired) write_values<T, 2>(p, tile, h, pixels, shared.norm + quad * kQuad, channels);
+            else write_values<T, 1>(p, tile, h, pixels, shared.norm + quad * kQuad, channels);
         }
-        __pipeline_commit();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups, kernel size, types of x and of dh.
+
+static Arguments plan(const int64_t* sizes) {
+    Arguments p = {};
+    int* const given[] = {&p.samples, &p.in_channels, &p.height, &p.width, &p.out_channels, &p.groups};
+    for (int i = 0; i < 6; ++i) *given[i] = int(sizes[i]);
+    p.dh_type = int(sizes[8]);
+    p.group_channels = p.out_channels / p.groups;
+    p.rows = p.height - int(sizes[6]) + 1;
+    p.columns = p.width - int(sizes[6]) + 1;
+    p.share = 1.0 / (double(p.group_channels) * p.rows * p.columns);
+    p.quads = p.out_channels <= 2 * kQuad ? 2 : p.out_channels <= 4 * kQuad ? 4 : kMostQuads;
+    const int outs = p.quads * kQuad;
+    p.channel_tiles = (p.out_channels + outs - 1) / outs;
+    p.parts = outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * outs - 2) / outs;
+    for (int columns = 256; columns >= 32; columns /= 2) {  // the tile's form that needs the fewest tiles
+        const int rows = kThreads * kPixels / p.quads / columns, across = (p.columns + columns - 1) / columns;
+        const int tiles = (p.rows + rows - 1) / rows * across;
+        if (rows < kRows || (p.pixel_tiles > 0 && tiles >= p.pixel_tiles)) continue;
+        p.tile_rows = rows;
+        p.tile_columns = columns;
+        p.column_tiles = across;
+        p.pixel_tiles = tiles;
+    }
+    p.tiles = p.pixel_tiles * p.channel_tiles;
+    return p;
+}
+static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
+
+// Bytes of the workspace; rows of channel_sums.
+extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
+    const Arguments p = plan(sizes);
+    *rows = int64_t(p.samples) * p.pixel_tiles;
+    *bytes = counter_bytes(p) + *rows * p.groups * p.parts * int64_t(sizeof(double2));
+}
+
+template <typename T, int K, bool BACKWARD> static cudaError_t launch(Arguments p, cudaStream_t stream) {
+    auto* const kernel = convolve_and_normalize<T, K, BACKWARD>;
+    int device, sms, of_sm, resident;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) {
+        error = cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    }
+    if (error != cudaSuccess) return error;
+    const auto bytes_of = [&](int stage) {
+        p.stage = stage;
+        return int(sizeof(float)) * (x_floats<K>(p) + stage * K * K * p.quads * kQuad);
     };
-    const int column = threadIdx.x % kMostColumns, image = p.height * p.width;  // of x
-    T x[kMostIn];
-    const auto load_x = [&](int row) {
-        const int in = column < p.width && row < p.height ? p.in_channels : 0;
-        const T* const from = static_cast<const T*>(p.x) + p.x_at(piece.sample, 0, row, column);
-        for (int i = 0; i < kMostIn; ++i) x[i] = i < in ? __ldg(from + i * image) : from_float<T>(0.0f);
-    };
-    const auto store_x = [&](int row) {
-        uint4* const to = tile.x[row % kSlots] + column % 4 * kSub + column / 4;
-        split_pixel(x, tile.x_scale, to[0], to[kPlane], false);
-    };
-    float sums[2][4] = {};  // of q and of q * h, by channel
-    for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
-    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(row), store_x(row);
-    for (int row = piece.begin; row < piece.last_row; ++row) {
-        load_x(row + 2);
-        mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
-        float of_row[2][4] = {};
-#pragma unroll 1
-        for (int pair = lane; pair < lane + 128 && row < p.rows; pair += 32) {
-            __pipeline_wait_prior(3);  // all but those of three more pairs
-            if (2 * pair < p.columns) {
-                float dh[2][4];
-                for (int k = 0; k < 4; ++k) {
-                    const Channel& c = tile.channels[first + k];
-                    const float2 two = fetched.h[k][pair];
-                    const Pair<T> grads = fetched.grad[k][pair];
-                    for (int i = 0; i < 2; ++i) {
-                        const float h = i == 0 ? two.x : two.y;
-                        const float q = c.q(h, to_float(i == 0 ? grads.a : grads.b));
-                        of_row[0][k] += q;
-                        of_row[1][k] = fmaf(q, h, of_row[1][k]);
-                        dh[i][k] = q * c.to_half;
-                    }
-                }
-                for (int i = 0; i < 2; ++i) {
-                    uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
-                    uint2 hi, lo;
-                    split(dh[i][0], dh[i][1], hi.x, lo.x), split(dh[i][2], dh[i][3], hi.y, lo.y);
-                    reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
-                    reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
-                }
-            }
-            fetch(row + 1, pair);
-        }
-        if (row < p.rows) store_x(row + 2);
-        for (int k = 0; k < 8 && row >= piece.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
-        mbarrier_arrive(&tile.full[row & 1]);
+    int bytes = bytes_of(std::min(kStage, p.in_channels));
+    // Each block also has `Shared`, and a KiB of the system's.
+    while (p.stage > 1 && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) bytes = bytes_of(p.stage / 2);
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) {
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
     }
-    float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
-    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;  // the other warps' channels
-    __syncwarp();
-    for (int k = 0; k < 4; ++k) {
-        const Channel& c = tile.channels[first + k];
-        const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
-        const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
-        const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
-        if (lane >= 4 || first + k >= p.out_channels) continue;
-        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
+    if (error != cudaSuccess) return error;
+    const int grid = std::min(resident * sms, p.samples * p.tiles);
+    if (grid >= p.tiles) {
+        p.mode = kWait;
+        error = cudaMemsetAsync(p.done, 0, counter_bytes(p), stream);
+        if (error != cudaSuccess) return error;
+        void* arguments[] = {&p};
+        error = cudaLaunchCooperativeKernel(kernel, dim3(grid), dim3(kThreads), arguments, bytes, stream);
+        if (error == cudaSuccess) return error;
+        cudaGetLastError();  // refused: forget it
     }
-}
-
-// By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
-// 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
-    const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
-#pragma unroll 1  // spills, when unrolled
-    for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
-        uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
-        for (int half = 0; half < 2; ++half) {
-            const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
-            load_matrices<true>(hi[half], from), load_matrices<true>(lo[half], from + kPlane);
-        }
-#pragma unroll
-        for (int ky = 0; ky < 3; ++ky) {
-            const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
-            const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
-            uint32_t b[2][4], odd[4];  // b: hi, lo of matrices 2 step + 0 to 3; odd: + 1, + 2 of hi, then of lo
-            load_matrices<true>(b[0], matrix(2 * step + of));
-            load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
-            load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
-            float sums[2][3][4] = {};
-            for (int k = 0; k < 18; ++k) {  // the smallest products first; six independent chains
-                const int kx = k % 3, half = k / 3 % 2, product = k / 6, lower = product == 1;
-                mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
-            }
-            for (int k = 0; k < 24; ++k) total[k / 12][3 * ky + k / 4 % 3][k % 4] += sums[k / 12][k / 4 % 3][k % 4];
-        }
+    for (const Mode mode : {kSums, kFinish}) {
+        p.mode = mode;
+        kernel<<<grid, kThreads, bytes, stream>>>(p);
     }
-}
-
-// By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
-// 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
-__device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
-    const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
-    float of_row[3][2][4] = {};  // summed alone: to add to total, which is larger, rounds off more
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
-#pragma unroll 1  // spills, when unrolled
-        for (int kx = 0; kx < 3; ++kx) {
-            float sums[3][2][4] = {};
-            uint32_t hi[2][4], lo[2][4];  // [t]: columns 4 i + 2 t - kx, and + 1, of 8 channels; then of 8 more
-            for (int t = 0; t < 2; ++t) {
-                const int m = 2 * t - kx + of + 4;
-                const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
-                load_matrices<false>(hi[t], from), load_matrices<false>(lo[t], from + kPlane);
-            }
-            for (int k = 0; k < 18; ++k) {
-                const int t = k % 2, ky = k / 2 % 3, product = k / 6;
-                const uint4 w = tile.weights[half][3 * ky + kx][lane];
-                mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
-            }
-            for (int k = 0; k < 24; ++k) of_row[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
-        }
-    }
-    for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += of_row[k / 8][k / 4 % 2][k % 4];
-}
-
-// By a warp: a row of x's gradient. A lane has four columns of two channels. Then total moves up one row.
-template <typename T>
-__device__ __forceinline__ void store_grad_x(
-    const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
-    for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
-        const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
-        if (in >= p.in_channels || column >= p.width) continue;
-        const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
-        Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
-        *to = {from_float<T>(a), from_float<T>(b)};
-    }
-    for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] = k < 16 ? total[k / 8 + 1][k / 4 % 2][k % 4] : 0.0f;
-}
-
-// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
-// of dh (full); wakes `make` (empty).
-template <typename T>
-__device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
-    more_registers<kMultiplierRegisters>();
-    float weights[2][kTaps][4] = {}, grad_x[3][2][4] = {};
-    const float grad_x_factor = 1 / tile.grad_x_scale;
-    for (int row = piece.begin; row < piece.last_row; ++row) {
-        mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
-        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
-        if (row < p.rows && row >= piece.first_row) add_to_weights(tile, row, weights);
-        mbarrier_arrive(&tile.empty[row & 1]);
-        if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
-    }
-    const int lane = threadIdx.x % 32;
-    float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
-    for (int c = 0; c < 4; ++c) {
-        const int o = 8 * c + lane / 4;
-        const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);  // 0 * inf is NaN
-        for (int k = 0; k < 2 * kTaps; ++k) {
-            const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;
-            if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
-        }
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kRowsThreads, 1)
-    differentiate_rows(const __grid_constant__ BackwardArguments<T> p, int bands) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ uint4 shared[];
-    GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
-    const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
-    const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
-    prepare_tile(p, tile, piece);
-    Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
-    if (threadIdx.x >= 32 * kWarps) make(p, tile, piece, *fetched);
-    else multiply(p, tile, piece);
-#endif
-}
-
-// Samples marked `plain`: a thread has some values of x's gradient and of the weights' (these in the sample's first row
-// of partial sums, where `multiply` left zeros), and makes all dh for each of them in plain float32.
-template <typename T>
-__global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
-    const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
-    if (!p.plain[sample]) return;
-    const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
-    const auto dh = [&](int o, int row, int column) {
-        const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
-        return p.channels[channel].dh(p.h[at], to_float(p.grad[at]));
-    };
-    const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
-    for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
-        float sum = 0;
-        for (int k = 0; k < p.out_channels * kTaps; ++k) {
-            const int o = k / kTaps, tap = k % kTaps;
-            const int row = i % image / p.width - tap / 3, column = i % p.width - tap % 3;
-            if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
-            sum = fmaf(dh(o, row, column), weight_at(p, o, i / image, tap), sum);
-        }
-        p.grad_x[p.x_at(sample, 0, 0, 0) + i] = from_float<T>(sum);
-    }
-    for (int i = thread; i < p.weights; i += threads) {
-        const int in = i / kTaps % p.in_channels, tap = i % kTaps;
-        double sum = 0;
-        for (int k = 0; k < plane; ++k) {
-            const int row = k / p.columns, column = k % p.columns;
-            const float value = to_float(x[in * image + (row + tap / 3) * p.width + column + tap % 3]);
-            sum += double(dh(i / kTaps / p.in_channels, row, column)) * value;
-        }
-        p.sums[int64_t(sample) * bands * kWarps * p.sum_width + i] = float(sum);
-    }
-}
-
-// Bands of a sample: over all samples at most one for each multiprocessor, each of eight rows or more; at least one.
-static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
-// Bytes of the workspace, and rows of partial sums.
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
-    const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
-    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
-    *rows = sizes[0] * bands_of(sizes) * kWarps;
-}
-
-template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
-    const ConvArguments conv = arguments_of(pointers, sizes, 0);
-    auto* const channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
-    auto* const h = reinterpret_cast<float*>(channels + sizes[0] * sizes[4]);
-    const int weights = conv.out_channels * conv.in_channels * kTaps;
-    BackwardArguments<T> p = {conv, static_cast<const T*>(pointers[10]), h, static_cast<T*>(pointers[11]), channels,
-        static_cast<float*>(pointers[12]), weights, weights + 4 * conv.out_channels};
-    p.out = h;
-    constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
-    const int bands = bands_of(sizes);
-    int error = launch_forward<T, false>(p, sizes, stream);
-    const auto kernel = differentiate_rows<T>;
-    if (error == 0) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != 0) return error;
-    measure_groups<T><<<unsigned(p.samples) * p.groups, kGroupThreads, 0, stream>>>(p);
-    kernel<<<unsigned(p.samples) * bands, kRowsThreads, bytes, stream>>>(p, bands);
-    differentiate_plainly<T><<<dim3(p.samples, 8), 256, 0, stream>>>(p, bands);
     return cudaGetLastError();
 }
-// pointers as of arguments_of, out unused; then grad, grad_x (null: not wanted) and the partial sums.
-extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
-    return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
+
+// pointers: x, weight, conv_bias, bias, scale, gamma, beta, statistics, workspace, out; or, if `backward`, dh, and then
+// grad and channel_sums. Returns a cudaError_t.
+extern "C" int conv_launch(
+    void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream) {
+    Arguments p = plan(sizes);
+    p.x = pointers[0];
+    p.weight = pointers[1];
+    p.conv_bias = pointers[2];
+    p.bias = pointers[3];
+    p.scale = pointers[4];
+    p.gamma = pointers[5];
+    p.beta = pointers[6];
+    p.statistics = static_cast<Statistics*>(pointers[7]);
+    p.done = static_cast<unsigned*>(pointers[8]);
+    p.partials = reinterpret_cast<double2*>(static_cast<char*>(pointers[8]) + counter_bytes(p));
+    p.out = pointers[9];
+    p.eps = float(eps);
+    if (backward) {
+        p.grad = pointers[10];
+        p.channel_sums = static_cast<float*>(pointers[11]);
+    }
+    const auto of_type = [&](auto zero) {
+        using T = decltype(zero);
+        if (sizes[6] == 1) return backward ? launch<T, 1, true>(p, stream) : launch<T, 1, false>(p, stream);
+        return backward ? launch<T, 3, true>(p, stream) : launch<T, 3, false>(p, stream);
+    };
+    return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
 }
 """
 
@@ -1217,8 +727,6 @@ CPP_SOURCE = r"""
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
-#include <ATen/cuda/CUDAContextLight.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
@@ -1229,95 +737,81 @@ using Tensors = std::tuple<Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-// The output, and where our kernels take x (`fits`), of each group the Statistics: mean, rest, rstd.
-Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double, bool fits) {
+// The output, and of each group of each sample the Statistics: mean, rest, rstd.
+Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
-    const auto floats = x.options().dtype(at::kFloat);
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
-        fits ? at::empty_symint({x.sym_size(0), groups, 3}, floats) : at::empty({0}, floats)};
+        at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
 // Float32. All before the norm is done in place, in the convolution's result.
-Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool) {
+Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
-    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps), at::empty({0}, x.options())};
+    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps),
+        at::empty({x.size(0), groups, 3}, x.options())};
 }
-// The gradients of x and, in one float32 tensor, of the convolution's weight, of both biases, of scale, gamma and beta.
-Tensors backward_meta(const Tensor&, const Tensor& x, at::TensorList parameters, const Tensor&, bool of_x) {
-    const auto values = parameters[kWeight].sym_numel() + 4 * parameters[kBias].sym_numel();
-    return {of_x ? at::empty_like(x) : at::empty({0}, x.options()),
-        at::empty_symint({values}, x.options().dtype(at::kFloat))};
+// The gradient of the convolution's result, of type `dtype`; and, in rows, those of beta, gamma, both biases and scale.
+Tensors backward_meta(
+    const Tensor& grad, const Tensor&, at::TensorList parameters, const Tensor&, at::ScalarType dtype) {
+    return {at::empty_symint(grad.sym_sizes(), grad.options().dtype(dtype)),
+        at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat))};
 }
 
 #ifdef WITH_CUDA
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes);
-extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, bool fits, cudaStream_t stream);
-extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
-extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream);
+extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
+extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream);
 
-void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
+int64_t number_of(at::ScalarType type) { return type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2; }
 
-// What the launchers take.
-struct Arguments {
-    std::vector<Tensor> held;
-    std::vector<void*> pointers;
-    std::vector<int64_t> sizes;
-    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups)
-        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
-              at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
-              int64_t(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin),
-              x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2} {
-        add(aligned(x)), add(out);
-        const bool converts = x.scalar_type() != at::kFloat;  // parameters have x's dtype; kernels take float32
-        for (const Tensor& t : parameters) {
-            add(converts ? at::empty(t.sizes(), t.options().dtype(at::kFloat)) : t.contiguous());
-        }
-        if (converts) at::_foreach_copy_(at::TensorList(held).slice(2), parameters);  // one kernel, not six
+// Launches either direction; `out` is the output or, with a gradient, dh. Returns the rows of channel_sums.
+Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statistics, const Tensor& out, double eps,
+    const Tensor& grad) {
+    const Tensor& weight = parameters[kWeight];
+    const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
+        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type())};
+    int64_t bytes, rows;
+    conv_sizes(sizes, &bytes, &rows);
+    std::vector<Tensor> held = {aligned(x)};
+    for (const Tensor& t : parameters) held.push_back(t.contiguous());
+    held.insert(held.end(), {statistics, at::empty({bytes}, x.options().dtype(at::kByte)), out});
+    Tensor sums;
+    if (grad.defined()) {
+        sums = at::empty({rows, 4, weight.size(0)}, x.options().dtype(at::kFloat));
+        held.insert(held.end(), {aligned(grad), sums});
     }
-    void add(const Tensor& t) { pointers.push_back(held.emplace_back(t).data_ptr()); }
-    void add_bytes(int64_t bytes) { add(at::empty({bytes}, held[0].options().dtype(at::kByte))); }
-};
-
-Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps, bool fits) {
+    std::vector<void*> pointers;
+    for (const Tensor& t : held) pointers.push_back(t.data_ptr());
+    const int error = conv_launch(pointers.data(), sizes, eps, grad.defined(), c10::cuda::getCurrentCUDAStream());
+    TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+    return sums;
+}
+Tensors forward_cuda(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::cuda::CUDAGuard guard(x.device());
-    const Tensor h = fits || x.numel() == 0 ? x : at::conv2d(x, parameters[kWeight]);
-    auto [out, statistics] = forward_meta(x, parameters, groups, eps, fits);  // after the convolution and its workspace
-    if (out.numel() == 0) return {out, statistics};
-    Arguments arguments(h, out, parameters, groups);
-    arguments.add(statistics);
-    arguments.add_bytes(conv_totals_bytes(arguments.sizes.data()));
-    const auto stream = c10::cuda::getCurrentCUDAStream();
-    check_launch(conv_forward(arguments.pointers.data(), arguments.sizes.data(), eps, fits, stream));
+    auto [out, statistics] = forward_meta(x, parameters, groups, eps);
+    if (out.numel() > 0) launch(x, parameters, statistics, out, eps, {});
     return {out, statistics};
 }
-
 Tensors backward_cuda(
-    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, bool of_x) {
+    const Tensor& grad, const Tensor& x, at::TensorList parameters, const Tensor& statistics, at::ScalarType dtype) {
     const c10::cuda::CUDAGuard guard(x.device());
-    auto [grad_x, of_parameters] = backward_meta(grad, x, parameters, statistics, of_x);
-    if (grad.numel() == 0) return {grad_x, of_parameters.zero_()};
-    Arguments arguments(x, grad_x, parameters, statistics.size(1));
-    int64_t bytes, rows;
-    conv_backward_sizes(arguments.sizes.data(), &bytes, &rows);
-    const Tensor sums = at::empty({rows, of_parameters.numel()}, of_parameters.options());
-    arguments.add(statistics);
-    arguments.add_bytes(bytes);
-    for (const Tensor& t : {aligned(grad), grad_x, sums}) arguments.add(t);
-    check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
+    auto [dh, sums] = backward_meta(grad, x, parameters, statistics, dtype);
+    if (grad.numel() == 0) return {dh, sums.zero_()};
+    const Tensor rows = launch(x, parameters, statistics, dh, 0, grad);
+    return {dh, rows.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
 #endif
 
 }  // namespace
 
 TORCH_LIBRARY(NAMESPACE, m) {
-    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps, bool fits) -> (Tensor, Tensor)");
-    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, bool of_x) -> (Tensor, Tensor)");
+    m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
+    m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype)"
+          " -> (Tensor, Tensor)");
     m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
@@ -1405,8 +899,6 @@ def _load(name: str, arch: str = "") -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
-_GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
-_SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -1429,8 +921,8 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
     return nn.functional.group_norm(h, groups, weight, group_bias, eps)
 
 
-def _valid(tensors: tuple, groups: int) -> bool:
-    """Whether an operator can take the network's tensors. On a CPU not if pixels are few: ATen is faster then."""
+def fits(tensors: tuple, groups: int) -> bool:
+    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order."""
     x, weight, *vectors = tensors
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
@@ -1445,21 +937,23 @@ def _valid(tensors: tuple, groups: int) -> bool:
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
     if any(t.device != device or t.dtype not in dtypes or not (autocast or t.dtype == x.dtype) for t in tensors):
         return False
-    channels = weight.shape[0]
+    channels, size = weight.shape[0], tuple(weight.shape[2:])
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
     if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    return rows >= 1 and columns >= 1 and rows * columns >= (36 if x.is_cpu else 2) and x.shape[0] * channels < 2**30
-
-
-def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
-    """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
-    rows, columns = x.shape[2] - 2, x.shape[3] - 2
-    least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: with fewer a band's partial sums outgrow h
-    if not x.is_cuda or x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or rows * columns < least:
+    if rows < 1 or columns < 1 or rows * columns < 2:
         return False
-    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
+    if x.is_cpu:  # if pixels are few ATen is faster
+        return rows * columns >= 36 and not autocast and not recorded(tensors)
+    most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN's tensor cores win
+    small = x.shape[0] * channels * rows * columns < 2**39 and x.shape[2] * x.shape[3] < 2**31
+    return size in ((1, 1), (3, 3)) and x.shape[1] <= most and small
+
+
+def recorded(tensors: tuple) -> bool:
+    """Whether gradients may be asked for."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1467,8 +961,10 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, groups, eps, x, *parameters):
-        out, statistics = _forward(x, parameters, groups, eps, True)
-        ctx.groups, ctx.eps = groups, eps
+        out, statistics = _forward(x, parameters, groups, eps)
+        ctx.groups, ctx.eps, ctx.dtype = groups, eps, x.dtype
+        if torch.is_autocast_enabled(x.device.type):  # of 16 bits, as PyTorch's own: the convolution's gradients
+            ctx.dtype = torch.get_autocast_dtype(x.device.type)
         ctx.save_for_backward(x, *parameters, statistics)
         return out
 
@@ -1481,10 +977,21 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
-        of_x, of_parameters = _backward(grad, tensors[0], tensors[1:], statistics, needs[0])
-        parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
-        found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
-        return None, None, *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
+        x, weight = tensors[:2]
+        dh, sums = _backward(grad, x, tensors[1:], statistics, ctx.dtype)
+        of_x = of_weight = None
+        if needs[0] or needs[1]:
+            low = [t.to(ctx.dtype) for t in (x, weight)]
+            of_x, of_weight, _ = torch.ops.aten.convolution_backward(
+                dh, *low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [needs[0], needs[1], False]
+            )
+        of_beta, of_gamma, of_bias, of_scale = sums.to(grad.dtype).unbind()
+        found = (of_x, of_weight, of_bias, of_bias.clone(), of_scale, of_gamma, of_beta)  # both biases have the same
+        return (
+            None,
+            None,
+            *(g.to(t.dtype).view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True)),
+        )
 
 
 class ModelNew(nn.Module):
@@ -1501,23 +1008,23 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._is_usual():
-            return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
-        conv, norm = self.conv, self.group_norm
-        tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-        groups, eps, valid = norm.num_groups, norm.eps, _valid(tensors, norm.num_groups)
-        recorded = valid and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        autocast, fits = valid and torch.is_autocast_enabled(x.device.type), valid and _fits(x, conv.weight, recorded)
-        if not valid or not fits and (recorded or autocast):
-            return _plain(*tensors, groups, eps)
-        if autocast:  # the Model returns float32 there, in which the kernels compute
+        if self._is_usual():
+            conv, norm = self.conv, self.group_norm
+            tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
+            if fits(tensors, norm.num_groups):
+                return self._fast(tensors)
+        return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
+
+    def _fast(self, tensors: tuple) -> torch.Tensor:
+        groups, eps = self.group_norm.num_groups, self.group_norm.eps
+        if torch.is_autocast_enabled(tensors[0].device.type):  # the Model returns float32 there
             tensors = tuple(t.float() for t in tensors)
-        if recorded:
+        if recorded(tensors):
             return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
-        return _forward(tensors[0], tensors[1:], groups, eps, fits)[0]
+        return _forward(tensors[0], tensors[1:], groups, eps)[0]
 
     def _is_usual(self) -> bool:
-        """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
+        """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the sums."""
         conv, norm = self.conv, self.group_norm
         plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
         return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
