@@ -294,9 +294,9 @@ template <int PIECES, bool TURNED> struct Registers {
     }
 };
 // C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Accumulators are multiplied by
-// scales[line / kPart * scales_pitch + row] as they are added to the sums of a row. Whole warps call the epilogue, for 32
-// rows at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. So four neighbouring lanes have 64 columns
-// of a row.
+// scales[line / kPart * scales_pitch + row] as they are added to the sums of a row. Whole warps call the epilogue, for
+// 32 rows at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. So four neighbouring lanes have 64
+// columns of a row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
