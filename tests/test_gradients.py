@@ -6,7 +6,20 @@ On a CPU training is the plain way; what is tested there is that it is taken.
 import pytest
 import torch
 from accuracy import assert_as_accurate_as_eager, draws, forward
-from cases import CASES, FIRST, LAYOUT_CASES, LAYOUTS, build, each, first_cases, in_dtype, in_float64, solution
+from cases import (
+    CASES,
+    FIRST,
+    LAYOUT_CASES,
+    LAYOUTS,
+    STEMS,
+    Case,
+    build,
+    each,
+    first_cases,
+    in_dtype,
+    in_float64,
+    solution,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
 # A backward in elementwise steps rounds its values at each of them; eager's, in one kernel, only when it writes them.
@@ -80,6 +93,28 @@ def test_gradients_in_any_layout(case, dtype, layout, what, device):
         return gradients(module, inputs, lay if isinstance(module, ours) else lambda grad: lay(grad).contiguous())
 
     assert_as_accurate_as_eager(run, draws(case, device, dtype, change), ROUNDINGS)
+
+
+@first_cases
+def test_gradcheck_takes_them(case, device):
+    """In float64. It also asks what becomes of a gradient that is undefined."""
+    _, new, inputs = build(case, device, torch.float64)
+    tensors = differentiable(new, inputs)
+    function = lambda *values: output_of(new, dict(zip(tensors, values, strict=True)), inputs)  # noqa: E731
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
+
+
+@pytest.mark.skipif("linear_instance_norm_residual" not in STEMS, reason="no such pair")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=in_dtype)
+def test_a_gradient_of_one_number_is_no_worse_than_eagers(dtype, device):
+    """The gradient of one x is a sum of 4096 terms which cancel: one draw of their roundings says little, 24 do."""
+    case = Case("linear_instance_norm_residual", "4096 features from one", (1, 4096), ((1, 1), (1, 4096)))
+    errors = []
+    for model, new, inputs in draws(case, device, dtype, lambda model, new, inputs: [t + 100 for t in inputs]):
+        right = gradients(in_float64(model), [t.double() for t in inputs])["input 0"]
+        errors.append([(gradients(module, inputs)["input 0"] - right).item() for module in (new, model)])
+    ours, eagers = torch.tensor(errors).square().mean(0)
+    assert ours <= eagers
 
 
 @first_cases
