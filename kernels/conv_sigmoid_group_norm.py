@@ -29,11 +29,13 @@ import types
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_pipeline_primitives.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -100,7 +102,6 @@ constexpr int kPixels = 4 * kRows;  // of a thread
 constexpr int kMostQuads = 8;       // of a tile
 constexpr int kMostOuts = kMostQuads * kQuad;
 constexpr int kStage = 8;           // input channels that are in shared memory at once, at most
-constexpr int kBatch = 4;           // loads of x of a thread in flight
 constexpr int kLine = 32;           // counters a counter takes: 128 bytes, so that no two samples' share a line
 
 enum Mode { kWait, kSums, kFinish };  // kWait: both sums and finish, in one launch
@@ -181,59 +182,77 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, const floa
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The convolution. In shared memory x is (channel, row, column), of `lines` rows of `pitch` floats.
+// The convolution. In shared memory x is (channel, line, column), of as many lines and columns as the tile's pixels
+// depend on; columns are padded to `pitch`. Values of 16 bits arrive in `raw`, and are widened from there to x.
 
 template <int K> __host__ __device__ __forceinline__ int lines_of(const Arguments& p) { return p.tile_rows + K - 1; }
 __host__ __device__ __forceinline__ int pitch_of(const Arguments& p) { return p.tile_columns + 4; }
+template <int K> __host__ __device__ __forceinline__ int x_size(const Arguments& p) {
+    return p.stage * lines_of<K>(p) * pitch_of(p);
+}
 
-// By a block: `channels` channels of the tile's part of x to shared memory, widened to float; zeros outside the image.
-// A thread copies packs of PACK neighbouring columns, always the same columns, and so many rows apart as the block has.
-template <typename T, int PACK, int K>
-__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, const T* x, int channels, float* to) {
-    const int lines = lines_of<K>(p), pitch = pitch_of(p), plane = p.height * p.width;
-    const auto copy = [&](int packs, int first_column, int thread, int threads) {
-        const int column = first_column + thread % packs * PACK, step = threads / packs;
-        const bool inside = tile.column + column < p.width;
-        const auto next = [&](int& channel, int& row) {
-            row += step;
-            while (row >= lines) {
-                row -= lines;
-                ++channel;
-            }
-        };
-        int channel = 0, row = thread / packs - step;
-        next(channel, row);
-        while (channel < channels) {
-            Pack<T, PACK> held[kBatch];
-            int to_channel = channel, to_row = row;
-#pragma unroll
-            for (int k = 0; k < kBatch; ++k) {
-                held[k] = {};
-                if (inside && channel < channels && tile.row + row < p.height) {
-                    const T* const from = x + int64_t(channel) * plane + int64_t(tile.row + row) * p.width;
-                    held[k] = *reinterpret_cast<const Pack<T, PACK>*>(from + tile.column + column);
-                }
-                next(channel, row);
-            }
-#pragma unroll
-            for (int k = 0; k < kBatch; ++k) {
-                if (to_channel >= channels) break;
-                float* const at = to + (to_channel * lines + to_row) * pitch + column;
-#pragma unroll
-                for (int i = 0; i < PACK; ++i) at[i] = to_float(held[k].values[i]);
-                next(to_channel, to_row);
-            }
+// By a block: for each pack of columns that the thread is to copy, use(channel, line, column). The same packs each time.
+template <int PACK, int K, typename F>
+__device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
+    const int packs = pitch_of(p) / PACK, lines = lines_of<K>(p);
+    const int line_step = kThreads / packs, pack_step = kThreads % packs;
+    int channel = 0, line = threadIdx.x / packs, pack = threadIdx.x % packs;
+    while (true) {
+        while (line >= lines) {
+            line -= lines;
+            ++channel;
         }
-    };
-    copy(p.tile_columns / PACK, 0, threadIdx.x, kThreads);
-    if (K == 3) copy(2 / PACK, p.tile_columns, threadIdx.x, kThreads);  // two columns that taps reach beyond the tile
+        if (channel >= channels) return;
+        use(channel, line, pack * PACK);
+        line += line_step;
+        pack += pack_step;
+        if (pack < packs) continue;
+        pack -= packs;
+        ++line;
+    }
+}
+// Starts to copy input channels from `first` on of the tile's part of x; zeros outside the image. Where the GPU can
+// (compute capability 8.0 on), the copy goes on while the thread does something else.
+template <typename T, int PACK, int K>
+__device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
+    const int pitch = pitch_of(p), lines = lines_of<K>(p);
+    const int64_t plane = int64_t(p.height) * p.width;
+    const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * plane;
+    const T* const from = image + int64_t(tile.row) * p.width + tile.column;
+    const int rows_left = p.height - tile.row, columns_left = p.width - tile.column;
+    for_each_pack<PACK, K>(p, min(p.stage, p.in_channels - first), [&](int channel, int line, int column) {
+        constexpr int kBytes = PACK * sizeof(T);
+        const bool inside = line < rows_left && column < columns_left;
+        const T* const source = inside ? from + channel * plane + line * p.width + column : image;
+        T* const target = to + (channel * lines + line) * pitch + column;
+        if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, inside ? 0 : kBytes);
+        else *target = inside ? *source : from_float<T>(0.0f);
+    });
+    __pipeline_commit();
+}
+// Waits for the thread's own copies, and widens them.
+template <typename T, int PACK, int K>
+__device__ __forceinline__ void receive_x(const Arguments& p, int first, const T* raw, float* x) {
+    __pipeline_wait_prior(0);
+    if constexpr (sizeof(T) == 2) {
+        const int pitch = pitch_of(p), lines = lines_of<K>(p);
+        for_each_pack<PACK, K>(p, min(p.stage, p.in_channels - first), [&](int channel, int line, int column) {
+            const int at = (channel * lines + line) * pitch + column;
+#pragma unroll
+            for (int i = 0; i < PACK; ++i) x[at + i] = to_float(raw[at + i]);
+        });
+    }
+}
+// The two, by pairs of columns where rows begin at even places.
+template <typename T, int K>
+__device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, int first, T* raw) {
+    if (p.width % 2 == 0) copy_x<T, 2, K>(p, tile, first, raw);
+    else copy_x<T, 1, K>(p, tile, first, raw);
 }
 template <typename T, int K>
-__device__ __forceinline__ void load_x(const Arguments& p, const Tile& tile, int first, float* to) {
-    const int channels = min(p.stage, p.in_channels - first);
-    const T* const x = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * p.height * p.width;
-    if (p.width % 2 == 0) copy_x<T, 2, K>(p, tile, x, channels, to);
-    else copy_x<T, 1, K>(p, tile, x, channels, to);
+__device__ __forceinline__ void finish_x(const Arguments& p, int first, const T* raw, float* x) {
+    if (p.width % 2 == 0) receive_x<T, 2, K>(p, first, raw, x);
+    else receive_x<T, 1, K>(p, first, raw, x);
 }
 
 // By a block: the tile's parameters, and the weights of input channels from `first` on as (in, tap, out).
@@ -531,16 +550,13 @@ __device__ __forceinline__ void publish_gradients(
     channel_sum(p, tile, 3, lane) = float(all.y * rstd);
 }
 
-template <int K> __host__ __device__ __forceinline__ int x_floats(const Arguments& p) {
-    return p.stage * lines_of<K>(p) * pitch_of(p);
-}
-
 template <typename T, int K, bool BACKWARD>
 __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __grid_constant__ Arguments p) {
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
-    float* const weights = x + x_floats<K>(p);
+    float* const weights = x + x_size<K>(p);
+    T* const raw = reinterpret_cast<T*>(sizeof(T) == 4 ? x : weights + p.stage * K * K * p.quads * kQuad);
     // The thread's place in each tile.
     const int warp = threadIdx.x / 32, threads = kThreads / p.quads, across = p.tile_columns / 4;
     const int quad = threadIdx.x / threads, place_row = threadIdx.x % threads / across * kRows;
@@ -552,7 +568,7 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
     const bool one_load = p.channel_tiles == 1 && p.in_channels <= p.stage;  // of weights, for all tiles
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
     __syncthreads();
-    load_x<T, K>(p, shared.tiles[0], 0, x);
+    start_x<T, K>(p, shared.tiles[0], 0, raw);
     if (one_load) load_weights<T, K>(p, 0, 0, weights, shared);
     int place = 0;  // in shared.tiles
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -562,9 +578,10 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
         for (int first = 0; first < p.in_channels; first += p.stage) {
             if (!one_load) {
                 __syncthreads();
-                if (first > 0) load_x<T, K>(p, tile, first, x);
+                if (first > 0) start_x<T, K>(p, tile, first, raw);
                 load_weights<T, K>(p, tile.channel, first, weights, shared);
             }
+            finish_x<T, K>(p, first, raw, x);
             __syncthreads();
             accumulate<K>(p, own_x, weights + quad * kQuad, min(p.stage, p.in_channels - first), h);
         }
@@ -595,7 +612,7 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
         }
         __syncthreads();
         if (p.mode != kFinish && warp == 0) publish<BACKWARD>(p, tile, shared, threadIdx.x);
-        if (item + gridDim.x < items) load_x<T, K>(p, next, 0, x);  // while the other blocks publish
+        if (item + gridDim.x < items) start_x<T, K>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
         __syncthreads();
@@ -661,7 +678,8 @@ template <typename T, int K, bool BACKWARD> static cudaError_t launch(Arguments 
     if (error != cudaSuccess) return error;
     const auto bytes_of = [&](int stage) {
         p.stage = stage;
-        return int(sizeof(float)) * (x_floats<K>(p) + stage * K * K * p.quads * kQuad);
+        const int x = x_size<K>(p), raw = sizeof(T) == 4 ? 0 : x;
+        return 4 * (x + stage * K * K * p.quads * kQuad) + 2 * raw;
     };
     int bytes = bytes_of(std::min(kStage, p.in_channels));
     // Each block also has `Shared`, and a KiB of the system's.
@@ -719,17 +737,22 @@ extern "C" int conv_launch(
 """
 
 CPP_SOURCE = r"""
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/group_norm.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
+#include <cmath>
+#include <cstring>
 
 namespace {
 using at::Tensor;
@@ -744,13 +767,251 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
     return {at::empty_symint({x.sym_size(0), weight.sym_size(0), rows, columns}, x.options()),
         at::empty_symint({x.sym_size(0), groups, 3}, x.options().dtype(at::kFloat))};
 }
-// Float32. All before the norm is done in place, in the convolution's result.
+// ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
+//
+// A group of a sample is made in bands of some rows and four channels. A pixel of h keeps x's row length: (row, column)
+// is kept at row * width + column. Then a tap, one weight of the kernel, needs for each pixel the value of x at one and
+// the same distance, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
+//
+//     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
+//     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
+//
+// A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers; each value of x that is loaded takes part in
+// four products. Then the band, which is in the first-level cache, is activated and copied to out, and its values and
+// their squares are added up in double. When all bands of a group are there, its channels are normalised in place.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+using Vector = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+constexpr int kTileChannels = 4;
+constexpr int kTileVectors = 3;
+constexpr int kTilePixels = kTileVectors * kLanes;
+constexpr int64_t kBandPixels = 1024;    // 4 KiB a channel
+constexpr int64_t kBytesAtOnce = 1 << 20;  // of out, a thread: groups that wait in its cache to be normalised
+constexpr int64_t kTapsOfASum = 72;      // more taps are added as sums of so many: rounding errors grow with a sum
+constexpr int64_t kMostTaps = 160;       // with more, PyTorch's convolution is as fast
+constexpr int64_t kGrain = 32768;        // values that are worth a thread
+
+// The sums of a tile, of `taps` taps: written to h, or added to what is there.
+void convolve_tile(const float* x, const int64_t* offsets, int64_t taps, const float* weight, float* h,
+    int64_t channel_stride, bool adds) {
+    Vector sums[kTileChannels][kTileVectors] = {};
+    for (int64_t tap = 0; tap < taps; ++tap) {
+        Vector pixels[kTileVectors];
+#pragma GCC unroll 3
+        for (int v = 0; v < kTileVectors; ++v) {
+            pixels[v] = *reinterpret_cast<const Vector*>(x + offsets[tap] + v * kLanes);
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < kTileChannels; ++c) {
+#pragma GCC unroll 3
+            for (int v = 0; v < kTileVectors; ++v) sums[c][v] += weight[tap * kTileChannels + c] * pixels[v];
+        }
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < kTileChannels; ++c) {
+#pragma GCC unroll 3
+        for (int v = 0; v < kTileVectors; ++v) {
+            Vector& to = *reinterpret_cast<Vector*>(h + c * channel_stride + v * kLanes);
+            to = adds ? to + sums[c][v] : sums[c][v];
+        }
+    }
+}
+
+// sigmoid(z) = 1 / (1 + 2^t) with t = -z / ln 2, in operations that the compiler makes vectors of. t is split into a
+// whole number n, which becomes the exponent's bits, and |f| <= 0.5; 2^f is a polynomial, wrong by 7.5e-8 at most.
+// min and max are in the order that keeps a NaN.
+float activation(float z) {
+    const float t = std::min(std::max(-1.44269504f * z, -126.0f), 128.0f);
+    constexpr float kRound = 12582912 + 127;  // 1.5 * 2^23: the sum has no fraction, and ends with the bits of n + 127
+    const float rounded = t + kRound;
+    const float f = t - (rounded - kRound);
+    float power = 1.32764725e-3f;
+    for (float c : {9.67554096e-3f, 5.55071309e-2f, 2.40221202e-1f, 6.93146944e-1f, 1.00000012f}) power = power * f + c;
+    int32_t bits;
+    std::memcpy(&bits, &rounded, sizeof(bits));
+    bits <<= 23;
+    float two_to_n;
+    std::memcpy(&two_to_n, &bits, sizeof(bits));
+    return 1 / (1 + power * two_to_n);
+}
+
+void activate(float* h, int64_t n, float bias, float scale) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) h[i] = activation((h[i] + bias) * scale);
+}
+
+struct Sums {
+    double values = 0;
+    double squares = 0;
+};
+
+void copy_and_add(const float* v, float* out, int64_t n, Sums& sums) {
+    double values = 0;
+    double squares = 0;
+#pragma omp simd reduction(+ : values, squares)
+    for (int64_t i = 0; i < n; ++i) {
+        out[i] = v[i];
+        values += v[i];
+        squares += double(v[i]) * v[i];
+    }
+    sums.values += values;
+    sums.squares += squares;
+}
+
+// v = (v - mean) * factor + beta. The mean is rounded to float, and `rest` makes up for that. With an infinite factor
+// `rest` is NaN, as PyTorch's v * factor + (beta - mean * factor) is.
+void normalize(float* v, int64_t n, double mean, double factor, float beta) {
+    const float center = float(mean);
+    const float rest = float(beta + (center * factor - mean * factor));
+    const float slope = float(factor);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) v[i] = (v[i] - center) * slope + rest;
+}
+
+// Whether the direct convolution is faster than PyTorch's, by measurements: not where most of a tile would be idle, nor
+// where the input channels are so many that a band of them (128 KiB of 32) crowds the second-level cache.
+bool direct_pays(const Tensor& x, const Tensor& weight, int64_t groups) {
+    const int64_t rows = x.size(2) - weight.size(2) + 1;
+    const int64_t columns = x.size(3) - weight.size(3) + 1;
+    const bool fills = columns >= 16 && columns >= 2 * weight.size(3) && weight.size(0) >= 3 * groups;
+    const bool is_small = weight.size(1) <= 32 && weight[0].numel() <= kMostTaps;
+    return fills && is_small && (rows - 1) * x.size(3) + columns >= kTilePixels;
+}
+
+// One call's sizes, and where its tensors lie. A slice is a group of a sample; its tiles are those of its channels.
+struct DirectConvolution {
+    int64_t ins, height, width, outs, rows, columns, groups;
+    const float *x, *weight, *bias, *scale, *gamma, *beta;
+    float* out;
+    std::vector<int64_t> offsets;
+
+    int64_t channels() const { return outs / groups; }
+    int64_t tiles() const { return at::divup(channels(), kTileChannels); }
+    int64_t band_rows() const { return std::max<int64_t>(1, kBandPixels / width); }
+    int64_t bands() const { return at::divup(rows, band_rows()); }
+
+    // scratch: kTilePixels values, since a tile may begin before its band, then the long rows of four channels.
+    Sums make_band(int64_t slice, int64_t tile, int64_t band, float* scratch) const {
+        const int64_t sample = slice / groups;
+        const int64_t row = band * band_rows();
+        const int64_t high = std::min(band_rows(), rows - row);
+        const int64_t length = (high - 1) * width + columns;
+        const int64_t stride = band_rows() * width + kTilePixels;
+        const int64_t taps = offsets.size();
+        const float* image = x + (sample * ins * height + row) * width;
+        const float* weights = weight + (slice % groups * tiles() + tile) * taps * kTileChannels;
+        float* h = scratch + kTilePixels;
+        for (int64_t pixel = 0; pixel < length; pixel += kTilePixels) {
+            const int64_t first = std::min(pixel, length - kTilePixels);  // the last tile ends where the band does
+            for (int64_t tap = 0; tap < taps; tap += kTapsOfASum) {
+                const int64_t some = std::min(kTapsOfASum, taps - tap);
+                convolve_tile(
+                    image + first, &offsets[tap], some, weights + tap * kTileChannels, h + first, stride, tap > 0);
+            }
+        }
+        Sums sums;
+        const int64_t some = std::min<int64_t>(kTileChannels, channels() - tile * kTileChannels);
+        for (int64_t c = 0; c < some; ++c) {
+            const int64_t channel = slice % groups * channels() + tile * kTileChannels + c;
+            activate(h + c * stride, length, bias[channel], scale[channel]);
+            float* to = out + ((sample * outs + channel) * rows + row) * columns;
+            for (int64_t r = 0; r < high; ++r) {
+                copy_and_add(h + c * stride + r * width, to + r * columns, columns, sums);
+            }
+        }
+        return sums;
+    }
+
+    // of_bands: the sums of the channel's group.
+    void normalize_channel(int64_t sample, int64_t channel, const Sums* of_bands, double eps) const {
+        Sums sums;
+        for (int64_t i = 0; i < tiles() * bands(); ++i) {
+            sums.values += of_bands[i].values;
+            sums.squares += of_bands[i].squares;
+        }
+        const double n = double(channels()) * rows * columns;
+        const double mean = sums.values / n;
+        const double variance = std::max(sums.squares / n - mean * mean, 0.0);
+        float* v = out + (sample * outs + channel) * rows * columns;
+        normalize(v, rows * columns, mean, gamma[channel] / std::sqrt(variance + eps), beta[channel]);
+    }
+};
+
+Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    const Tensor& weight = parameters[kWeight];
+    const int64_t high = weight.size(2);
+    const int64_t wide = weight.size(3);
+    DirectConvolution conv{
+        x.size(1), x.size(2), x.size(3), weight.size(0), x.size(2) - high + 1, x.size(3) - wide + 1, groups};
+    for (int64_t in = 0; in < conv.ins; ++in) {
+        for (int64_t i = 0; i < high; ++i) {
+            for (int64_t j = 0; j < wide; ++j) conv.offsets.push_back((in * conv.height + i) * conv.width + j);
+        }
+    }
+    // The weights in the order of their use: (groups, tiles, taps, 4). Channels of zeros fill up a group's last tile.
+    const int64_t taps = conv.offsets.size();
+    const int64_t missing = conv.tiles() * kTileChannels - conv.channels();
+    const Tensor padded = at::constant_pad_nd(weight.reshape({groups, conv.channels(), taps}), {0, 0, 0, missing});
+    const Tensor packed = padded.reshape({groups, conv.tiles(), kTileChannels, taps}).transpose(2, 3).contiguous();
+    const Tensor biases = parameters[kConvBias].add(parameters[kBias].reshape(-1));
+    const Tensor out = at::empty({x.size(0), conv.outs, conv.rows, conv.columns}, x.options());
+    conv.x = x.const_data_ptr<float>();
+    conv.weight = packed.const_data_ptr<float>();
+    conv.bias = biases.const_data_ptr<float>();
+    conv.scale = parameters[kScale].const_data_ptr<float>();
+    conv.gamma = parameters[kGamma].const_data_ptr<float>();
+    conv.beta = parameters[kBeta].const_data_ptr<float>();
+    conv.out = out.mutable_data_ptr<float>();
+
+    const int64_t slices = x.size(0) * groups;
+    const int64_t pixels = conv.rows * conv.columns;
+    const int64_t bands = conv.tiles() * conv.bands();  // of a slice
+    const int64_t band_values = kTileChannels * conv.band_rows() * conv.width;
+    const int64_t slice_bytes = conv.channels() * pixels * sizeof(float);
+    const int64_t at_once = at::get_num_threads() * std::max<int64_t>(1, kBytesAtOnce / slice_bytes);
+    std::vector<Sums> sums(std::min(slices, at_once) * bands);
+    for (int64_t first = 0; first < slices; first += at_once) {
+        const int64_t count = std::min(at_once, slices - first);
+        at::parallel_for(0, count * bands, kGrain / band_values + 1, [&](int64_t begin, int64_t end) {
+            std::vector<float> scratch(band_values + (kTileChannels + 1) * kTilePixels);
+            for (int64_t i = begin; i < end; ++i) {
+                sums[i] = conv.make_band(first + i / bands, i % bands / conv.bands(), i % conv.bands(), scratch.data());
+            }
+        });
+        at::parallel_for(0, count * conv.channels(), kGrain / pixels + 1, [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; ++i) {
+                const int64_t channel = first * conv.channels() + i;  // of all samples'
+                const Sums* of_bands = &sums[i / conv.channels() * bands];
+                conv.normalize_channel(channel / conv.outs, channel % conv.outs, of_bands, eps);
+            }
+        });
+    }
+    return out;
+}
+
+// Computed in float32. Where the direct convolution does not pay PyTorch's is taken, and what follows is done in place.
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    if (x.scalar_type() != at::kFloat) {
+        std::vector<Tensor> widened;
+        for (const Tensor& t : parameters) widened.push_back(t.to(at::kFloat));
+        const auto [out, statistics] = forward_cpu(x.to(at::kFloat), widened, groups, eps);
+        return {out.to(x.scalar_type()), statistics};
+    }
+    const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, x.options());  // which no kernel here reads
+    if (direct_pays(x, parameters[kWeight], groups)) {
+        return {convolve_directly(x, parameters, groups, eps), no_statistics};
+    }
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
     const Tensor v = h.add_(parameters[kBias]).mul_(parameters[kScale]).sigmoid_();
-    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps),
-        at::empty({x.size(0), groups, 3}, x.options())};
+    return {at::group_norm(v, groups, parameters[kGamma], parameters[kBeta], eps), no_statistics};
 }
+
 // The gradient of the convolution's result, of type `dtype`; and, in rows, those of beta, gamma, both biases and scale.
 Tensors backward_meta(
     const Tensor& grad, const Tensor&, at::TensorList parameters, const Tensor&, at::ScalarType dtype) {
@@ -900,6 +1161,16 @@ def _load(name: str, arch: str = "") -> str:
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
 
+# The types whose computation the fast way takes over: on a GPU all three, on a CPU float32 and what it has no
+# instructions for. PyTorch's convolution takes up to 30 times as long in such a type as in float32.
+_ON_GPU = [torch.float32, torch.float16, torch.bfloat16]
+_ONEDNN = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
+_NATIVE_ON_CPU = {
+    torch.float16: bool(_ONEDNN) and _ONEDNN._is_mkldnn_fp16_supported(),
+    torch.bfloat16: bool(_ONEDNN) and _ONEDNN._is_mkldnn_bf16_supported(),
+}
+_ON_CPU = [dtype for dtype in _ON_GPU if not _NATIVE_ON_CPU.get(dtype)]
+
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
     """Whether calling the module is no more than `kind.forward`: no hooks, no tracing, no forward of its own."""
@@ -922,10 +1193,13 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 
 
 def fits(tensors: tuple, groups: int) -> bool:
-    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order."""
+    """Whether our kernels take the network's tensors: x, then the parameters in the operators' order.
+
+    A FakeTensor is what torch.export, not strict, runs a module with.
+    """
     x, weight, *vectors = tensors
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
     device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
     if not here or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
@@ -934,18 +1208,21 @@ def fits(tensors: tuple, groups: int) -> bool:
     if any(t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1 for t in (x, weight)):
         return False
     autocast = torch.is_autocast_enabled(device.type)
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) if x.is_cuda else (torch.float32,)
-    if any(t.device != device or t.dtype not in dtypes or not (autocast or t.dtype == x.dtype) for t in tensors):
+    dtypes = _ON_GPU if x.is_cuda else _ON_CPU
+    computed_in = torch.get_autocast_dtype(device.type) if autocast else x.dtype
+    if computed_in not in dtypes or any(
+        t.device != device or t.dtype not in _ON_GPU or not (autocast or t.dtype == x.dtype) for t in tensors
+    ):
         return False
     channels, size = weight.shape[0], tuple(weight.shape[2:])
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
     if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
         return False
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
-    if rows < 1 or columns < 1 or rows * columns < 2:
+    if rows < 1 or columns < 1 or x.shape[0] * (channels // groups) * rows * columns == 1:  # which PyTorch refuses
         return False
-    if x.is_cpu:  # if pixels are few ATen is faster
-        return rows * columns >= 36 and not autocast and not recorded(tensors)
+    if x.is_cpu:  # in float32 ATen's own gradients are the fastest
+        return computed_in != torch.float32 or not recorded(tensors)
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN's tensor cores win
     small = x.shape[0] * channels * rows * columns < 2**39 and x.shape[2] * x.shape[3] < 2**31
     return size in ((1, 1), (3, 3)) and x.shape[1] <= most and small
@@ -1008,17 +1285,21 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_usual():
-            conv, norm = self.conv, self.group_norm
-            tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-            if fits(tensors, norm.num_groups):
-                return self._fast(tensors)
+        if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's lines alone
+            if self._is_usual():
+                conv, norm = self.conv, self.group_norm
+                tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
+                if fits(tensors, norm.num_groups):
+                    return self._fast(tensors)
         return self.group_norm(_activate(self.conv(x), self.bias, self.scale))
 
     def _fast(self, tensors: tuple) -> torch.Tensor:
         groups, eps = self.group_norm.num_groups, self.group_norm.eps
         if torch.is_autocast_enabled(tensors[0].device.type):  # the Model returns float32 there
             tensors = tuple(t.float() for t in tensors)
+        if recorded(tensors) and tensors[0].is_cpu:  # 16 bits: ATen in float32
+            with torch.autocast("cpu", enabled=False):
+                return _plain(*(t.float() for t in tensors), groups, eps).to(tensors[0].dtype)
         if recorded(tensors):
             return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
         return _forward(tensors[0], tensors[1:], groups, eps)[0]
