@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -85,13 +86,22 @@ def block(run: Result) -> list[str]:
     lines += [wrapped("wrong" if run.status == WRONG else "", reason) for reason in run.reasons]
     lines += [wrapped("no drop-in", reason) for reason in run.no_dropin]
     if run.interference:
-        lines.append(wrapped("disturbed", "; ".join(run.interference).replace("new's", "ModelNew's")))
+        lines.append(wrapped("disturbed", disturbances(run.interference)))
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"the medians' ratio is {' and '.join(apart)}: above is the median of the rounds' own ratios, which a"
-        lines.append(wrapped("note", f"{said} machine whose speed changes between rounds does not disturb"))
+        said = f"by the median ms it would be {', '.join(apart)}; above is the median of the rounds' own ratios"
+        lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
+
+
+def disturbances(signs: list[str]) -> str:
+    """The signs of interference; those that say the same of several contenders as one."""
+    spread = re.compile(r"the middle half of (\S+)'s times spans (\d+%) of their median")
+    found = [match for sign in signs if (match := spread.fullmatch(sign))]
+    names = ", ".join(f"{'ModelNew' if match[1] == 'new' else match[1]} {match[2]}" for match in found)
+    spreads = [f"half of the rounds span, in percent of the median: {names}"] * bool(found)
+    return "; ".join(spreads + [sign for sign in signs if not spread.fullmatch(sign)])
 
 
 def contender(run: Result, name: str) -> str:
@@ -101,7 +111,8 @@ def contender(run: Result, name: str) -> str:
         return line.rstrip()
     low, high = run.speedup_ci[name]
     verdict = run.verdict[name]
-    return f"{line}{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}]  {paint(verdict, COLOURS[verdict])}"
+    disturbed = " (disturbed)" if verdict == AMBIGUOUS and not low <= 1 <= high else ""
+    return f"{line}{run.speedup[name]:.2f}x [{low:.2f}, {high:.2f}]  {paint(verdict, COLOURS[verdict])}{disturbed}"
 
 
 def show(run: Result) -> None:
