@@ -46,8 +46,7 @@ CUDA_SOURCE = r"""
 // 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 128, rms errors were up to 1.5 times SGEMM's where K is 1000.)
+// grow with K. After every 32 of K the accumulators are added to float32 registers and begin anew from zero.
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -83,7 +82,7 @@ constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTile = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = 2 * kTile * kLine * 2;
-constexpr int kAnew = 2;  // lines of PIECES 2 after which accumulators begin anew: 64 of K
+constexpr int kAnew = 1;  // lines of PIECES 2 after which accumulators begin anew
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
 constexpr int kBand = 8;  // rows of tiles that are taken column by column, so that their operands are still in L2
 // A warp computes 64 columns: of 32 rows with PIECES 2, which needs two sets of accumulators, otherwise of 64.
@@ -251,11 +250,12 @@ template <int PIECES, bool TURNED> struct Copies {
         commit_copies();  // also of nothing, so that every line has its group
     }
 };
-// A warp's operands of mma: hi and lo of a quarter or, with PIECES 1, two quarters. From quarter to quarter some bits
-// of a chunk's number c flip, and the same bits of its place, as (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+// A warp's operands of mma. PIECES 2: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either; PIECES 1: two
+// quarters. From quarter to quarter some bits of a chunk's number c flip, and the same bits of its place, because
+// (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
 template <int PIECES, bool TURNED> struct Registers {
     uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
-    uint32_t a[2][kRowTiles<PIECES>][4], b[2][kColumnTiles / 2][4];
+    uint32_t a[PIECES + 1][kRowTiles<PIECES>][4], b[PIECES + 1][kColumnTiles / 2][4];
     __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
@@ -297,6 +297,7 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
         int scales_pitch, int n, int lines, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ >= 800
+    if (PIECES == 1 && __CUDA_ARCH__ >= 1000) return;  // cuBLAS is faster, see product_pays
     extern __shared__ __align__(128) unsigned char stages[];
     constexpr int kTiles = kRowTiles<PIECES>, kDown = kThreads<PIECES> / 64;  // warps, two across
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -308,7 +309,7 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
     for (int line = 0; line < kStages; ++line) copies.load(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(PIECES - 1, 0, PIECES == 2 ? 2 : 0);
+    registers.load_a(PIECES == 2 ? 2 : 0, 0, PIECES == 2 ? 2 : 0);
     registers.load_b(0, 0, 0);
     float sum[kTiles / 2][4][16] = {};
     int line = 0;
@@ -330,22 +331,22 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
                 __syncthreads();
                 copies.load(line + kStages);
             };
-            if constexpr (PIECES == 2) {  // slot 0: hi, slot 1: lo; quarters 0 and 1: hi, 2 and 3: lo
+            if constexpr (PIECES == 2) {  // the small products come first, as an accumulator truncates to its own size
                 registers.load_a(0, stage, 0);
-                registers.multiply_add(part, 1, 0);
-                registers.load_b(1, stage, 2);
-                registers.multiply_add(part, 0, 0);
-                registers.load_a(1, stage, 3);
-                registers.load_b(0, stage, 1);
-                registers.multiply_add(part, 0, 1);
-                registers.load_a(0, stage, 1);
-                registers.multiply_add(part, 1, 0);
-                registers.load_b(1, stage, 3);
-                registers.multiply_add(part, 0, 0);
+                registers.load_b(2, stage, 2);
+                registers.multiply_add(part, 2, 0);
+                registers.load_a(2, stage, 3);
+                registers.load_b(1, stage, 1);
+                registers.multiply_add(part, 0, 2);
+                registers.load_a(1, stage, 1);
+                registers.load_b(2, stage, 3);
+                registers.multiply_add(part, 2, 1);
+                registers.multiply_add(part, 1, 2);
                 advance();
-                registers.load_a(1, next, 2);
+                registers.multiply_add(part, 0, 0);
+                registers.load_a(2, next, 2);
                 registers.load_b(0, next, 0);
-                registers.multiply_add(part, 0, 1);
+                registers.multiply_add(part, 1, 1);
             } else {
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
@@ -394,7 +395,7 @@ struct Linear {
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
     __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
-        unsigned uncertain[4] = {};
+        uint64_t uncertain = 0;  // bits 16 i + j
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -410,25 +411,23 @@ struct Linear {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain[i] |= 1u << j;
+                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain |= uint64_t(1) << (16 * i + j);
                 v[i][j] = fmaf(v[i][j], unscale_w, plus);
             }
         }
+        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // one by one, by the whole warp
+            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffsll(uncertain) - 1, owner);
+            const int at = column_of(__shfl_sync(~0u, column, owner), which % 16);
+            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * 8, at) + bias[at];
+            if (threadIdx.x % 32 != owner) continue;
+            uncertain &= uncertain - 1;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            while (const unsigned lanes = __ballot_sync(~0u, uncertain[i] != 0)) {  // one by one, by the whole warp
-                const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain[i]) - 1, owner);
-                const int at = column_of(__shfl_sync(~0u, column, owner), which);
-                const float own = multiply_rows(__shfl_sync(~0u, row + 8 * i, owner), at) + bias[at];
-                if (threadIdx.x % 32 != owner) continue;
-                uncertain[i] &= uncertain[i] - 1;
-#pragma unroll
-                for (int j = 0; j < 16; ++j) v[i][j] = j == which ? own : v[i][j];
-            }
+            for (int i = 0; i < 64; ++i) v[i / 16][i % 16] = i == which ? own : v[i / 16][i % 16];
         }
     }
     __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
         float sum = 0;
+#pragma unroll 1
         for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[of_x * k + i], weight[of_w * k + i], sum);
         return reduce(sum, 32, Sum());
     }
@@ -480,7 +479,7 @@ template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_mul
 }
 // The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
 extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
-    return (m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float)));
+    return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
 }
 template <int PIECES> struct Split {
     Rows x, w;
@@ -548,8 +547,8 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
     }
 }
 
-// Without this the compiler keeps bfloat16, once converted to float, in twice the registers from pass to pass: at the
-// benchmark shape row_gradients takes 46 us instead of 32, finish_rows 22 instead of 19 (H200).
+// Without this the compiler converts bfloat16 once and keeps the floats, in twice the registers: at the benchmark shape
+// row_gradients then takes 46 us instead of 32, finish_rows 22 instead of 19 (H200).
 template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
     uint4& v = reinterpret_cast<uint4&>(bytes);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
