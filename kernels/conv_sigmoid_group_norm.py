@@ -739,7 +739,6 @@ extern "C" int conv_launch(
 CPP_SOURCE = r"""
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -886,7 +885,7 @@ bool direct_pays(const Tensor& x, const Tensor& weight, int64_t groups) {
 // One call's sizes, and where its tensors lie. A slice is a group of a sample; its tiles are those of its channels.
 struct DirectConvolution {
     int64_t ins, height, width, outs, rows, columns, groups;
-    const float *x, *weight, *bias, *scale, *gamma, *beta;
+    const float *x, *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     float* out;
     std::vector<int64_t> offsets;
 
@@ -918,7 +917,7 @@ struct DirectConvolution {
         const int64_t some = std::min<int64_t>(kTileChannels, channels() - tile * kTileChannels);
         for (int64_t c = 0; c < some; ++c) {
             const int64_t channel = slice % groups * channels() + tile * kTileChannels + c;
-            activate(h + c * stride, length, bias[channel], scale[channel]);
+            activate(h + c * stride, length, conv_bias[channel] + bias[channel], scale[channel]);
             float* to = out + ((sample * outs + channel) * rows + row) * columns;
             for (int64_t r = 0; r < high; ++r) {
                 copy_and_add(h + c * stride + r * width, to + r * columns, columns, sums);
@@ -953,19 +952,27 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
             for (int64_t j = 0; j < wide; ++j) conv.offsets.push_back((in * conv.height + i) * conv.width + j);
         }
     }
-    // The weights in the order of their use: (groups, tiles, taps, 4). Channels of zeros fill up a group's last tile.
     const int64_t taps = conv.offsets.size();
-    const int64_t missing = conv.tiles() * kTileChannels - conv.channels();
-    const Tensor padded = at::constant_pad_nd(weight.reshape({groups, conv.channels(), taps}), {0, 0, 0, missing});
-    const Tensor packed = padded.reshape({groups, conv.tiles(), kTileChannels, taps}).transpose(2, 3).contiguous();
-    const Tensor biases = parameters[kConvBias].add(parameters[kBias].reshape(-1));
+    const Tensor input = x.contiguous();
+    std::vector<Tensor> contiguous;
+    for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
+    const auto values = [&](int which) { return contiguous[which].const_data_ptr<float>(); };
+    // The weights in the order of their use: (groups, tiles, taps, 4). Channels of zeros fill up a group's last tile.
+    std::vector<float> packed(groups * conv.tiles() * taps * kTileChannels);
+    for (int64_t channel = 0; channel < conv.outs; ++channel) {
+        const int64_t of_group = channel % conv.channels();
+        const int64_t tile = channel / conv.channels() * conv.tiles() + of_group / kTileChannels;
+        float* const to = &packed[tile * taps * kTileChannels + of_group % kTileChannels];
+        for (int64_t tap = 0; tap < taps; ++tap) to[tap * kTileChannels] = values(kWeight)[channel * taps + tap];
+    }
     const Tensor out = at::empty({x.size(0), conv.outs, conv.rows, conv.columns}, x.options());
-    conv.x = x.const_data_ptr<float>();
-    conv.weight = packed.const_data_ptr<float>();
-    conv.bias = biases.const_data_ptr<float>();
-    conv.scale = parameters[kScale].const_data_ptr<float>();
-    conv.gamma = parameters[kGamma].const_data_ptr<float>();
-    conv.beta = parameters[kBeta].const_data_ptr<float>();
+    conv.x = input.const_data_ptr<float>();
+    conv.weight = packed.data();
+    conv.conv_bias = values(kConvBias);
+    conv.bias = values(kBias);
+    conv.scale = values(kScale);
+    conv.gamma = values(kGamma);
+    conv.beta = values(kBeta);
     conv.out = out.mutable_data_ptr<float>();
 
     const int64_t slices = x.size(0) * groups;
@@ -994,17 +1001,19 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
     return out;
 }
 
+constexpr int64_t kFewInputs = 2048;  // of a 16-bit type: their conversion to float32 would cost more than it saves
+
 // Computed in float32. Where the direct convolution does not pay PyTorch's is taken, and what follows is done in place.
 Tensors forward_cpu(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    if (x.scalar_type() != at::kFloat) {
+    if (x.scalar_type() != at::kFloat && x.numel() >= kFewInputs) {
         std::vector<Tensor> widened;
         for (const Tensor& t : parameters) widened.push_back(t.to(at::kFloat));
         const auto [out, statistics] = forward_cpu(x.to(at::kFloat), widened, groups, eps);
         return {out.to(x.scalar_type()), statistics};
     }
-    const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, x.options());  // which no kernel here reads
-    if (direct_pays(x, parameters[kWeight], groups)) {
+    const Tensor no_statistics = at::zeros({x.size(0), groups, 3}, at::kFloat);  // which no kernel here reads
+    if (x.scalar_type() == at::kFloat && direct_pays(x, parameters[kWeight], groups)) {
         return {convolve_directly(x, parameters, groups, eps), no_statistics};
     }
     const Tensor h = at::conv2d(x, parameters[kWeight], parameters[kConvBias]).contiguous();
@@ -1164,12 +1173,11 @@ _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, 
 # The types whose computation the fast way takes over: on a GPU all three, on a CPU float32 and what it has no
 # instructions for. PyTorch's convolution takes up to 30 times as long in such a type as in float32.
 _ON_GPU = [torch.float32, torch.float16, torch.bfloat16]
-_ONEDNN = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
-_NATIVE_ON_CPU = {
-    torch.float16: bool(_ONEDNN) and _ONEDNN._is_mkldnn_fp16_supported(),
-    torch.bfloat16: bool(_ONEDNN) and _ONEDNN._is_mkldnn_bf16_supported(),
-}
-_ON_CPU = [dtype for dtype in _ON_GPU if not _NATIVE_ON_CPU.get(dtype)]
+_ON_CPU = [torch.float32]
+if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    _ON_CPU.append(torch.float16)
+if not torch.cpu._is_avx512_bf16_supported() and "AVX" in torch.backends.cpu.get_cpu_capability():
+    _ON_CPU.append(torch.bfloat16)
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -1202,14 +1210,18 @@ def fits(tensors: tuple, groups: int) -> bool:
     if transformed or any(type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
     device, here = x.device, x.is_cpu or x.is_cuda and torch.version.cuda
-    if not here or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
+    if not here:
+        return False
+    autocast = torch.is_autocast_enabled(device.type)
+    computed_in = torch.get_autocast_dtype(device.type) if autocast else x.dtype
+    if x.is_cpu and recorded(tensors) and (computed_in == torch.float32 or x.numel() < 2048):
+        return False  # with gradients ATen is the fastest, but for many values of 16 bits
+    if any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
         return False
     # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
     if any(t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1 for t in (x, weight)):
         return False
-    autocast = torch.is_autocast_enabled(device.type)
     dtypes = _ON_GPU if x.is_cuda else _ON_CPU
-    computed_in = torch.get_autocast_dtype(device.type) if autocast else x.dtype
     if computed_in not in dtypes or any(
         t.device != device or t.dtype not in _ON_GPU or not (autocast or t.dtype == x.dtype) for t in tensors
     ):
@@ -1221,8 +1233,8 @@ def fits(tensors: tuple, groups: int) -> bool:
     rows, columns = x.shape[2] - weight.shape[2] + 1, x.shape[3] - weight.shape[3] + 1
     if rows < 1 or columns < 1 or x.shape[0] * (channels // groups) * rows * columns == 1:  # which PyTorch refuses
         return False
-    if x.is_cpu:  # in float32 ATen's own gradients are the fastest
-        return computed_in != torch.float32 or not recorded(tensors)
+    if x.is_cpu:
+        return True
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN's tensor cores win
     small = x.shape[0] * channels * rows * columns < 2**39 and x.shape[2] * x.shape[3] < 2**31
     return size in ((1, 1), (3, 3)) and x.shape[1] <= most and small
