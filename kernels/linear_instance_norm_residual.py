@@ -649,9 +649,9 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. rstd is multiplied by `correction`. grad_y may be null.
+// A group of threads owns a row. 1 / rstd is known to be `truncated` of itself too small. grad_y may be null.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
-    const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float correction, int group) {
+    const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
     const Held rows({h, y, grad}, m, n, group);
     const RowStatistics own = row_statistics(rows, n, eps);
@@ -669,7 +669,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradien
         if (grad_y != nullptr) reinterpret_cast<typename Held::Own*>(grad_y + rows.row * n)[at] = result;
     });
     sum_group(sums, group);
-    const float mean_d = sums[0] / n, mean_dz = sums[1] / n, rstd = own.rstd * correction;
+    const float mean_d = sums[0] / n, mean_dz = sums[1] / n, rstd = fmaf(own.rstd, -truncated, own.rstd);
     rows.each([&](const auto& packs, int at) {
         typename Held::Own result;
 #pragma unroll
@@ -708,12 +708,12 @@ extern "C" int launch_finish_rows(
     });
 }
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
-    void* grad_y, int64_t m, int64_t n, float eps, float correction, cudaStream_t stream) {
+    void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream) {
     const RowLaunch rows(m, n);
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         row_gradients<<<rows.blocks, kRowThreads, 0, stream>>>(static_cast<const T*>(h), static_cast<const T*>(y),
-            static_cast<const T*>(grad), static_cast<T*>(grad_h), static_cast<T*>(grad_y), m, int(n), eps, correction,
+            static_cast<const T*>(grad), static_cast<T*>(grad_h), static_cast<T*>(grad_y), m, int(n), eps, truncated,
             rows.group);
         return cudaGetLastError();
     });
@@ -730,66 +730,64 @@ struct StoreLinear {  // the epilogue of h
     }
 };
 
-// Both gradients are TURNED products: their B is W, or x, split by split_rows. They sum over the rows of B, so the
-// scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses of these scales: for dX
-// its column j by that of W's row j, for dW its row i by that of x's row i. A is G, or G^T, and each 128 of K of a row
-// of A have a scale of their own, since accumulators begin anew after them. So a block can
-// split 128 x 128 values of G for both products without knowing any others:
+// Both gradients are TURNED products: A is G for dX, and G^T for dW; B is W, or x, split by split_rows. They sum over
+// the rows of B, so the scales of those rows cannot be taken out of the sums. Instead G is multiplied by the inverses
+// of these scales: for dX its column j by that of W's row j, for dW its row i by that of x's row i. Each 128 of K of a
+// row of A have a scale of their own, which is possible because accumulators begin anew after them. So a block can
+// split 128 x 128 values of G without knowing any others:
 //
-//     G (m, n)               for dX, along K = n                   for dW, along K = m
-//     +-----+-----+---       row_scales[part of n][row]            column_scales[part of m][column]
-//     |block|     |          rows (m, n) of pieces                 columns (n, m) of pieces
-//     +-----+-----+---
+//     G (m, n)                   rows of A:     for dX the rows of G, K = n       for dW the columns of G, K = m
+//     +-------+-------+---       B, split:      W                                 x
+//     | block |       |          scales:        [n / 128][m]                      [m / 128][n]
+//     +-------+-------+---
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
 constexpr int kSplitThreads = 256;
-struct Vectors {  // rows, or columns, of G: A of the product that sums along them
-    int count, length;
-    const float* factors;  // [length]: what their values are multiplied by
-    __half* pieces;
-    float* scales;  // [parts of length][count]
+struct SplitGradient {
+    const float* g;
+    int m, n;
+    bool of_weight;  // dW rather than dX
+    const float* factors;  // [K]: the inverse scales of B's rows
+    __half* pieces;  // A's
+    float* scales;  // inverse ones, of each part of each row of A
 };
-// Splits kSide vectors of kSide values in shared memory. 16 lanes own a vector, a lane two neighbouring values in 32.
-__device__ __forceinline__ void split_part(
-    const float* values, int next_vector, int next_value, int first_vector, int first_value, const Vectors& to) {
-    const int lane = threadIdx.x % 16;
-    const int64_t pitch = pitch_of(to.length, 2);
-    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
-        const int vector = first_vector + i;
-        float v[kSide / 16], largest = 0;
-#pragma unroll
-        for (int j = 0; j < kSide / 16; ++j) {
-            const int at = j / 2 * 32 + lane * 2 + j % 2;
-            const float factor = first_value + at < to.length ? to.factors[first_value + at] : 0;
-            v[j] = values[i * next_vector + at * next_value] * factor;
-            largest = fmaxf(largest, finite_magnitude(v[j]));
-        }
-        const int exponent = scale_exponent(reduce(largest, 16, Max()));
-        const float scale = power_of_two(exponent);
-        if (vector >= to.count) continue;
-#pragma unroll
-        for (int j = 0; j < kSide / 16; j += 2) {
-            const int at = first_value + j / 2 * 32 + lane * 2;
-            if (2 * at < pitch) store_pieces<2>(to.pieces + vector * pitch, at, v[j] * scale, v[j + 1] * scale);
-        }
-        if (lane == 0) to.scales[int64_t(first_value / kSide) * to.count + vector] = power_of_two(-exponent);
-    }
-}
-// A block owns kSide x kSide values of G, and zeros beyond its last row and column.
-__global__ void __launch_bounds__(kSplitThreads)
-    split_gradient(const float* g, const __grid_constant__ Vectors rows, const __grid_constant__ Vectors columns) {
+// A block reads its values of G to shared memory, as zeros where there are none. Then 16 lanes own a row of A, a lane
+// two neighbouring values in 32.
+__global__ void __launch_bounds__(kSplitThreads) split_gradient(const __grid_constant__ SplitGradient own) {
     extern __shared__ float values[];
     const int first_row = blockIdx.y * kSide, first_column = blockIdx.x * kSide;
 #pragma unroll 8
     for (int i = threadIdx.x; i < kSide * kSide; i += kSplitThreads) {
         const int row = first_row + i / kSide, column = first_column + i % kSide;
-        const bool exists = row < rows.count && column < columns.count;
-        values[i / kSide * kPitch + i % kSide] = exists ? g[int64_t(row) * columns.count + column] : 0;
+        const bool exists = row < own.m && column < own.n;
+        values[i / kSide * kPitch + i % kSide] = exists ? own.g[int64_t(row) * own.n + column] : 0;
     }
     __syncthreads();
-    split_part(values, kPitch, 1, first_row, first_column, rows);
-    split_part(values, 1, kPitch, first_column, first_row, columns);
+    const int next_row = own.of_weight ? 1 : kPitch, next_k = own.of_weight ? kPitch : 1;  // in shared memory
+    const int rows = own.of_weight ? own.n : own.m, terms = own.of_weight ? own.m : own.n, lane = threadIdx.x % 16;
+    const int first = own.of_weight ? first_column : first_row, first_k = own.of_weight ? first_row : first_column;
+    const int64_t pitch = pitch_of(terms, 2);
+    for (int i = threadIdx.x / 16; i < kSide; i += kSplitThreads / 16) {
+        const int row = first + i;
+        float v[kSide / 16], largest = 0;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; ++j) {
+            const int at = j / 2 * 32 + lane * 2 + j % 2;
+            const float factor = first_k + at < terms ? own.factors[first_k + at] : 0;
+            v[j] = values[i * next_row + at * next_k] * factor;
+            largest = fmaxf(largest, finite_magnitude(v[j]));
+        }
+        const int exponent = scale_exponent(reduce(largest, 16, Max()));
+        const float scale = power_of_two(exponent);
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < kSide / 16; j += 2) {
+            const int at = first_k + j / 2 * 32 + lane * 2;
+            if (2 * at < pitch) store_pieces<2>(own.pieces + row * pitch, at, v[j] * scale, v[j + 1] * scale);
+        }
+        if (lane == 0) own.scales[int64_t(first_k / kSide) * rows + row] = power_of_two(-exponent);
+    }
 }
 
 // h = x W^T + bias in float32. The workspace has split_bytes(m, n, k, 2).
@@ -798,39 +796,43 @@ extern "C" int launch_product(const float* x, const float* weight, const float* 
     const Linear linear = {x, weight, bias, nullptr, nullptr, int(m), int(n), int(k)};
     return launch_linear<2>(StoreLinear{linear, h}, workspace, stream);
 }
-// The workspace of the next function: split x and W, the pieces of G's rows and columns, the scales of both.
-extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k) {
-    const int64_t pieces = m * pitch_of(n, 2) + n * pitch_of(m, 2);
-    const int64_t scales = divide_up(n, kSide) * m + divide_up(m, kSide) * n;
-    return split_bytes(m, n, k, 2) + pieces * int64_t(sizeof(__half)) + scales * int64_t(sizeof(float));
+// The workspace of dX = G W, `other` being W (n, k), or, of_weight, of dW = G^T x, `other` being x (m, k): split `other`,
+// the pieces of A, its scales.
+struct GradientProduct {
+    int64_t rows, terms, k;  // A is (rows, terms), B (terms, k)
+    Split<2> split;
+    __half* pieces;
+    float* scales;
+    GradientProduct(bool of_weight, const float* other, void* workspace, int64_t m, int64_t n, int64_t k)
+        : rows(of_weight ? n : m), terms(of_weight ? m : n), k(k), split(other, nullptr, workspace, terms, 0, k) {
+        pieces = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(terms, 0, k, 2));
+        scales = reinterpret_cast<float*>(pieces + rows * pitch_of(terms, 2));
+    }
+};
+extern "C" int64_t gradient_workspace(bool of_weight, int64_t m, int64_t n, int64_t k) {
+    const int64_t rows = of_weight ? n : m, terms = of_weight ? m : n;
+    const int64_t pieces = pitch_of(terms, 2) * int64_t(sizeof(__half));
+    return split_bytes(terms, 0, k, 2) + rows * (pieces + divide_up(terms, kSide) * int64_t(sizeof(float)));
 }
-// dX = G W and dW = G^T x; null where not wanted.
-extern "C" int launch_product_gradients(const float* g, const float* x, const float* weight, float* grad_x,
-    float* grad_weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const Split<2> split(x, weight, workspace, m, n, k);
-    __half* const rows = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(m, n, k, 2));
-    __half* const columns = rows + m * pitch_of(n, 2);
-    float* const row_scales = reinterpret_cast<float*>(columns + n * pitch_of(m, 2));
-    float* const column_scales = row_scales + divide_up(n, kSide) * m;
-    cudaError_t error = split.launch(stream);
+extern "C" int launch_split_gradient(bool of_weight, const float* g, const float* other, void* workspace, int64_t m,
+    int64_t n, int64_t k, cudaStream_t stream) {
+    const GradientProduct own(of_weight, other, workspace, m, n, k);
+    cudaError_t error = own.split.launch(stream);
     if (error != cudaSuccess) return error;
     constexpr int kBytes = kSide * kPitch * int(sizeof(float));
     error = cudaFuncSetAttribute(split_gradient, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const dim3 blocks(unsigned(divide_up(n, kSide)), unsigned(divide_up(m, kSide)));
-    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(g, {int(m), int(n), split.w.unscale, rows, row_scales},
-        {int(n), int(m), split.x.unscale, columns, column_scales});
-    if (grad_x != nullptr) {
-        const PieceRows a = {rows, int(m), pitch_of(n, 2)}, b = split.operand(split.w);
-        const StoreProduct store = {grad_x, int(m), int(k)};
-        error = launch_multiply<2, true>(a, b, row_scales, m, k, n, store, stream);
-    }
-    if (grad_weight != nullptr && error == cudaSuccess) {
-        const PieceRows a = {columns, int(n), pitch_of(m, 2)}, b = split.operand(split.x);
-        const StoreProduct store = {grad_weight, int(n), int(k)};
-        error = launch_multiply<2, true>(a, b, column_scales, n, k, m, store, stream);
-    }
-    return error;
+    split_gradient<<<blocks, kSplitThreads, kBytes, stream>>>(
+        {g, int(m), int(n), of_weight, own.split.x.unscale, own.pieces, own.scales});
+    return cudaGetLastError();
+}
+extern "C" int launch_multiply_gradient(
+    bool of_weight, void* workspace, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const GradientProduct own(of_weight, nullptr, workspace, m, n, k);
+    const PieceRows a = {own.pieces, int(own.rows), pitch_of(own.terms, 2)}, b = own.split.operand(own.split.x);
+    const StoreProduct epilogue = {out, int(own.rows), int(k)};
+    return launch_multiply<2, true>(a, b, own.scales, own.rows, k, own.terms, epilogue, stream);
 }
 """
 
@@ -930,13 +932,15 @@ void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGe
 
 extern "C" int launch_product(const float* x, const float* weight, const float* bias, float* h, void* workspace,
     int64_t m, int64_t n, int64_t k, cudaStream_t stream);
-extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k);
-extern "C" int launch_product_gradients(const float* g, const float* x, const float* weight, float* grad_x,
-    float* grad_weight, void* workspace, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int64_t gradient_workspace(bool of_weight, int64_t m, int64_t n, int64_t k);
+extern "C" int launch_split_gradient(bool of_weight, const float* g, const float* other, void* workspace, int64_t m,
+    int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int launch_multiply_gradient(
+    bool of_weight, void* workspace, float* out, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream);
 extern "C" int launch_row_gradients(int dtype, const void* h, const void* y, const void* grad, void* grad_h,
-    void* grad_y, int64_t m, int64_t n, float eps, float correction, cudaStream_t stream);
+    void* grad_y, int64_t m, int64_t n, float eps, float truncated, cudaStream_t stream);
 int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
@@ -946,7 +950,7 @@ bool is_split(const at::Tensor& x, int64_t n, bool tf32) {
 }
 // Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small (K of 128 to 20000).
 // In z that cancels, but it would make all of h's gradients too large.
-constexpr float kTruncated = 0.75f * 0x1p-23f;
+constexpr float kTruncated = 1.8f * 0x1p-23f;
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
@@ -987,17 +991,25 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const int64_t m = h.size(0), n = h.size(1), k = x.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0, "rows of a multiple of 8 features");
     const bool split = is_split(x, n, tf32);  // then h is the product's
-    const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y), grad_h = at::empty_like(kept);
+    const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y);
+    at::Tensor grad_h = at::empty_like(kept);
     check_launch(launch_row_gradients(kernel_dtype(x), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
-        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? 1 - kTruncated : 1, current_stream()));
-    if (needs[2]) results[2] = grad_h.sum(0);
+        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? kTruncated : 0, current_stream()));
+    // In float64 where h is nearer to the truth than cuBLAS's: the rounding of the sum would be most of the error.
+    const at::ScalarType sum_type = split ? at::kDouble : x.scalar_type();
+    if (needs[2]) results[2] = grad_h.sum(at::IntArrayRef{0}, false, sum_type).to(x.scalar_type());
     if (split && product_pays(m, k, n, 2) && product_pays(n, k, m, 2)) {
-        const at::Tensor rows = aligned(x), columns = aligned(weight), workspace = bytes(gradient_bytes(m, n, k), x);
-        if (needs[0]) results[0] = at::empty_like(rows);
-        if (needs[1]) results[1] = at::empty_like(columns);
-        check_launch(launch_product_gradients(grad_h.data_ptr<float>(), rows.data_ptr<float>(),
-            columns.data_ptr<float>(), floats_or_null(results[0]), floats_or_null(results[1]), workspace.data_ptr(), m,
-            n, k, current_stream()));
+        for (const bool of_weight : {false, true}) {  // one after the other, for memory
+            if (!needs[of_weight]) continue;
+            const at::Tensor other = aligned(of_weight ? x : weight);
+            const at::Tensor workspace = bytes(gradient_workspace(of_weight, m, n, k), x);
+            check_launch(launch_split_gradient(of_weight, grad_h.data_ptr<float>(), other.data_ptr<float>(),
+                workspace.data_ptr(), m, n, k, current_stream()));
+            if (of_weight) grad_h.reset();  // so that dW takes its memory
+            results[of_weight] = at::empty({of_weight ? n : m, k}, x.options());
+            check_launch(launch_multiply_gradient(
+                of_weight, workspace.data_ptr(), results[of_weight].data_ptr<float>(), m, n, k, current_stream()));
+        }
     } else {
         if (needs[0]) results[0] = grad_h.mm(weight);
         if (needs[1]) results[1] = grad_h.t().mm(x);
@@ -1110,9 +1122,13 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
+
+    A FakeTensor is what torch.export, not strict, runs a module with.
+    """
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
+    if torch._C._are_functorch_transforms_active() or not ordinary:
         return False
     here = x.is_cpu or x.is_cuda and torch.version.cuda
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
