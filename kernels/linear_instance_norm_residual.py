@@ -23,6 +23,7 @@ import types
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
@@ -796,8 +797,8 @@ extern "C" int launch_product(const float* x, const float* weight, const float* 
     const Linear linear = {x, weight, bias, nullptr, nullptr, int(m), int(n), int(k)};
     return launch_linear<2>(StoreLinear{linear, h}, workspace, stream);
 }
-// The workspace of dX = G W, `other` being W (n, k), or, of_weight, of dW = G^T x, `other` being x (m, k): split `other`,
-// the pieces of A, its scales.
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The workspace holds split `other`,
+// then the pieces of A, then its scales.
 struct GradientProduct {
     int64_t rows, terms, k;  // A is (rows, terms), B (terms, k)
     Split<2> split;
@@ -1165,7 +1166,7 @@ def _is_upcast(x: torch.Tensor) -> bool:
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
-    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
+    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
     return _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
 
 
