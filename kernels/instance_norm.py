@@ -31,6 +31,7 @@ import types
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
@@ -745,13 +746,16 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def fits(x: torch.Tensor, norm: nn.InstanceNorm2d) -> bool:
-    """Whether our kernels take norm(x), by dtype, device, gradients, layout and shape; no hooks, no transforms."""
-    if type(x) not in (torch.Tensor, nn.Parameter):
+    """Whether our kernels take norm(x), by dtype, device, gradients, layout and shape; no hooks, no transforms.
+
+    A FakeTensor is what torch.export, not strict, runs a module with.
+    """
+    if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
         return False
     on_gpu = x.is_cuda and bool(torch.version.cuda) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     on_cpu = x.is_cpu and x.dtype is torch.float32 and not (torch.is_grad_enabled() and x.requires_grad)
     images = x.layout is torch.strided and x.dim() in (3, 4) and x.shape[-2] * x.shape[-1] != 1  # PyTorch refuses 1
-    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None
+    bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
     usual = _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     return (on_gpu or on_cpu) and images and usual and not transformed
@@ -765,9 +769,10 @@ class ModelNew(nn.Module):
         self.inorm = nn.InstanceNorm2d(num_features=num_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        norm = self.inorm
-        if not fits(x, norm):
-            return norm(x)
-        if torch.is_grad_enabled() and x.requires_grad:
-            return InstanceNorm.apply(x, norm.eps)
-        return _forward(x, norm.eps)
+        if not torch.jit.is_scripting():  # torch.jit.script compiles the Model's line alone
+            norm = self.inorm
+            if fits(x, norm):
+                if torch.is_grad_enabled() and x.requires_grad:
+                    return InstanceNorm.apply(x, norm.eps)
+                return _forward(x, norm.eps)
+        return self.inorm(x)
