@@ -7,7 +7,8 @@
 
 Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times, errors and reasons; in
 the end a table of all. On a terminal the last line says what is being done.
-Exit codes: 0 all right, 1 a candidate is wrong, 2 usage, 3 a candidate did not build (whatever the others did).
+Exit codes: 0 all as --require wants them, 1 a candidate is not, 2 usage, 3 a candidate did not build (whatever the
+others did), 4 the judge itself failed.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ import json
 import resource
 import signal
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -57,10 +59,11 @@ from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Pr
 from judge.worker import COMPILE_MODES, Rejected, Worker
 
 ROOT = Path(__file__).resolve().parent
-ALL_RIGHT, ANY_WRONG, NOT_BUILT = 0, 1, 3  # 2, usage, is argparse's
+ALL_RIGHT, ANY_WRONG, NOT_BUILT, CRASHED = 0, 1, 3, 4  # 2, usage, is argparse's
 CPU_BYTES = 32 << 20  # of the inputs, where the Model's file does not say what a CPU should take
 Names = tuple[str, ...]
 BASELINES = ("eager", *COMPILE_MODES)
+REQUIRED = (record.RIGHT, record.DROP_IN)
 BACKWARD = {"flag": "--backward", "dest": "directions", "action": "store_const", "const": DIRECTIONS}
 
 
@@ -86,6 +89,7 @@ class Options:
     batch: int | None = option(
         None, "default: the file's batch_size; on a CPU its on_cpu's, or a smaller one", type=int
     )
+    require: str = option("right", "right or drop-in; default: drop-in, but right for two files", choices=REQUIRED)
     sweep: bool = option(False, "at the shapes of the Model file's list `sweep`, for less time", action="store_true")
     seed: int = option(0, "of weights and inputs (0)", type=int)
     seconds: float = option(1.0, "of timing, of each contender in each direction (1); in a sweep an eighth", type=float)
@@ -123,50 +127,74 @@ class Judge:
 
     def judge(self, pair: Pair) -> Iterator[Result]:
         """All records of one pair. Never raises for what a pair does wrong."""
-        options, sha256, shapes, notes = self.options, "", [{}], []
+        options, sha256, shapes, notes, texts = self.options, "", [{}], [], {}
         with contextlib.suppress(*RAISED):  # the run says what is wrong with the files
+            texts = {path: path.read_text() for path in (pair.new_path, pair.model_path)}
             sha256, notes = source.code_sha256(pair.new_path), record.remarks(pair.new_path, options.device)
-            problem = Problem(pair.model_path)
+            problem = Problem(pair.model_path, None, texts[pair.model_path])
             if options.sweep and not problem.sweep:
                 notes.append(f"--sweep has no effect: {pair.model_path.name} has no list `sweep`")
             shapes = options.sweep and problem.sweep or [problem.on_cpu if options.device == "cpu" else {}]
         for constants, dtype, level in itertools.product(shapes, options.dtype, options.precision):
             what = pair.name, sha256, options.device, dtype, level, options.seed, constants
-            runs = [Result(direction, *what) for direction in options.directions]
-            try:
-                self._judge(pair, runs)
-            except RAISED as error:
-                for run in runs:
-                    run.reject(error)
+            fresh = lambda: [Result(direction, *what) for direction in options.directions]  # noqa: E731
+            runs, batch = fresh(), options.batch
+            while not self._judge(pair, runs, texts, batch):  # for want of memory
+                batch, runs = runs[0].batch // 2, fresh()
             for run in runs:
                 run.notes += notes
                 yield run
 
-    def _judge(self, pair: Pair, runs: list[Result]) -> None:
-        """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured."""
-        options, first, seconds = self.options, runs[0], None
-        measure = self._profile if options.profile else self._time
-        source.set_precision(first.precision)
-        problem = Problem(pair.model_path, first.constants)
-        batch = problem.batch and (options.batch or problem.batch)  # None where a file does not let it be chosen
-        if batch and options.device == "cpu" and not (options.batch or first.constants):
-            batch = least_batch(problem)
-        form = DTYPES[first.dtype], first.precision, batch, options.seed
-        case = check.Case(problem, options.device, self.by_ipc, *form, self.workers)
-        case.tell = lambda text: self.tell(f"{pair.name}: {first.dtype} {first.precision}, batch {batch}: {text}")
-        shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
-        if options.batch and not batch:
+    def _judge(self, pair: Pair, runs: list[Result], texts: dict[Path, str], batch: int | None) -> bool:
+        """Right, how fast, how far from the limit, by direction. The speed of a wrong answer is not measured.
+
+        False where the GPU's memory is too small for all contenders at this batch.
+        """
+        first = runs[0]
+        try:
+            with check.of_the_model(first.precision):
+                problem = Problem(pair.model_path, first.constants, texts.get(pair.model_path))
+            case = self._case(pair, problem, first, texts, batch)
+            shapes = [list(x.shape) for x in tree_leaves(case.inputs(0)) if isinstance(x, torch.Tensor)]
+        except Rejected as error:
+            for run in runs:
+                run.reject(error)
+            return True
+        if batch != self.options.batch:
+            case.notes.append(f"batch {batch}: at a larger one all contenders' answers do not fit the GPU's memory")
+        seconds, enough = self._stages(case, pair, runs)
+        for run in runs:
+            run.batch, run.shapes, run.import_seconds = case.batch, shapes, seconds
+            run.notes += dict.fromkeys(case.notes)  # each once
+        return enough
+
+    def _case(self, pair: Pair, problem: Problem, run: Result, texts: dict, batch: int | None) -> check.Case:
+        chosen = problem.batch and (batch or problem.batch)  # None where a file does not let it be chosen
+        if chosen and run.device == "cpu" and not (batch or run.constants):
+            with check.of_the_model():
+                chosen = least_batch(problem)
+        form = DTYPES[run.dtype], run.precision, chosen, run.seed
+        case = check.Case(problem, run.device, self.by_ipc, *form, self.workers, texts)
+        case.tell = lambda text: self.tell(f"{pair.name}: {run.dtype} {run.precision}, batch {chosen}: {text}")
+        if batch and not chosen:
             case.notes.append("--batch has no effect: the Model's file has no batch_size")
-        if batch and batch < (options.batch or problem.batch):
-            said = f"batch_size {batch} instead of {problem.batch}, since the inputs are large for a CPU"
+        if chosen and chosen < (batch or problem.batch):
+            said = f"batch_size {chosen} instead of {problem.batch}, since the inputs are large for a CPU"
             case.notes.append(f"{said}; a dict `on_cpu` in the Model's file chooses other sizes")
-        # What is at stake: what builds upon a wrong direction is wrong, too. Last comes what is asked after the timing.
-        stages = [(direction, runs[i:], False) for i, direction in enumerate(options.directions)]
+        return case
+
+    def _stages(self, case: check.Case, pair: Pair, runs: list[Result]) -> tuple[float | None, bool]:
+        """Direction by direction the checks and the timing, and then what is asked after the timing. What builds upon a
+        wrong direction is wrong, too. The seconds of the import; whether there was enough memory."""
+        directions, seconds = self.options.directions, None
+        measure = self._profile if self.options.profile else self._time
+        stages = [(direction, runs[i:], False) for i, direction in enumerate(directions)]
         stages += [(DIRECTIONS[2], runs[2:], True), (DIRECTIONS[0], runs, True)]
         for direction, runs_at_stake, after in stages:
-            at_stake = [run for run in runs_at_stake if run.ok]
+            at_stake = [run for run in runs_at_stake if run.status in (record.RIGHT, record.DROP_IN)]
             if not at_stake:
                 continue
+            case.no_dropin = []
             try:
                 if case.model is None or not self.workers["new"].alive():  # none yet, or it ended in another direction
                     case.tell(f"importing {pair.new_path.name}")
@@ -174,14 +202,19 @@ class Judge:
                     imported = check.start(case, pair.new_path)
                     seconds = seconds or imported
                 check.check(case, direction, after)
+                case.listen()
                 if not after:
                     measure(case, pair, at_stake[0])
-            except RAISED as error:
+            except Rejected as error:
+                if error.kind == "memory" and case.device == "cuda" and (case.batch or 0) > 1:
+                    runs[0].batch = case.batch
+                    return seconds, False
                 for run in at_stake:
                     run.reject(error)
-        for run in runs:
-            run.batch, run.shapes, run.import_seconds = batch, shapes, seconds
-            run.notes += dict.fromkeys(case.notes)  # each once
+            case.listen()
+            for run in at_stake:
+                run.lack(case.no_dropin, self.options.require)
+        return seconds, True
 
     def _worker(self, role: str) -> Worker:
         """Starts the contender's process anew; one that compiles is kept while it lives.
@@ -212,8 +245,9 @@ class Judge:
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors, before = {}, record.clocks(case.device)
             samples = bench.measure(case, run.direction, seconds)
+            case.listen()
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
-                raise Rejected("starts a process in a group of its own, which goes on while others are timed")
+                raise Rejected(bench.ESCAPED)
             hidden = bench.hidden_time(samples, case.device)
             wrong = check.over_limit(case) + ([hidden] if hidden else [])
             if not wrong:
@@ -229,7 +263,7 @@ class Judge:
             if held := run.clocks["after"]["throttle"]:
                 run.interference.append(f"the GPU's clocks are held down: {held}")
         run.set_figures(samples, case.errors)
-        run.set_roof(self.ceilings, case)
+        run.set_roof(self.ceilings, case, samples)
 
     def _profile(self, case: check.Case, pair: Pair, run: Result) -> None:
         """Prints the kernels of a call by time; the trace is for https://ui.perfetto.dev."""
@@ -250,9 +284,11 @@ def parse(argv: list[str]) -> tuple[Options, list[Pair]]:
     for each in fields(Options):
         how = dict(each.metadata)
         parser.add_argument(how.pop("flag", f"--{each.name}"), default=each.default, **how)
-    parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(require=None, device="cuda" if torch.cuda.is_available() else "cpu")
     options, pairs = Options(**vars(parser.parse_args(argv))), source.discover(ROOT)
-    if len(options.names) == 2 and all(Path(name).is_file() for name in options.names):
+    two_files = len(options.names) == 2 and all(Path(name).is_file() for name in options.names)
+    options = replace(options, require=options.require or REQUIRED[not two_files])
+    if two_files:
         model, new = (Path(name).resolve() for name in options.names)
         pairs = dict.fromkeys(options.names, Pair(model.stem, model, new))
     asked = {"pair": (options.names, pairs), "dtype": (options.dtype, DTYPES)}
@@ -287,7 +323,7 @@ def main(argv: list[str]) -> int:
     options, pairs = parse(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # on a CPU each tensor that is shared is an open file
-    runs, device, ceilings = [], options.device, roofline.Ceilings(options.device, options.dtype)
+    runs, crashed, device, ceilings = [], False, options.device, roofline.Ceilings(options.device, options.dtype)
     clocks_before, progress = record.clocks(device), show.Progress()
     print(f"On: {record.device_name(device)}. Intervals hold 95%; what the verdicts mean is in --help.\n", flush=True)
     progress("measuring the machine's copy bandwidth and matrix rate")
@@ -295,16 +331,24 @@ def main(argv: list[str]) -> int:
     with contextlib.closing(Judge(options, ceilings, progress)) as judge:
         for number, pair in enumerate(pairs, 1):
             progress.before = f"{number} of {len(pairs)}: "
-            for run in judge.judge(pair):
+            try:
+                for run in judge.judge(pair):
+                    progress.clear()
+                    show.show(run)
+                    runs.append(run)
+                    if options.json:  # after every row: what is measured is not lost
+                        environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
+                        write_json(options.json, runs, environment)
+            except Exception:  # neither the Model's nor the candidate's
                 progress.clear()
-                show.show(run)
-                runs.append(run)
-                if options.json:  # after every row: what is measured is not lost
-                    environment = record.environment(device, ceilings, ["harness.py", *argv], ROOT, clocks_before)
-                    write_json(options.json, runs, environment)
+                print(f"The judge itself failed at {pair.name}:", file=sys.stderr)
+                traceback.print_exc()
+                crashed = True
     progress.clear()
     if len(runs) > 1:
         print(*show.summary(runs), sep="\n", flush=True)
+    if crashed:
+        return CRASHED
     if any(run.status == BUILD for run in runs):
         return NOT_BUILT
     return ALL_RIGHT if runs and all(run.ok for run in runs) else ANY_WRONG

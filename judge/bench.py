@@ -1,9 +1,10 @@
 """How fast? All contenders take turns in rounds, in a random order, each in its own process, the others stopped.
 
-A turn is a call to warm up, on old inputs, and then a few calls, each on new inputs of its own and behind a flush of
-the cache, timed by the worker's own clock (events on a GPU); then one of the answers, drawn when they are all there, is
-handed over. The judge's clock runs over all but the first call. What a turn takes beyond the sum that the worker
-claims is the same for all, so a candidate that takes more than eager there claims too little, and is rejected.
+A turn is a call to warm up, on old inputs, and then a few calls, each a request of its own. The judge writes new
+inputs and, on a CPU, flushes the cache while the contender is stopped; resumes it and starts its clock; the contender
+makes the call, behind a flush on a GPU, times it by its own clock (events on a GPU) and hands the answer over, whether
+or not it was drawn to be looked at. What a turn takes beyond the sum that the contender claims is the same for all, so
+a candidate that takes more than eager there claims too little, and is rejected.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ import copy
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from judge.check import Case, blank, inspect, secret
-from judge.worker import Rejected, Request, answers_of, settle
+from judge.answers import RANDOM, Request, answers_of, same_bits
+from judge.check import Case, blank, inspect, of_the_model
+from judge.requests import secret
+from judge.worker import FLUSH_BYTES, Rejected, settle
 
 MIN_ROUNDS, MAX_ROUNDS = 15, 400
-MOST_SLOTS, SLOT_BYTES = 8, 1 << 30  # of the calls in a turn, each with inputs of its own
-MOST_KEPT, KEPT_BYTES = 8, 4 << 30  # of the timed answers that are looked at
+MOST_CALLS, CALLS_BYTES = 8, 1 << 30  # of a turn, and of their inputs, which are drawn before the round
+MOST_KEPT, KEPT_BYTES = 8, 2 << 30  # of the timed answers that are looked at, of the candidate's and of eager's each
 LONGEST_TURN_MS = 50.0
 CPU_FLUSHES, LONGEST_FLUSH_US = 1, 4000.0  # before each timed call; on a GPU as many as outlast the call's launch
 WIDE_SPREAD, WIDE_DRIFT = 0.1, 0.05  # beyond these the rounds are said to have been disturbed
 # Two processes with the same module differ by as much: where memory lies makes one the faster for as long as it lives.
 PROCESSES_DIFFER = {"cuda": 0.005, "cpu": 0.02}
 # What a turn takes beyond its claims may exceed eager's by a share of the claims, a share of eager's (flushes mostly,
-# which were seen to differ by 2.2% in two processes), and milliseconds: on a CPU, a time slice of its scheduler.
-HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, {"cuda": 0.05, "cpu": 4.0}
+# which were seen to differ by 2.2% in two processes), and milliseconds a call.
+HIDDEN_SHARE, FLUSH_SHARE, HIDDEN_MS = 0.1, 0.03, 0.05
+ESCAPED = "starts a process in a group of its own, which goes on while others are timed"
 FASTER, SLOWER, AMBIGUOUS = "FASTER", "SLOWER", "AMBIGUOUS"
 
 
@@ -46,39 +51,72 @@ class Samples:
     calls: int = 1  # of a turn
 
 
+class Kept:
+    """A few of the answers of all rounds, each as likely as any other: which, is drawn before the turn."""
+
+    def __init__(self, most: int):
+        self.most, self.turns, self.answers = most, 0, []
+
+    def place(self) -> int | None:
+        """Where the next turn's answer goes."""
+        self.turns += 1
+        place = len(self.answers) if self.turns <= self.most else secret.randrange(self.turns)
+        return place if place < self.most else None
+
+    def put(self, place: int, answer: tuple) -> None:
+        self.answers[place : place + 1] = [answer]
+
+
 class Ring:
-    """The inputs of one turn, drawn anew for each round, and where the answers go."""
+    """The inputs of the calls of a round, the memory where a contender finds those of one, and that of its answer."""
 
     def __init__(self, case: Case, direction: str):
-        self.case, self.request = case, Request("while it was timed", direction, strict=True, timed=True)
-        inputs = case.inputs(0)
-        (expected,) = answers_of(copy.deepcopy(case.model), [inputs], self.request)
+        self.case = case
+        self.request = Request("while it was timed", direction, gates=2)
+        self.old = case.inputs(0)
+        with of_the_model(case.precision):
+            (expected,) = answers_of(copy.deepcopy(case.model), [self.old], self.request)
+        if RANDOM in expected.did:
+            self.request = Request("while it was timed", direction, gates=2, seeded=True)
         self.answers = case.room(expected)
         size = sum(x.nbytes for x in self.answers)
-        nbytes = size + sum(x.nbytes for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))
-        count = max(1, min(MOST_SLOTS, SLOT_BYTES // max(1, nbytes)))
-        self.slots, self.draws, self.kept = [case.share(inputs) for _ in range(count)], [None] * count, []
-        self.most_kept = max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))
-        state = case.share(dict(case.model.state_dict()))
-        self.ready = {"request": self.request, "state": state, "ring": self.slots, "answers": self.answers}
+        nbytes = sum(x.nbytes for x in tree_leaves(self.old) if isinstance(x, torch.Tensor))
+        self.most_calls = max(1, min(MOST_CALLS, CALLS_BYTES // max(1, nbytes)))
+        self.slot = case.share(self.old)
+        self.draws, self.fresh = [], []
+        self.keeps = nbytes <= CALLS_BYTES  # the inputs of a round; otherwise they are drawn again for each contender
+        self.kept = {name: Kept(max(1, min(MOST_KEPT, KEPT_BYTES // max(1, size)))) for name in ("new", "eager")}
+        self.buffer = torch.empty(FLUSH_BYTES["cpu"] if case.device == "cpu" else 0, dtype=torch.uint8)
+        self.state = case.state(case.model)
+        self.ready = {"request": self.request, "state": self.state, "inputs": self.slot, "answers": self.answers}
         settle(case.device)  # what others read is written
 
     def renew(self, calls: int) -> None:
         """New inputs for so many calls, by seeds that nobody foresees; scaled, in case a file ignores seeds."""
-        for i, slot in enumerate(self.slots[:calls]):
-            factor = secret.uniform(0.9, 1.0)
-            self.draws[i] = partial(self.case.inputs, secret.getrandbits(31), lambda x, factor=factor: x.mul_(factor))
-            for new, x in zip(tree_leaves(self.draws[i]()), tree_leaves(slot)):
-                if isinstance(x, torch.Tensor) and x.numel():
-                    x.untyped_storage().copy_(new.untyped_storage())
+        self.draws = [partial(self.draw, secret.getrandbits(31), secret.uniform(0.9, 1.0)) for _ in range(calls)]
+        self.fresh = [draw() for draw in self.draws] if self.keeps else []
 
-    def take_turn(self, name: str, samples: Samples, flushes: int) -> None:
-        """A turn of one contender. Of its answers one is handed over, drawn when they are all there."""
-        worker = self.case.workers[name]
+    def draw(self, seed: int, factor: float) -> list:
+        drawn = self.case.inputs(seed)
+        self.case.scale(drawn, factor)
+        return drawn
+
+    def write(self, inputs: list) -> None:
+        """While the contender is stopped: the inputs of a call, and on a CPU a flush of the cache."""
+        for new, x in zip(tree_leaves(inputs), tree_leaves(self.slot)):
+            if isinstance(x, torch.Tensor) and x.numel():
+                x.untyped_storage().copy_(new.untyped_storage())
         for x in self.answers:
             blank(x)
         if self.case.device == "cuda":  # no `settle`: the driver clears memory that is given back, in the next turns
             torch.cuda.synchronize()
+        else:
+            for _ in range(CPU_FLUSHES):
+                self.buffer.zero_()
+
+    def warm_up(self, name: str) -> None:
+        worker = self.case.workers[name]
+        self.write(self.old if self.keeps else self.case.inputs(0))
         try:
             worker.ask("warm_up")
         except Rejected as failed:
@@ -88,19 +126,26 @@ class Ring:
             for each in self.case.workers.values():  # after any such request a process gives unused memory back
                 each.ask("wait")
             worker.ask("warm_up")
-        claimed = worker.ask("time", count=samples.calls, flushes=flushes)["ms"]
-        start = worker.asked
-        index = secret.randrange(samples.calls)
-        reply = worker.ask("answer", index=index)
-        taken = 1e3 * (worker.answered - start)
-        if len(claimed) != samples.calls or not all(isinstance(ms, float) and 0 < ms < math.inf for ms in claimed):
-            raise Rejected(f"claims the times {claimed} for {samples.calls} calls")
-        samples.ms[name].append(statistics.median(claimed))
+
+    def take_turn(self, name: str, samples: Samples, flushes: int) -> None:
+        """A turn of one contender."""
+        worker, kept = self.case.workers[name], self.kept.get(name)
+        self.warm_up(name)
+        place = kept.place() if kept else None
+        looked_at = secret.randrange(samples.calls)
+        claimed, taken = [], 0.0
+        for i in range(samples.calls):
+            self.write(self.fresh[i] if self.keeps else self.draws[i]())
+            reply = worker.ask("time", flushes=flushes)
+            ms, forms = reply.get("ms"), reply.get("forms")
+            if not isinstance(ms, float) or not 0 < ms < math.inf or not isinstance(forms, list):
+                raise Rejected(f"claims that a call took {ms} milliseconds")
+            claimed.append(ms)
+            taken += 1e3 * (worker.answered - worker.asked)
+            if place is not None and i == looked_at:
+                kept.put(place, (forms, [x.clone() for x in self.answers], self.draws[i]))
+        samples.ms[name].append(sum(claimed) / len(claimed))
         samples.beyond[name].append(taken - sum(claimed))
-        if name == "new":  # kept: a copy, and how to draw its inputs again; drops one if there are many
-            if len(self.kept) == self.most_kept:
-                self.kept.pop(secret.randrange(self.most_kept))
-            self.kept.append((reply["forms"], [x.clone() for x in self.answers], self.draws[index]))
 
 
 def measure(case: Case, direction: str, seconds: float) -> Samples:
@@ -116,18 +161,42 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
                 worker.ask("rest")
+    written = [name for name, x in case.model.state_dict().items() if not is_same(x, ring.state.get(name))]
+    if written:
+        raise Rejected(f"writes the memory in which the judge hands out {written[0]}")
     kept, request = ring.kept, ring.request
     del ring
-    for forms, given, draw in kept:
-        (expected,) = answers_of(copy.deepcopy(case.model), [draw()], request)
-        inspect(case, request, expected, forms, given, draw, case.model)
+    settle(case.device)
+    for name, forms, given, draw in timed_answers(kept):
+        with of_the_model(case.precision):
+            (expected,) = answers_of(copy.deepcopy(case.model), [draw()], request)
+        errors = case.errors
+        if name == "eager":
+            case.errors = {}
+        try:
+            inspect(case, request, expected, forms, given, draw, case.model)
+        except Rejected as found:
+            raise found if name == "new" else Rejected(f"eager's timed answers are not the Model's: {found}") from found
+        finally:
+            case.errors = errors
         settle(case.device)
     return samples
 
 
+def is_same(x, handed_out) -> bool:
+    return not isinstance(x, torch.Tensor) or same_bits(x, handed_out.to(x.device))
+
+
+def timed_answers(kept: dict[str, Kept]) -> Iterator[tuple]:
+    """One by one, and none is held when it has been looked at."""
+    for name, each in kept.items():
+        while each.answers:
+            yield name, *each.answers.pop()
+
+
 def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
     """MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
-    samples = Samples()
+    samples, spot = Samples(), secret.randrange(MIN_ROUNDS)
     for name, worker in list(case.workers.items()):
         try:
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
@@ -137,15 +206,17 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
     ms, host_us = ([each[what] for each in samples.ready.values()] for what in ("ms", "host_us"))
     # Not by the candidate's clock: one that claims less would hide its time behind longer flushes.
     flush_ms = min((each["flush_ms"] for name, each in samples.ready.items() if name != "new"), default=1.0)
-    samples.calls = max(1, min(len(ring.slots), int(LONGEST_TURN_MS / max(ms))))
+    samples.calls = max(1, min(ring.most_calls, int(LONGEST_TURN_MS / max(ms))))
     # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
-    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else CPU_FLUSHES
+    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 0
     deadline = time.perf_counter() + seconds * len(case.workers)
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
+        if turn == spot and "new" in case.workers and case.workers["new"].strays():
+            raise Rejected(ESCAPED)
         for name in secret.sample(list(case.workers), len(case.workers)):
             try:
                 ring.take_turn(name, samples, flushes)
@@ -157,17 +228,29 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
 
 def hidden_time(samples: Samples, device: str) -> str | None:
     """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
-    answer is not what it seems. Three quarters of its turns must exceed three quarters of eager's by what is allowed,
-    or its lower quartile eager's by three times as much: what else runs makes turns longer, never shorter. Once this
-    may be a disturbance; who calls measures again.
+    answer is not what it seems. Looked at are the turns whose claims are the smaller half, the candidate's and eager's:
+    they decide the median. Three quarters of them must exceed three quarters of eager's by what is allowed, or the
+    lower quartile eager's by three times as much: what else runs makes turns longer, never shorter. Once this may be
+    a disturbance; who calls measures again.
     """
+    new, eager = (statistics.quantiles(of_the_fast(samples, name), n=4) for name in ("new", "eager"))
     claimed = samples.calls * statistics.median(samples.ms["new"])
-    new, eager = (statistics.quantiles(samples.beyond[name], n=4) for name in ("new", "eager"))
-    allowed = HIDDEN_SHARE * claimed + FLUSH_SHARE * eager[1] + HIDDEN_MS[device]
+    allowed = HIDDEN_SHARE * claimed + FLUSH_SHARE * eager[1] + HIDDEN_MS * samples.calls
     if max(new[0] - eager[2], (new[0] - eager[0]) / 3) <= allowed:
         return None
     seen = f"in which the judge's clock sees {new[1] - eager[1]:.3f} ms more than in eager's turns"
     return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
+
+
+def seen_ms(samples: Samples) -> float:
+    """A call's time by the judge's clock: what the candidate claims, and what its turns take longer than eager's."""
+    longer = statistics.median(samples.beyond["new"]) - statistics.median(samples.beyond["eager"])
+    return statistics.median(samples.ms["new"]) + max(0.0, longer) / samples.calls
+
+
+def of_the_fast(samples: Samples, name: str) -> list[float]:
+    middle = statistics.median(samples.ms[name])
+    return [beyond for ms, beyond in zip(samples.ms[name], samples.beyond[name]) if ms <= middle]
 
 
 def interval(values: list[float]) -> list[float]:

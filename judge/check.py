@@ -3,32 +3,54 @@
 Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model in the run's dtype,
 or, where that is far off itself (no NaN), to the Model in float64. Gate 2: against the latter, the largest and the
 root-mean-square error are at most twice the Model's own. A tolerance alone passes kernels that lost half the digits; an
-error ratio alone has no meaning in float64. Then what a careless author forgets: a table of requests, each put to the
-candidate and to the Model alike.
+error ratio alone has no meaning in float64. Then the requests of judge/requests.py, each put to the candidate and to
+the Model alike. What is wrong ends the judgement (`Rejected`); what is right and yet no drop-in is gathered
+(`Case.no_dropin`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import random
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from math import inf, nan
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from judge.source import Problem, cast, last_line, to_dtype
-from judge.worker import RANDOM, Answer, Rejected, Request, Worker, answers_of, same_bits, settle, shared, state_of
+from judge import switches
+from judge.answers import (
+    CAPTURED,
+    CLONED,
+    LOADED,
+    POISONED,
+    RANDOM,
+    REUSED,
+    THREADS,
+    TRAINING,
+    TWIN,
+    Answer,
+    Request,
+    answers_of,
+    same_bits,
+)
+from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, integers, requests_after
+from judge.source import RAISED, Problem, cast, last_line, to_dtype
+from judge.worker import Rejected, Worker, settle, shared, state_of
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
 ERROR_RATIO = 2.0
-secret = random.SystemRandom()  # numbers that no candidate foresees
+ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
+STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
+NAMED = 4  # parameters at most, in a reason
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
 # Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
@@ -58,10 +80,10 @@ class Errors:
         """Of the candidate, of eager and of the exact result itself."""
         return {"max": self.most[:3].tolist(), "rms": (self.squares[:3] / max(1, self.count)).sqrt().tolist()}
 
-    def over_limit(self, dtype: torch.dtype) -> Iterator[str]:
-        """Gate 2. Half an ulp at the output's scale is allowed: where the Model is exact, rounding is no error."""
+    def over_limit(self, eps: float) -> Iterator[str]:
+        """Gate 2. A few ulps at the output's scale are allowed: where the Model is exact, rounding is no error."""
         for kind, (new, eager, scale) in self.figures().items():
-            limit = max(ERROR_RATIO * eager, torch.finfo(dtype).eps / 2 * scale)
+            limit = max(ERROR_RATIO * eager, ULPS * eps * scale)
             if not new <= limit:
                 yield f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
 
@@ -71,7 +93,7 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
 
     Without the exact result the Model stands in for it.
     """
-    given = (x.detach() for x in (new, eager, eager if exact is None else exact))
+    given = map(as_numbers, (new, eager, eager if exact is None else exact))
     flat = [(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1) for x in given]
     total = Errors()
     for chunk in zip(*(x.split(CHUNK[new.device.type]) for x in flat if x.numel())):
@@ -85,9 +107,15 @@ def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, 
     return total
 
 
+def as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """float8 and complex32 know no arithmetic on a CPU."""
+    x = x.detach()
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
 def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
     """Gate 1 alone: faster than `compare`, and a chunk at a time, too."""
-    chunks = zip(*(x.detach().reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
+    chunks = zip(*(as_numbers(x).reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
     return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
 
 
@@ -95,6 +123,19 @@ def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
     same = (left == right) | (left.isnan() & right.isnan())
     return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
+
+
+@contextlib.contextmanager
+def of_the_model(level: str | None = None) -> Iterator[None]:
+    """An error within is the Model's, and what it switches is put back."""
+    try:
+        with switches.kept(level) if level else contextlib.nullcontext():
+            yield
+    except Rejected:
+        raise
+    except RAISED as error:
+        kind = "memory" if isinstance(error, torch.OutOfMemoryError) else "wrong"
+        raise Rejected(f"the Model itself raised {last_line(error)}", kind=kind) from error
 
 
 @dataclass
@@ -109,54 +150,121 @@ class Case:
     batch: int | None
     seed: int
     workers: dict[str, Worker]  # by role; the candidate's is "new"
+    texts: dict[Path, str] = field(default_factory=dict)  # of the files, as they were when the judge first read them
     notes: list[str] = field(default_factory=list)
+    no_dropin: list[str] = field(default_factory=list)  # why what is right is no drop-in
     tell: Callable[[str], None] = lambda text: None  # of the progress
     model: torch.nn.Module | None = None
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
+    made_from: int = 0  # the seed of its weights
+    own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
+    eps: float = 0.0  # of the coarsest dtype that the Model computes in
+    inputs_are: list[Inputs] = field(default_factory=list)
     errors: dict[str, Errors] = field(default_factory=dict)
 
     def inputs(self, seed: int, change: Callable | None = None, batch: int | None = None) -> list:
         """The same on every call: they are drawn again rather than kept, which would take memory."""
-        drawn = self.problem.inputs(self.batch if batch is None else batch, self.device, self.dtype, self.seed + seed)
-        for x in tree_leaves(drawn):
-            if change and isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel():
-                change(x)
+        with of_the_model():
+            batch = self.batch if batch is None else batch
+            drawn = self.problem.inputs(batch, self.device, self.dtype, self.seed + seed)
+        if change:
+            self.change(drawn, change)
         return drawn
+
+    def known(self) -> list[Inputs]:
+        """What each input is in all draws, of a few samples."""
+        if not self.inputs_are:
+            few = self.batch and min(self.batch, 4)
+            with of_the_model():
+                draws = [self.problem.inputs(few, self.device, self.dtype, self.seed + 700 + i) for i in range(3)]
+                self.inputs_are = inputs_of(draws)
+        return self.inputs_are
+
+    def change(self, drawn: list, change: Callable) -> bool:
+        """Changes inputs in place, as far as they stay what all are; whether any is another now."""
+        tensors = [x for x in tree_leaves(drawn) if isinstance(x, torch.Tensor)]
+        if change is integers:
+            before = [x.clone() for x in tensors if not x.is_floating_point()]
+            for x, known in zip(tensors, self.known()):
+                known.other_integers(x)
+            now = [x for x in tensors if not x.is_floating_point()]
+            return not all(torch.equal(a, b) for a, b in zip(before, now))
+        return any([known.changed(x, change) for x, known in zip(tensors, self.known())])
+
+    def scale(self, drawn: list, factor: float) -> None:
+        """Of inputs that are timed, in case a file ignores seeds."""
+        for x, known in zip([x for x in tree_leaves(drawn) if isinstance(x, torch.Tensor)], self.known()):
+            if known.free() and x.numel():
+                x.mul_(factor)
 
     def share(self, tensors):
         return tree_map_only(torch.Tensor, partial(shared, by_ipc=self.by_ipc), tensors)
+
+    def state(self, model: torch.nn.Module) -> dict:
+        return self.share({name: x for name, x in model.state_dict().items()})
 
     def room(self, answer: Answer) -> list[torch.Tensor]:
         """Shared memory for the tensors of an answer."""
         tensors = answer.tensors().values()
         return self.share([blank(torch.empty_like(x, memory_format=torch.contiguous_format)) for x in tensors])
 
-    def load(self, worker: Worker, new_path: Path | None) -> dict:
+    def make(self, seed: int) -> None:
+        with of_the_model(self.precision):
+            self.model = cast(self.problem.model(seed), self.dtype, self.device)
+        self.made_from = seed
+
+    def load(self, worker: Worker, new_path: Path | None, examine: bool = False) -> dict:
         """Has a process import a candidate's file, or None for the Model's, and make its module."""
-        path, constants = (new_path, {}) if new_path else (self.problem.path, self.problem.constants)
-        made = {"arguments": self.share(self.problem.arguments(self.seed)), "seed": self.seed}
-        return worker.ask("load", path=path, constants=constants, **made, level=self.precision, dtype=self.dtype)
+        path = new_path or self.problem.path
+        if path not in self.texts:
+            self.texts[path] = path.read_text()
+        problem = self.problem.path, self.problem.constants, self.problem.text
+        made = {"level": self.precision, "dtype": self.dtype, "seed": self.made_from, "examine": examine}
+        reply = worker.ask("load", path=path, text=self.texts[path], problem=problem, **made)
+        if new_path and not examine:
+            worker.ask("called", own=self.own)
+        return reply
 
     def drop(self, name: str, failed: Rejected) -> None:
         """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
         if name == "new":
             raise failed
         if name == "eager":
-            raise Rejected(f"the Model itself {failed}") from failed
+            raise Rejected(f"the Model itself {failed}", kind=failed.kind) from failed
         self.notes.append(f"no {name} baseline: {failed}")
         self.workers.pop(name).kill()
+
+    def lacks(self, why: str) -> None:
+        if why not in self.no_dropin:
+            self.no_dropin.append(why)
+
+    def listen(self) -> None:
+        """What the candidate's process said that it has switched."""
+        if "new" in self.workers:
+            for said in self.workers["new"].told:
+                self.lacks(said)
 
     def exact(self, request: Request, inputs: list, model: torch.nn.Module) -> dict | None:
         """The Model's answer in float64, by name, or None where it has none."""
         if self.dtype == torch.float64:
             return None
         try:
-            model = cast(copy.deepcopy(model), torch.float64).train(request.mode == "train")
-            inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
-            return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
+            with switches.kept(self.precision):
+                model = cast(copy.deepcopy(model), torch.float64).train(request.mode == "train")
+                inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
+                return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
             self.notes.append(f"gate 2 was not applied to every answer: in float64 the Model raised {last_line(error)}")
             return None
+
+    def tolerance(self, x: torch.Tensor) -> float:
+        """Of gate 1. What is rounded more coarsely than the run's dtype may differ by a few of its ulps."""
+        if not (x.is_floating_point() or x.is_complex()):
+            return 0.0
+        coarse = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
+        narrow = max(coarse, self.eps)
+        least = TOLERANCE[self.precision][self.dtype]
+        return max(least, ULPS * narrow) if narrow > torch.finfo(self.dtype).eps else least
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -167,140 +275,187 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     """New values for everything floating in the state, of the size it had; what is all zero becomes small numbers."""
     torch.manual_seed(-1 - seed)  # inputs have seeds from 0 on
     for tensor in model.state_dict().values():
-        if tensor.is_floating_point() or tensor.is_complex():
+        if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
             factors = torch.rand_like(tensor) + 0.5
             tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
 
 
-def signs(model: torch.nn.Module) -> None:
-    """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
+class Coarsest(TorchDispatchMode):
+    """Notes the largest eps of what operations give."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return result
 
 
-def shift_biases(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        bias = dict(module.named_parameters(recurse=False)).get("bias")
-        if bias is not None and bias.is_floating_point() and "Norm" not in type(module).__name__:
-            bias.data.add_(100.0)
+class TiesTheOtherWay(TorchFunctionMode):
+    """Of equal values the last is chosen where PyTorch, which promises no order, would choose the first."""
 
-
-def shiftable(x: torch.Tensor) -> torch.Tensor:
-    """The elements that may be changed: not zeros beside other values, which may be those of a triangular matrix."""
-    return (x != 0) | ~x.any()
-
-
-def fill_two(x: torch.Tensor, value: float) -> None:
-    for thirds, each in ((1, value), (2, -value)):
-        x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
-
-
-FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
-SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
-LAYOUTS = {
-    "dense": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
-    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
-}
-
-# Asked at the shape and in the layout that is timed.
-REQUESTS = {
-    "forward": [
-        Request("two instances with other weights in turns", twin=True),
-        Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
-        Request("after the weights moved in memory, as .to moves them", move=True),
-        Request("with gradients recorded", direction="forward_recorded"),
-        Request("in inference mode", mode="inference"),
-        Request("in training mode", mode="train"),
-        SIGNS,
-        FINITE("biases whose mean is large", weights=shift_biases),
-        FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
-        FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
-        FINITE("small values", change=lambda x: x.mul_(1e-3)),
-        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
-        Request("NaN in each input", change=partial(fill_two, value=nan)),
-        Request("infinities of both signs in each input", change=partial(fill_two, value=inf), infinite=True),
-    ],
-    "forward_backward": [
-        BOTH("two forward passes before two backward passes", order=(0, 1)),
-        BOTH("a second backward pass of one graph", again=True, refusable=True),
-        BOTH("only the parameters' gradients wanted", whose="parameters"),
-        BOTH("only the inputs' gradients wanted", whose="inputs"),
-        BOTH("only the last output in the loss, every second parameter frozen", in_part=True),
-        BOTH("in training mode", mode="train"),
-        replace(SIGNS, direction="forward_backward"),
-        BOTH("an incoming gradient that is expanded", expanded=True, refusable=True),
-    ],
-}
-
-
-def requests_after(case: Case, direction: str) -> Iterator[Request]:
-    """Asked when all is timed, since it may make a compiler compile anew."""
-    of = partial(Request, direction=direction)
-    yield of("after it was timed")
-    if case.device == "cuda":
-        yield of("on another stream", stream=True)  # it leaves a pool of streams behind, which may slow short calls
-    for layout in list(LAYOUTS)[1:]:
-        yield of(f"inputs that are {layout}", layout=layout, refusable=True)
-    if batch := case.batch:
-        others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
-        few = {0, 1, batch - batch // 3} if direction == "forward" else set()
-        for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
-            yield of(f"batch {other}", batch=other)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        place = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}.get(
+            name
+        )
+        if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        all_of_it = None if name in ("max", "min", "argmax", "argmin") else -1
+        dim = kwargs.get("dim", args[place] if len(args) > place else all_of_it)
+        if not isinstance(dim, int) or not args[0].dim():
+            return func(*args, **kwargs)
+        result = func(args[0].flip(dim), *args[1:], **kwargs)
+        last = args[0].shape[dim] - 1
+        if isinstance(result, torch.Tensor):
+            return last - result
+        return type(result)((result[0], last - result[1]))
 
 
 def start(case: Case, new_path: Path) -> float:
     """Makes the Model, and has the candidate made in its process: the seconds of its import.
 
-    The same seed gives both the same state, in the same order; the candidate's loads the Model's, strictly.
+    The candidate gets the Model's weights by their names, or, where names differ, by the bits that both were made with
+    from the same seed. Where these differ, too, it is judged as it was made, from several seeds (`seeds`).
     """
-    case.model = cast(case.problem.model(case.seed), case.dtype, case.device)
+    case.make(case.seed)
     case.initial = copy.deepcopy(case.model.state_dict())
     comparable(case)
-    reply = case.load(case.workers["new"], new_path)
-    for mine, theirs in zip_longest(reply["state"], state_of(case.model), fillvalue="no more"):
-        if mine != theirs:
-            raise Rejected(f"state_dict: has {mine}; the Model's, made from the same seed, has {theirs}")
+    worker = case.workers["new"]
+    reply = case.load(worker, new_path, examine=True)
+    try:
+        theirs = {name: rest for name, *rest in state_of(case.model)}
+        mine = {str(name): [str(each) for each in rest] for name, *rest in reply["state"]}
+        if any(len(rest) != 3 for rest in mine.values()):
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        raise Rejected("wrote something of its own into the pipe of its answers") from None
+    for each in reply["lacks"]:
+        if not model_lacks(case.model):
+            case.lacks(str(each))
+    if reply["class"] != "ModelNew":
+        case.notes.append("it has no ModelNew; its class Model was taken")
+    case.own = matched(case, theirs, mine)
+    worker.ask("called", own=case.own)
     return reply["seconds"]
+
+
+def model_lacks(model: torch.nn.Module) -> bool:
+    try:
+        pickle.dumps(model)
+        copy.deepcopy(model)
+    except Exception:
+        return True
+    return False
+
+
+def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[str, str] | None:
+    """The candidate's names of the Model's tensors, as `Names` has them. What differs is no drop-in."""
+    fit = all(name in mine and mine[name][0] == form for name, (form, _, _) in theirs.items())
+    if fit:
+        extra = [name for name in mine if name not in theirs]
+        if extra:
+            case.lacks(f"its state_dict has {some(extra)}, which the Model's has not")
+        elif [*mine] != [*theirs]:
+            case.lacks("its state_dict has another order")
+        for name, (_, bits, kind) in theirs.items():
+            if mine[name][2] != kind:
+                case.lacks(f"{name} is a {mine[name][2]}, the Model's a {kind}")
+            elif mine[name][1] != bits:
+                case.lacks(f"{name} is made with other values from the same seed")
+        return {name: name for name in theirs} if extra else None
+    own, left = {}, dict(mine)
+    for name, (form, bits, kind) in theirs.items():
+        alike = [each for each, rest in left.items() if rest[:2] == [form, bits]]
+        best = sorted(
+            alike, key=lambda each: (each != name, each.split(".")[-1] != name.split(".")[-1], mine[each][2] != kind)
+        )
+        if best:
+            own[name] = best[0]
+            del left[best[0]]
+    names = f"its parameters are named {some(mine)}, the Model's {some(theirs)}" if mine else "it has no parameters"
+    if len(own) == len(theirs):
+        case.lacks(names)
+        return own
+    case.lacks(f"{names}; not all have the Model's values, so it was judged as made from the same seeds")
+    return {}
+
+
+def some(names) -> str:
+    names = list(names)
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def comparable(case: Case) -> None:
     """Raises Rejected if the Model's answers are no measure of the candidate's."""
-    first, again = (answers_of(case.model, [case.inputs(0)], Request(""))[0] for _ in range(2))
+    coarsest = Coarsest()
+    with of_the_model(case.precision):
+        first = answers_of(case.model, [case.inputs(0)], Request(""))[0]
+        with coarsest:
+            again = answers_of(case.model, [case.inputs(0)], Request(""))[0]
+    case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
             raise Rejected(f"the Model itself gives {name} as {type(leaf).__name__}, which the judge cannot compare")
-        tolerance = TOLERANCE[case.precision][case.dtype]
-        if isinstance(leaf, torch.Tensor) and not are_close(again.leaves[name], leaf, tolerance, 1.0):
+        if isinstance(leaf, torch.Tensor) and not are_close(again.leaves[name], leaf, case.tolerance(leaf), 1.0):
             raise Rejected("the Model itself gives another answer when it is called again: none can be judged by it")
+    case.model.load_state_dict(case.initial)
 
 
 def check(case: Case, direction: str, after: bool = False) -> None:
     """Both gates, and all that is asked besides. The first answer that is wrong ends it: others would only echo it."""
     if not after:
         seeds(case, direction)
-    for seed, request in enumerate(requests_after(case, direction) if after else REQUESTS.get(direction, []), 20):
+    asked = requests_after(case.device, case.batch, direction) if after else REQUESTS.get(direction, [])
+    for seed, request in enumerate(asked, 20):
+        case.tell(f"checking {direction}: {request.when}")
         ask(case, replace(request, seed=seed))
 
 
 def over_limit(case: Case) -> list[str]:
     """Where gate 2 is not met by the errors so far."""
     pooled = {} if case.dtype == torch.float64 else case.errors
-    return [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.dtype)]
+    return [f"{name}: {said}" for name, errors in pooled.items() for said in errors.over_limit(case.eps)]
 
 
 def seeds(case: Case, direction: str) -> None:
-    """Both gates over SEEDS seeds, each with new weights and inputs; over other seeds if gate 2 is not met."""
+    """Both gates over the seeds. Weights that came by their bits, or beside tensors of the candidate's own, may have no
+    effect: then it is judged as it was made."""
+    before = list(case.no_dropin)
+    try:
+        both_gates(case, direction)
+    except Rejected:
+        if not case.own or not case.workers["new"].alive():
+            raise
+        own, case.own = case.own, {}
+        case.workers["new"].ask("called", own={})
+        try:
+            both_gates(case, direction)
+        except Rejected:
+            case.own, case.no_dropin = own, before
+            raise
+        case.lacks("weights loaded into it have no effect, or not all: it was judged as made from the same seeds")
+
+
+def both_gates(case: Case, direction: str) -> None:
+    """SEEDS seeds, each with new weights and inputs; others if gate 2 is not met."""
     for draw in range(DRAWS):
         case.errors = {}
         for seed in range(draw * SEEDS, (draw + 1) * SEEDS):
             case.tell(f"checking {direction}, seed {seed + 1} of {(draw + 1) * SEEDS}")
-            case.model.load_state_dict(case.initial)
-            perturb(case.model, case.seed + seed)
-            ask(case, Request(f"from memory full of NaN, seed {seed}", direction, seed, poison=True))
-            ask(case, Request(f"seed {seed}", direction, seed, strict=True))
+            if case.own == {} and case.initial:
+                case.make(case.seed + seed)
+                case.workers["new"].ask("made", seed=case.made_from)
+            else:
+                case.model.load_state_dict(case.initial)
+                perturb(case.model, case.seed + seed)
+            loaded = {LOADED} if seed % 2 else set()  # or in place, as an optimizer writes them
+            how = frozenset({POISONED, *loaded})
+            ask(case, Request(f"from memory full of NaN, seed {seed}", direction, seed, gates=2, how=how))
+            ask(case, Request(f"seed {seed}", direction, seed, gates=2, how=frozenset(loaded)))
         if not over_limit(case):
             return
     raise Rejected(*over_limit(case))
@@ -311,62 +466,117 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
 
     Skips an optional request if memory runs out. Raises Rejected for a wrong answer.
     """
-    must = request.strict or request.poison
+    must = request.gates == 2 and request.mode != "train"
+    if THREADS in request.how and any(REUSED in why for why in case.no_dropin):
+        return
+    errors = {name: each for name, each in case.errors.items()}
     try:
         put(case, request, must)
-    except (torch.OutOfMemoryError, Rejected) as error:
-        kind = getattr(error, "kind", "memory")
-        if kind == "raised" and request.refusable:
-            case.notes.append(f"refuses {request.when}: {error}")
-        elif kind == "raised":
-            reject(request, [*error.args], kind)
-        elif kind == "memory" and not must:
+        if request.mode == "train" and (wrong := over_limit(case)):
+            reject(request, wrong)
+    except Rejected as error:
+        if error.kind == "raised" and request.refusal == "no drop-in":
+            case.lacks(f"refuses {request.when}: {error}")
+        elif error.kind in ("raised", "crashed"):
+            reject(request, [*error.args], error.kind)
+        elif error.kind == "memory" and not must:
             case.notes.append(f"not asked for want of memory: {request.when}")
-        elif kind == "doubt" and draws > 1:
+        elif error.kind == "doubt" and draws > 1:
             ask(case, replace(request, seed=request.seed + 1000), draws - 1)
+        elif error.kind in ("wrong", "doubt") and request.mode == "train" and as_in_eval(case, request):
+            case.lacks("has no training mode: it answers as in eval mode")
+        elif error.kind in ("wrong", "doubt") and request.values == "no drop-in":
+            case.lacks(str(error.args[0]))
         else:
             raise
+    if request.mode == "train":
+        case.errors = errors
     settle(case.device)
+
+
+def as_in_eval(case: Case, request: Request) -> bool:
+    try:
+        put(case, replace(request, mode="eval", gates=1, how=request.how | {TRAINING}), False)
+    except Rejected:
+        return False
+    return True
 
 
 def put(case: Case, request: Request, must: bool) -> None:
     """Asks nothing where the Model raises an error, since a candidate may raise one there, too."""
     model, layout = case.model, LAYOUTS[request.layout]
-    if request.weights:
+    if request.weights and case.own != {}:
         model = copy.deepcopy(model)
         request.weights(model)
-    draws = [partial(case.inputs, request.seed + 100 * i, request.change, request.batch) for i in set(request.order)]
-    drawn = [tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, draw()) for draw in draws]
-    sets = case.share(drawn)
+    changed = []
+
+    def draw(i: int) -> list:
+        drawn = case.inputs(request.seed + 100 * i, None, request.batch)
+        if request.change:
+            torch.manual_seed(request.seed + i)
+            changed.append(case.change(drawn, request.change))
+        return tree_map_only(torch.Tensor, lambda x: layout(x) if x.dim() else x, drawn)
+
+    sets = [draw(i) for i in sorted(set(request.order))]
+    if request.change and not any(changed) and model is case.model:
+        return
+    given = case.share(sets)
+    if CAPTURED in request.how:  # what PyTorch cannot capture of the Model is asked of nobody
+        try:
+            question(case, "eager", request, [case.state(model)] * 2, given, [[]])
+        except Rejected:
+            return
     try:  # a copy: a call may change what the module holds, as running means
-        with request.memory(case.device):
-            expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), drawn, request)
-    except Exception as error:
-        if must or isinstance(error, torch.OutOfMemoryError):
+        with request.memory(case.device), of_the_model(case.precision):
+            expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), sets, request)
+    except Rejected as error:
+        if must or error.kind == "memory":
             raise
         return
-    if request.finite and not all(bool(x.isfinite().all()) for x in expected[0].tensors().values()):
+    if request.finite and not all(finite(x) for x in expected[0].tensors().values()):
         return
-    del drawn  # a gigabyte or ten
+    del sets  # a gigabyte or ten
     places = [case.room(answer) for answer in expected]
-    states = [case.share(dict(model.state_dict()))] * 2
-    if request.twin:
+    states = [case.state(model)] * 2
+    if TWIN in request.how:
         other = copy.deepcopy(model)
         perturb(other, request.seed + 1)
-        states[1] = case.share(dict(other.state_dict()))
+        states[1] = case.state(other)
     settle(case.device)
-    asked = replace(request, change=None, weights=None)
-    reply = case.workers["new"].ask("call", request=asked, states=states, sets=sets, answers=places)
+    reply = question(case, "new", replace(request, change=None, weights=None), states, given, places)
     wrong = [f"{what}, which the Model does not" for what in reply["did"] if what not in expected[0].did]
+    for known in (RANDOM, REUSED):
+        for what in [what for what in wrong if what.startswith(known)]:
+            case.lacks(what)
+            wrong.remove(what)
     if request.mode == "train" and RANDOM in expected[0].did and RANDOM not in reply["did"]:
         wrong.append("draws no random numbers, and the Model does")
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
-    for answer, forms, given in zip(expected, reply["forms"], places, strict=True):
-        inspect(case, request, answer, forms, given, draws[answer.inputs], model)
+    if REUSED in reply["did"] and REUSED not in expected[0].did and CLONED not in request.how:
+        return put(case, replace(request, how=request.how | {CLONED}), must)
+
+    for answer, forms, place in zip(expected, reply["forms"], places, strict=True):
+        inspect(case, request, answer, forms, place, partial(draw, answer.inputs), model)
     if len(request.order) > 2 and not expected[0].did and not all(same_bits(a, b) for a, b in zip(*places[:2])):
         case.notes.append("gives other bits when it is called again with the same inputs, within the gates")
+
+
+def question(case: Case, role: str, request: Request, states: list, given: list, places: list) -> dict:
+    """The reply of a process, of the form that it must have."""
+    reply = case.workers[role].ask("call", request=request, states=states, sets=given, answers=places)
+    try:
+        texts = [*reply["did"], reply["tree"], *(form for forms in reply["forms"] for form in forms)]
+        if not all(isinstance(text, str) for text in texts) or len(reply["forms"]) < len(places):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise Rejected("wrote something of its own into the pipe of its answers") from None
+    return reply
+
+
+def finite(x: torch.Tensor) -> bool:
+    return bool(as_numbers(x).isfinite().all())
 
 
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
@@ -386,36 +596,90 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     """Raises Rejected where an answer is wrong: the form of its values (of a number also the value), or its tensors."""
     if len(forms) != len(answer.forms):
         reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
-    optional = not (request.strict or request.poison)
-    if request.direction == "forward_recorded" and optional:  # where it is timed it is wrong
-        bare, theirs = ([form.partition(", requires_grad")[0] for form in each] for each in (forms, answer.forms))
-        if bare == theirs and forms != answer.forms:
-            case.notes.append("requires_grad of the outputs is not as the Model's")
-            forms = answer.forms
-    pairs = zip(answer.leaves, forms, answer.forms)
-    reject(request, [f"{name} is {mine}, the Model's is {theirs}" for name, mine, theirs in pairs if mine != theirs])
-    if request.mode == "train" and RANDOM in answer.did:  # the values are luck
-        return
-    wrong, doubts, exact = [], 0, case.exact(request, draw(), model) if request.strict else None
+    inspect_forms(case, request, answer, forms)
+    wrong, doubts, exact = [], 0, None
+    if request.gates == 2 and RANDOM not in answer.did:
+        exact = case.exact(request, draw(), model)
+    unclear = None
     for (name, eager), new in zip(answer.tensors().items(), given):
         new, inexact = new.to(eager.device), eager.is_floating_point() or eager.is_complex()
-        tolerance, scale = TOLERANCE[case.precision][case.dtype] if inexact else 0.0, scale_of(name, eager)
-        if inexact and request.infinite:
-            new, eager = (x.masked_fill(~x.isfinite(), nan) for x in (new, eager))
-        if not request.strict and are_close(new, eager, tolerance, scale):
+        tolerance, scale = case.tolerance(eager), scale_of(name, eager)
+        if inexact and request.any_infinite:
+            new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(as_numbers, (new, eager)))
+        if (request.gates == 1 or RANDOM in answer.did) and are_close(new, eager, tolerance, scale):
             continue
-        if inexact and not request.strict:
+        if not are_close(new, eager, tolerance, scale) and RANDOM not in answer.did:
+            if unclear is None:
+                unclear = ties(case, request, draw(), answer, model)
+            if name in unclear:
+                new = torch.where(unclear[name], eager, new)
+        if inexact and request.gates == 1 and RANDOM not in answer.did:
             exact = exact or case.exact(request, draw(), model)
         found = compare(new, eager, exact and exact[name], tolerance, scale)
-        if inexact and request.strict and (exact or case.dtype == torch.float64):
+        if inexact and request.gates == 2 and RANDOM not in answer.did and (exact or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if found.far and inexact and exact and (new.isnan() == eager.isnan()).all():
+        if found.far and inexact and exact and (as_numbers(new).isnan() == as_numbers(eager).isnan()).all():
             close = are_close(new, exact[name], tolerance, scale_of(name, exact[name]))
-            if close or (optional and not [*found.over_limit(case.dtype)]):
+            if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
-            doubts += optional
-        if found.far:
+            doubts += request.gates == 1
+        if found.far and RANDOM in answer.did:
+            wrong += unlike(name, new, eager)
+        elif found.far:
             said = f"by up to {found.most[3]:.2e}, allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)"
             said = "NaN or infinite in one and not in the other" if found.most[3] == inf else said
             wrong.append(f"{name}: {found.far} of {found.count} elements are not close to the Model's, {said}")
     reject(request, wrong, "doubt" if doubts == len(wrong) else "wrong")
+
+
+def inspect_forms(case: Case, request: Request, answer: Answer, forms: list[str]) -> None:
+    """Other strides are no drop-in; so are outputs that want no gradient, where gradients are not what is judged."""
+    wrong = []
+    for name, mine, theirs in zip(answer.leaves, forms, answer.forms):
+        if mine == theirs:
+            continue
+        mine, _, my_grad = mine.partition(", requires_grad ")
+        theirs, _, grad = theirs.partition(", requires_grad ")
+        if my_grad != grad:
+            if request.gates == 2 and request.direction != "forward" or RANDOM in answer.did:
+                wrong.append(f"{name} has requires_grad {my_grad}, the Model's {grad}")
+            else:
+                case.lacks(f"{name} has requires_grad {my_grad}, the Model's {grad}")
+        mine, _, my_strides = mine.partition(", stride ")
+        theirs, _, strides = theirs.partition(", stride ")
+        if mine != theirs:
+            wrong.append(f"{name} is {mine}, the Model's is {theirs}")
+        elif my_strides != strides:
+            case.lacks(f"{name} has the strides {my_strides}, the Model's {strides}")
+    reject(request, wrong)
+
+
+def ties(case: Case, request: Request, inputs: list, answer: Answer, model) -> dict[str, torch.Tensor]:
+    """Of each tensor where the Model's answer depends on which of several equal values is chosen."""
+    found = {}
+    with contextlib.suppress(Exception), switches.kept(case.precision):
+        model = copy.deepcopy(model).train(request.mode == "train")
+        plain = replace(request, order=(0,), how=frozenset())
+        with TiesTheOtherWay():
+            (other,) = answers_of(model, [inputs], plain)
+        for name, x in answer.tensors().items():
+            y = other.leaves[name]
+            if not torch.equal(x, y):
+                tolerance = case.tolerance(x)
+                found[name] = ~torch.isclose(as_numbers(x), as_numbers(y), tolerance, tolerance, equal_nan=True)
+    return found
+
+
+def unlike(name: str, new: torch.Tensor, eager: torch.Tensor) -> list[str]:
+    """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not."""
+    if not name.startswith("output") or not eager.is_floating_point() or eager.numel() < 1000:
+        return []
+    new, eager = new.double(), eager.double()
+    said = []
+    figures = {"mean": lambda x: x, "mean square": torch.square, "share of zeros": lambda x: (x == 0).double()}
+    for what, of in figures.items():
+        mine, theirs = of(new), of(eager)
+        spread = STANDARD_ERRORS * ((mine.var() + theirs.var()) / eager.numel()).sqrt() + 1e-6 * theirs.abs().mean()
+        if not abs(mine.mean() - theirs.mean()) <= spread:
+            said.append(f"{name}: the {what} is {mine.mean():.4g}, that of the Model's {theirs.mean():.4g}")
+    return said

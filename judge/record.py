@@ -36,7 +36,7 @@ class Result:
     constants: dict  # of the Model's file, where a sweep or its sizes for a CPU replaced them
     batch: int | None = None
     status: str = DROP_IN
-    ok: bool = True  # right or drop-in
+    ok: bool = True  # as good as --require wants it
     reasons: list[str] = field(default_factory=list)  # why it is wrong
     no_dropin: list[str] = field(default_factory=list)  # why it is right and yet no drop-in
     notes: list[str] = field(default_factory=list)
@@ -57,13 +57,21 @@ class Result:
     roof: dict = field(default_factory=dict)
     peak_memory: dict[str, int] = field(default_factory=dict)
 
-    def reject(self, error: BaseException) -> None:
+    def reject(self, error: Rejected) -> None:
         """What was timed before the reason was found has no meaning. Records travel: files lose their folders."""
         self.status, self.ok = BUILD if getattr(error, "kind", "") == BUILD else WRONG, False
+        self.no_dropin = []
         for name in ("ms", "spread", "host_us", "peak_memory", "speedup", "speedup_ci", "verdict", "roof"):
             setattr(self, name, {})
-        reasons = error.args if isinstance(error, Rejected) else [f"the Model itself raised {last_line(error)}"]
-        self.reasons += [re.sub(r"(?<![\w.:/])/[^\s'\"]*/", "", reason) for reason in reasons]
+        self.reasons += map(without_folders, error.args)
+
+    def lack(self, reasons: list[str], required: str) -> None:
+        """Why what is right is no drop-in; whether that is what was required."""
+        if self.status in (WRONG, BUILD):
+            return
+        self.no_dropin = list(dict.fromkeys(self.no_dropin + [without_folders(reason) for reason in reasons]))
+        self.status = RIGHT if self.no_dropin else DROP_IN
+        self.ok = self.status == DROP_IN or required == RIGHT
 
     def set_figures(self, samples: bench.Samples, errors: dict[str, Errors]) -> None:
         """Times, and errors: of the outputs the largest of each figure. In float64 the Model counts as exact."""
@@ -87,7 +95,7 @@ class Result:
             else:
                 self.error = {key: max(value, self.error.get(key, value)) for key, value in figures.items()}
 
-    def set_roof(self, ceilings: roofline.Ceilings, case: Case) -> None:
+    def set_roof(self, ceilings: roofline.Ceilings, case: Case, samples: bench.Samples) -> None:
         """How far from the limit; raises Rejected for a time that is not possible."""
         try:
             backward = self.direction == "forward_backward"
@@ -95,18 +103,27 @@ class Result:
         except Exception as error:
             self.notes.append(f"no floor: the Model does not run on the meta device: {last_line(error)}")
             return
-        ms, floor = self.ms["new"], ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
+        work = self.dtype, self.precision
+        ms, floor = self.ms["new"], ceilings.floor_ms(nbytes, flops, *work)
         if floor > ms:  # the machine may be faster now than it was
             ceilings.measure()
-            floor = ceilings.floor_ms(nbytes, flops, self.dtype, self.precision)
-        new, eager = (floor > self.ms[name] * roofline.IMPOSSIBLE[self.device] for name in ("new", "eager"))
-        if (new or eager) and nbytes > 2 * roofline.cache_bytes(self.device):
-            least = f"what this machine was measured to reach allows {floor:.4g} ms or more"
-            if not eager:
-                raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
+            floor = ceilings.floor_ms(nbytes, flops, *work)
+        holds = floor if nbytes > 2 * roofline.cache_bytes(self.device) else ceilings.floor_ms(0, flops, *work)
+        new, eager = (holds > self.ms[name] * roofline.IMPOSSIBLE[self.device] for name in ("new", "eager"))
+        least = f"what this machine was measured to reach allows {holds:.4g} ms or more"
+        if new and not eager and ceilings.floor_ms(nbytes, 0, *work) < ms and bench.seen_ms(samples) < holds:
+            self.notes.append(f"no floor: {least} for the Model's matrix products; it does without some of them")
+            return
+        if new and not eager:
+            raise Rejected(f"takes {ms:.4g} ms, which is not possible: {least}")
+        if new or eager:
             self.notes.append(f"no floor: {least}, but eager takes less: it does not read all that it is given")
             return
         self.roof = {"bytes": nbytes, "flops": flops, "floor_ms": floor, "percent": 100 * floor / ms}
+
+
+def without_folders(text: str) -> str:
+    return re.sub(r"(?<![\w.:/])/[^\s'\"]*/", "", text)
 
 
 def remarks(path: Path, device: str) -> list[str]:

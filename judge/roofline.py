@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from judge.answers import roots_of
 from judge.source import DTYPES, Problem, cast, set_precision
-from judge.worker import roots_of
 
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 MATRIX_SIDE = {"cuda": 8192, "cpu": 1024}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -41,20 +42,29 @@ def discover(root: Path) -> dict[str, Pair]:
     return dict(sorted(found.items(), key=lambda item: (Path(item[0]).name, item[0])))  # the files of a Model together
 
 
-def load(path: Path) -> ModuleType:
-    """The file as a module under a name of its own, so that no two files see each other's."""
+def load(path: Path, text: str | None = None) -> ModuleType:
+    """The file, of which the judge may have read this text, as a module under a name that no other file has.
+
+    It may import what lies beside it, as it may when Python runs it.
+    """
     spec = importlib.util.spec_from_file_location(f"judged_{len(sys.modules)}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where pickle, dataclasses and inspect look for it
-    spec.loader.exec_module(module)
+    beside = str(path.resolve().parent)
+    if beside not in sys.path:
+        sys.path.insert(0, beside)
+    code = compile(path.read_bytes() if text is None else text, str(path), "exec")
+    exec(code, vars(module))
     return module
 
 
 class Problem:
     """A loaded model file. `constants` replace some of its module constants: the same network at another shape."""
 
-    def __init__(self, path: Path, constants: dict | None = None):
-        self.path, self.constants, self.module = path, constants or {}, load(path)
+    def __init__(self, path: Path, constants: dict | None = None, text: str | None = None):
+        self.path, self.constants = path, constants or {}
+        self.text = path.read_text() if text is None else text
+        self.module = load(path, self.text)
         vars(self.module).update(self.constants)
         self.sweep = [dict(shape) for shape in getattr(self.module, "sweep", [])]  # the shapes worth a measurement
         self.on_cpu = dict(getattr(self.module, "on_cpu", {}))  # sizes that a CPU computes in well under a second
@@ -65,8 +75,18 @@ class Problem:
         return self.module.get_init_inputs()
 
     def model(self, seed: int) -> torch.nn.Module:
+        return self.make(self.module.Model, seed)
+
+    def make(self, cls: type, seed: int) -> torch.nn.Module:
+        """An instance of this or a candidate's class; lazy layers get their shapes from a call."""
         with torch.no_grad():  # what has a history, as weight_norm's weights, cannot be copied
-            return make(self.module.Model, self.arguments(seed), seed)
+            made = make(cls, copy.deepcopy(self.arguments(seed)), seed)
+            tensors = [*made.parameters(), *made.buffers()]
+            if any(isinstance(x, torch.nn.parameter.UninitializedTensorMixin) for x in tensors):
+                inputs = self.inputs(self.batch, "cpu", torch.float32, seed)
+                torch.manual_seed(seed)
+                made(*inputs)
+        return made
 
     def inputs(self, batch: int | None, device: str, dtype: torch.dtype, seed: int) -> list:
         """Fresh inputs on the device, floating ones in this dtype. `batch` is None where it cannot be chosen."""
@@ -86,11 +106,13 @@ def make(cls: type, arguments: list, seed: int) -> torch.nn.Module:
 
 
 def to_dtype(x: torch.Tensor, dtype: torch.dtype, device: str | None = None) -> torch.Tensor:
-    if x.untyped_storage().nbytes() < x.nbytes:  # expanded: it is to be written to
+    if x.layout == torch.strided and x.untyped_storage().nbytes() < x.nbytes:  # expanded: it is to be written to
         x = x.clone()
     if x.is_complex() and dtype == torch.float64:
         dtype = torch.complex128
     elif not x.is_floating_point():
+        dtype = x.dtype
+    if x.dtype.itemsize == 1:  # float8 stays what it is
         dtype = x.dtype
     return x.to(device=device or x.device, dtype=dtype).resolve_conj().resolve_neg()
 

@@ -4,6 +4,7 @@
 stands in for. `python tests/tools/attack.py --write FOLDER` writes them out, and judges them without it.
 
     === NAME (what is particular, comma separated): words of the reason, where it must be rejected
+    === NAME: no drop-in: words of the reason, where it is right all the same
     What it does.
         the lines of its forward
     top: init: methods:     lines of the file's head, of the constructor, of the class
@@ -86,6 +87,7 @@ return self.group_norm(h)
 class Candidate:
     what: str
     rejected: str | None = None  # words of the reason; None for one that must be accepted
+    no_dropin: str | None = None  # right, and words of the reason why it is no drop-in
     shows: str = "forward"  # the first direction in which it is wrong; an honest one is judged in all
     needs_gpu: bool = False
     by_clock: bool = False  # its time is what gives it away: judged alone
@@ -105,7 +107,9 @@ def parsed(text: str) -> dict[str, Candidate]:
             parts[label] = parts.get(label, "") + line.removeprefix("    ").removeprefix(" " * (line[:1] != " ")) + "\n"
         shows = next((flag for flag in flags if flag.startswith("forward")), "forward")
         timeout = next((float(flag.removeprefix("timeout ")) for flag in flags if flag.startswith("timeout")), 60.0)
-        found[name] = Candidate(what, rejected, shows, "gpu" in flags, "by clock" in flags, timeout, parts)
+        why = (rejected or "").removeprefix("no drop-in: ")
+        rejected, no_dropin = (None, why) if why != (rejected or "") else (rejected, None)
+        found[name] = Candidate(what, rejected, no_dropin, shows, "gpu" in flags, "by clock" in flags, timeout, parts)
     return found
 
 
@@ -141,7 +145,7 @@ def model_of(name: str) -> str:
 
 
 def names(kind: str) -> list[str]:
-    """Of the wrong ones or the honest ones."""
+    """Of the wrong ones or the honest ones, which may be no drop-in."""
     return [name for name, candidate in CANDIDATES.items() if (candidate.rejected is None) == (kind == "honest")]
 
 

@@ -1,128 +1,112 @@
-"""Judges published candidates, and writes the table results/public_candidates.md.
+"""Judges a folder of public candidates and writes what became of each as a table.
 
-    python tests/tools/public_candidates.py FOLDER --json FILE    judges each FOLDER/NAME_ref.py with FOLDER/NAME_new.py
-    python tests/tools/public_candidates.py FOLDER --table FILE   writes the table of such a file to standard output
+    python tests/tools/public_candidates.py FOLDER [--out RECORDS.json] [--processes N] [--limit SECONDS] [NAME ...]
+    python tests/tools/public_candidates.py FOLDER --out RECORDS.json --table      the table of what is recorded
 
-The candidates are CUDA-L1's for the H100 (github.com/deepreinforce-ai/CUDA-L1, optimized_cuda_code/h100.json: a JSON
-object a line, `ref_code` and `custom_code`); FOLDER/published.json maps NAME to the speed-ups that were published.
-One harness a GPU at a time, in a process of its own; extensions are built beforehand, many at once.
+eager and torch.compile; what is recorded already is left out. With several processes the verdicts hold; the
+against eager and torch.compile; what is recorded already is left out. With several processes the verdicts hold; the
+times, which the others disturb, are not kept. None of the candidates' code is kept.
 """
 
 import argparse
 import json
-import os
-import queue
-import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-IMPORT = "import runpy, sys; runpy.run_path(sys.argv[1])"
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from harness import Judge, Options  # noqa: E402
+from judge.roofline import Ceilings  # noqa: E402
+from judge.source import Pair  # noqa: E402
 
 
-def environment(gpu: int, builds: Path, name: str) -> dict:
-    """Each candidate builds in a folder of its own: several call their extensions alike."""
-    return os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu), "TORCH_EXTENSIONS_DIR": str(builds / name), "MAX_JOBS": "2"}
-
-
-def in_parallel(names: list[str], workers: int, task: Callable[[str, int], None]) -> None:
-    """task(name, worker) for each name; a worker has one at a time."""
-    free = queue.SimpleQueue()
-    for worker in range(workers):
-        free.put(worker)
-
-    def work(name: str) -> None:
-        worker = free.get()
-        task(name, worker)
-        free.put(worker)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, names))
-
-
-def build(folder: Path, builds: Path, names: list[str], seconds: float) -> None:
-    """Imports the candidates that compile something; whether that fails, the harness says later."""
-
-    def task(name: str, worker: int) -> None:
-        command = [sys.executable, "-c", IMPORT, str(folder / f"{name}_new.py")]
+def judge(folder: Path, out: Path, names: list[str], limit: float, baselines: tuple, timed: bool) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ceilings = Ceilings(device, ("float32",))
+    ceilings.measure()
+    options = Options(device=device, require="right", baselines=baselines, seconds=0.3 if timed else 0.02, timeout=30.0)
+    judge, begin = Judge(options, ceilings, lambda text: None), time.monotonic()
+    records = json.loads(out.read_text()) if out.exists() else {}
+    for name in names:
+        if time.monotonic() - begin > limit:
+            break
         try:
-            subprocess.run(command, env=environment(0, builds, name), capture_output=True, timeout=seconds, check=False)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: not built in {seconds:.0f} s", flush=True)
-
-    compiled = [name for name in names if "cpp_extension" in (folder / f"{name}_new.py").read_text()]
-    in_parallel(compiled, max(1, (os.cpu_count() or 2) // 2), task)
-
-
-def judge(folder: Path, builds: Path, names: list[str], gpus: int, options: argparse.Namespace) -> list[dict]:
-    found, deadline = [], time.monotonic() + options.within
-
-    def task(name: str, gpu: int) -> None:
-        if time.monotonic() > deadline:
-            return
-        out = builds / f"{name}.json"
-        command = [sys.executable, "harness.py", str(folder / f"{name}_ref.py"), str(folder / f"{name}_new.py")]
-        command += ["--json", str(out), "--seconds", str(options.seconds), "--baselines", options.baselines]
-        try:
-            settings = {"cwd": ROOT, "env": environment(gpu, builds, name), "capture_output": True, "text": True}
-            done = subprocess.run(command, timeout=options.each, check=False, **settings)
-            code, said = done.returncode, done.stderr[-400:]
-        except subprocess.TimeoutExpired:
-            code, said = None, f"not judged in {options.each:.0f} s"
-        runs = json.loads(out.read_text())["runs"] if out.exists() and out.stat().st_size else []
-        row = {"name": name, "exit": code, "said": "" if runs else said}
-        for key in ("status", "reasons", "no_dropin", "notes", "ms", "speedup", "speedup_ci"):
-            row[key] = runs[0].get(key) if runs else None
-        found.append(row)
-        print(f"{len(found)}/{len(names)} {name}: {row['status']} {(row['speedup'] or {}).get('eager')}", flush=True)
-        options.json.write_text(json.dumps(sorted(found, key=lambda row: row["name"]), indent=1) + "\n")
-
-    in_parallel(names, gpus, task)
-    return found
+            (run,) = judge.judge(Pair(name, folder / f"{name}_ref.py", folder / f"{name}_new.py"))
+        except Exception as error:
+            records[name] = {"status": "the judge failed", "why": [f"{type(error).__name__}: {error}"], "speedup": {}}
+        else:
+            why = run.reasons or run.no_dropin
+            speedup = run.speedup if timed else {}
+            records[name] = {"status": run.status, "why": why, "speedup": speedup, "notes": run.notes, "ms": run.ms}
+        records[name]["seconds"] = round(time.monotonic() - begin, 1)
+        print(name, json.dumps(records[name]), flush=True)
+        out.write_text(json.dumps(records, indent=1) + "\n")
+    judge.close()
 
 
-def table(rows: list[dict], published: dict) -> str:
-    """One line a candidate, and the totals."""
-    lines = ["| task | verdict | × eager | × compile | published × eager, × compile | why |", "| --- " * 6 + "|"]
-    for row in rows:
-        times = [f"{row['speedup'][b]:.2f}" if b in (row["speedup"] or {}) else "" for b in ("eager", "compile")]
-        claimed = ", ".join(f"{v:.2f}" for v in published.get(row["name"], {}).values() if v)
-        why = [*(row["reasons"] or []), *(row["no_dropin"] or [])] or [row["said"]]
-        words = re.sub(r"\s+", " ", "; ".join(why)).replace("|", "\\|")
-        lines.append(
-            f"| {row['name']} | {row['status'] or 'not judged'} | {times[0]} | {times[1]} | {claimed} | {words} |"
-        )
-    totals = Counter(row["status"] or "not judged" for row in rows)
-    return "\n".join([", ".join(f"{count} {status}" for status, count in totals.most_common()), "", *lines])
+def table(folder: Path, out: Path) -> list[str]:
+    published = json.loads((folder / "published.json").read_text())
+    records = json.loads(out.read_text())
+    lines = ["| task | verdict | x eager | x compile | published | why |", "| --- | --- | --- | --- | --- | --- |"]
+    for name in sorted(published):
+        run = records.get(name, {"status": "not judged", "why": [], "speedup": {}})
+        factors = [f"{run['speedup'][each]:.2f}" if each in run["speedup"] else "-" for each in ("eager", "compile")]
+        claimed = ", ".join(f"{published[name][each]:.2f}" for each in ("eager", "compile") if published[name][each])
+        why = "; ".join(run["why"])[:300].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {name} | {run['status']} | {' | '.join(factors)} | {claimed} | {why} |")
+    counts = Counter(records.get(name, {"status": "not judged"})["status"] for name in published)
+    return [", ".join(f"{count} {status}" for status, count in counts.most_common()), "", *lines]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--table", type=Path, help="of these results")
-    parser.add_argument("--only", default="", help="a pattern that names contain")
-    parser.add_argument("--baselines", default="eager")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of timing, of each contender")
-    parser.add_argument("--each", type=float, default=120, help="seconds for a candidate")
-    parser.add_argument("--within", type=float, default=1e9, help="seconds after which no further candidate is begun")
-    parser.add_argument("--gpus", type=int, default=1)
-    options = parser.parse_args()
-    if options.table:
-        published = json.loads((options.folder / "published.json").read_text())
-        print(table(json.loads(options.table.read_text()), published))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--out", type=Path, default=Path("public.json"))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=1e9, metavar="SECONDS", help="begin no other after so many")
+    parser.add_argument("--baselines", default="eager,compile")
+    parser.add_argument("--untimed", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args()
+    if asked.table:
+        print("\n".join(table(asked.folder, asked.out)))
         return
-    names = sorted(path.name.removesuffix("_ref.py") for path in options.folder.glob("*_ref.py"))
-    names = [name for name in names if re.search(options.only, name)]
-    with tempfile.TemporaryDirectory() as builds:
-        build(options.folder.resolve(), Path(builds), names, options.each)
-        judge(options.folder.resolve(), Path(builds), names, options.gpus, options)
+    known = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    every = sorted(path.name.removesuffix("_new.py") for path in asked.folder.glob("*_new.py"))
+    names = [name for name in asked.names or every if name not in known]
+    if asked.processes == 1:
+        judge(asked.folder, asked.out, names, asked.limit, tuple(asked.baselines.split(",")), not asked.untimed)
+        return
+    parts = [asked.out.with_suffix(f".{i}.json") for i in range(asked.processes)]
+    command = [
+        sys.executable,
+        __file__,
+        str(asked.folder),
+        "--limit",
+        str(asked.limit),
+        "--untimed",
+        "--baselines",
+        "eager",
+    ]
+    shares = [names[i :: asked.processes] for i in range(asked.processes)]
+    started = [
+        subprocess.Popen([*command, "--out", part, *share], stdout=subprocess.DEVNULL)
+        for part, share in zip(parts, shares)
+        if share
+    ]
+    for process in started:
+        process.wait()
+    for part in parts:
+        known |= json.loads(part.read_text()) if part.exists() else {}
+        part.unlink(missing_ok=True)
+    asked.out.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

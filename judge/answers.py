@@ -1,0 +1,269 @@
+"""What is asked of a module, by `Request`, and what it answers, by `Answer`: the same for the Model and a candidate."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
+
+RANDOM = "changes PyTorch's random state"
+REUSED = "gives the memory of an earlier answer again"
+
+# How a process calls its module: words of `Request.how`.
+LOADED = "the weights come by load_state_dict, not in place as an optimizer writes them"
+TWIN = "another instance, with other weights, is called first"
+MOVED = "the weights have moved in memory, to where nothing is aligned"
+POISONED = "new memory is full of NaN"
+TRAINING = "module.train() was called, and the answer is to be that of eval()"
+CLONED = "each output is copied before the next call"
+REPEATED = "of many calls the answer that is the least like the first"
+THREADS = "the same, each set of inputs in a thread of its own"
+LATE = "on another stream, on which the inputs come late"
+CAPTURED = "replayed from a CUDA graph"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question for the candidate and the Model alike."""
+
+    when: str
+    direction: str = "forward"
+    # The judge reads how inputs and weights are made.
+    seed: int = 0
+    change: Callable | None = None  # of each floating input
+    weights: Callable | None = None  # of the Model's weights
+    batch: int | None = None
+    layout: str = "dense"
+    # The process reads how it is called.
+    mode: str = "eval"  # or "train" or "inference"
+    order: tuple = (0,)  # of the calls: which set of inputs each gets; the answers to set 0 and the last are compared
+    how: frozenset = frozenset()
+    seeded: bool = False  # the Model draws random numbers: each call begins with the same ones
+    # And how gradients are asked for.
+    whose: str = ""  # "nobody's", "parameters", "inputs" or "all"; "": as the direction has it
+    incoming: str = "dense"  # or "expanded", the same along the first dimension, or "sliced", as behind torch.cat
+    passes: int = 1  # backward passes of one graph
+    in_part: bool = False  # the first, third, ... parameter is frozen, and only the last output has a gradient
+    # The judge reads what the answer has to be.
+    gates: int = 1  # with both gates the Model must have an answer; an error against float64 counts
+    finite: bool = False  # not asked where the Model's answer is not finite
+    any_infinite: bool = False  # where the order of operations decides between NaN and an infinity, both are right
+    values: str = "wrong"  # what other values make the candidate: wrong, or "no drop-in"
+    refusal: str = "wrong"  # and what an error makes it
+
+    @contextlib.contextmanager
+    def memory(self, device: str, like: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """If POISONED, blocks of these sizes are filled with NaN and freed, and PyTorch fills what torch.empty gives.
+
+        It does so in its deterministic mode, where it may choose other kernels: the Model is to do so, too.
+        """
+        poisoned = POISONED in self.how
+        deterministic = torch._C._set_deterministic_algorithms  # torch's own function imports a compiler: seconds
+        if poisoned:
+            deterministic(True, warn_only=True)
+        blocks = [torch.full_like(x, math.nan, device=device) for x in like if poisoned and x.is_floating_point()]
+        del blocks
+        try:
+            yield
+        finally:
+            if poisoned:
+                deterministic(False, warn_only=False)
+
+
+class Answer(NamedTuple):
+    """What one call gives: outputs, then gradients, by name, and their forms before anything touched them."""
+
+    leaves: dict[str, object]
+    forms: list[str]
+    tree: str
+    inputs: int  # which set of them it got
+    did: list[str]  # side effects of all calls, as "writes input 0"
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: leaf for name, leaf in self.leaves.items() if isinstance(leaf, torch.Tensor)}
+
+
+class Names:
+    """A module's tensors by the names that the Model's have.
+
+    `own`: of a Model's name the module's own one; None where they are the same; {} where none could be matched.
+    """
+
+    def __init__(self, own: dict[str, str] | None = None):
+        self.own = own
+
+    def state(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        found = module.state_dict(keep_vars=True)
+        found = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
+        return found if self.own is None else {theirs: found[mine] for theirs, mine in self.own.items()}
+
+    def parameters(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        found = dict(module.named_parameters())
+        if self.own is None:
+            return found
+        return {theirs: found[mine] for theirs, mine in self.own.items() if mine in found}
+
+
+def answers_of(module, sets: list[list], request: Request, names: Names | None = None, call=None) -> list[Answer]:
+    """All forward passes of a request, then all backward passes; the answers that are compared."""
+    call, names = call or module, names or Names()
+    parameters = names.parameters(module)
+    frozen = [p for p in [*module.parameters()][::2] if request.in_part and p.requires_grad]
+    for p in frozen:
+        p.requires_grad_(False)
+    wanted = [wanted_of(parameters, inputs, request) for inputs in sets]
+    watch = Watch(module, sets, names, request)
+    torch.manual_seed(request.seed)  # a Model and a candidate that draw random numbers alike draw the same
+    states = rng_state()
+    recorded = request.direction != "forward"
+    calls = []
+    with torch.inference_mode() if request.mode == "inference" else torch.set_grad_enabled(recorded):
+        for position, i in enumerate(request.order):
+            result = call(*sets[i])
+            if i == 0 or position == len(request.order) - 1:
+                forms = [form_of(leaf, request) for leaf in tree_leaves(result)]
+                if CLONED in request.how:
+                    result = tree_map_only(torch.Tensor, torch.clone, result)
+                calls.append((i, result, forms))
+            del result
+    did = []
+    answers = [answer_of(module, names, call, wanted[call[0]], request, did) for call in calls]
+    did += watch.written()
+    if any(now != then for now, then in zip(rng_state(), states)):
+        did.append(RANDOM)
+    outputs = [{x.untyped_storage().data_ptr() for x in dense_of(result) if x.numel()} for _, result, _ in calls]
+    given = {x.untyped_storage().data_ptr() for x in dense_of(sets) if x.numel()}
+    if any(given & each for each in outputs):
+        did.append("gives an input's memory as an output's")
+    memory = [{x.untyped_storage().data_ptr() for x in dense_of(answer.leaves) if x.numel()} for answer in answers]
+    if len(memory) > 1 and set.intersection(*memory) - given:
+        did.append(REUSED)
+    for p in frozen:
+        p.requires_grad_(True)
+    return answers
+
+
+def answer_of(module, names: Names, call: tuple, wanted: dict, request: Request, did: list[str]) -> Answer:
+    """The backward pass of one call, if one is asked for."""
+    i, result, forms = call
+    leaves = tree_leaves(result)
+    roots = roots_of(result)[-1 if request.in_part else 0 :]
+    found = {f"output {k}" if len(leaves) > 1 else "output": leaf for k, leaf in enumerate(leaves)}
+    if request.direction == "forward_backward" and wanted and roots:
+        incoming = [normal_like(x, request) for x in roots]
+        of = list(wanted.values())
+        for last in range(request.passes):
+            again = {"retain_graph": True} if last < request.passes - 1 else {}
+            gradients = torch.autograd.grad(roots, of, incoming, allow_unused=True, **again)
+        if POISONED in request.how and not all(same_bits(x, normal_like(x, request)) for x in incoming):
+            did.append("writes the gradient that comes in")
+        found |= {f"gradient of {name}": gradient for name, gradient in zip(wanted, gradients)}
+        forms = forms + [form_of(gradient) for gradient in gradients]
+    if request.mode == "train":  # as running statistics
+        state = {f"{name} afterwards": x for name, x in names.state(module).items()}
+        found |= state
+        forms = forms + [form_of(x) for x in state.values()]
+    found = {name: compared(leaf) for name, leaf in found.items()}
+    tree = re.sub(r"\bjudged_\d+\.", "", str(tree_structure(result)))
+    return Answer(found, forms, tree.replace("ModelNew", "Model"), i, did)
+
+
+class Watch:
+    """Inputs, weights and gradients as they were before the calls: who writes them is found."""
+
+    def __init__(self, module, sets: list, names: Names, request: Request):
+        self.module, self.sets, self.names = module, sets, names
+        # A kernel may write without a word to PyTorch, so bits are compared; large tensors' in poisoned memory alone.
+        small = math.inf if POISONED in request.how else 1 << 16
+        self.before = {}
+        for name, x in self.watched().items():
+            strided = x.layout == torch.strided
+            bits = x.detach().clone() if strided and x.nbytes < small else x
+            self.before[name] = x, x._version, bits
+
+    def watched(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for k, inputs in enumerate(self.sets):
+            for i, x in enumerate(tree_leaves(inputs)):
+                if isinstance(x, torch.Tensor):
+                    found[f"input {i}{' of another call' * (k > 0)}"] = x
+        for name, p in self.names.parameters(self.module).items():
+            if p.grad is not None:
+                found[f"the .grad of {name}"] = p.grad
+        return found | self.names.state(self.module)
+
+    def written(self) -> list[str]:
+        now = self.watched()
+        said = []
+        for name, (x, version, bits) in self.before.items():
+            if now.get(name) is not x or x._version != version or not (bits is x or same_bits(x, bits)):
+                said.append(f"writes {name}")
+        return said
+
+
+def wanted_of(parameters: dict, inputs: list, request: Request) -> dict[str, torch.Tensor]:
+    """What gradients are asked of, by name."""
+    whose = request.whose or {"forward": "nobody's", "forward_recorded": "parameters"}.get(request.direction, "all")
+    tensors = {f"input {i}": x for i, x in enumerate(tree_leaves(inputs)) if isinstance(x, torch.Tensor)}
+    floating = {name: x for name, x in tensors.items() if x.is_floating_point() or x.is_complex()}
+    for x in floating.values():
+        x.requires_grad_(whose in ("all", "inputs"))
+    parameters = parameters if whose in ("all", "parameters") else {}
+    return {name: x for name, x in (floating | parameters).items() if x.requires_grad}
+
+
+def normal_like(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """An incoming gradient, the same in all processes: normal numbers that hardly round in any dtype."""
+    generator = torch.Generator(x.device).manual_seed(request.seed)
+    values = torch.randn(x.shape, generator=generator, device=x.device).bfloat16().to(x.dtype)
+    if request.incoming == "sliced" and x.dim():
+        return torch.cat([values, values[..., :3]], -1)[..., : x.shape[-1]]
+    return values[:1].expand_as(values) if request.incoming == "expanded" and x.dim() else values
+
+
+def compared(leaf):
+    """What is compared of a value: a tensor, dense; a float as a tensor."""
+    leaf = torch.tensor(leaf, dtype=torch.float64) if isinstance(leaf, float) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf if leaf.layout == torch.strided else leaf.to_dense()
+
+
+def dense_of(tree) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.layout == torch.strided]
+
+
+def roots_of(result) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def form_of(leaf, output_of: Request | None = None) -> str:
+    """What is known of a value before anything touches it: a subclass may compute when more than its type is asked."""
+    if type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return type(leaf).__name__ + ("" if isinstance(leaf, (torch.Tensor, float)) else f" {leaf!r}")
+    form = f"Tensor of {leaf.dtype}, shape {list(leaf.shape)}, {leaf.layout}, on {leaf.device.type}"
+    if output_of and output_of.layout == "dense" and leaf.layout == torch.strided and leaf.numel():
+        # In a dimension of size 1 any stride is right.
+        form += f", stride {[stride if size > 1 else 0 for size, stride in zip(leaf.shape, leaf.stride())]}"
+    return form + (f", requires_grad {leaf.requires_grad}" if output_of else "")
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal to the last bit: NaN equals the same NaN, and 0 is not -0."""
+    if left.shape != right.shape or left.dtype != right.dtype or left.layout != right.layout:
+        return False
+    left, right = compared(left), compared(right)
+    return torch.equal(*(x.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (left, right)))
+
+
+def rng_state() -> list:
+    """The CPU's; and the GPU's, once CUDA is in use: a compiler may begin to use it during a call."""
+    kinds = [torch, torch.cuda] if torch.cuda.is_initialized() else [torch]
+    return [kind.get_rng_state().tolist() for kind in kinds]

@@ -1,0 +1,199 @@
+"""What every candidate is asked, besides the answers that are timed: what a careless author forgets.
+
+A request changes inputs, but never what all draws of `get_inputs` have in common (`Inputs`): what is sorted, symmetric,
+one of a few values, a whole number or a distribution stays so, since a right candidate may rely on it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from math import inf, nan
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from judge.answers import CAPTURED, LATE, MOVED, REPEATED, THREADS, TWIN, Request
+
+secret = random.SystemRandom()  # numbers that no candidate foresees
+LOOKED_AT = 1 << 22  # elements of an input
+FEW = 8  # values: of more a request makes others
+
+
+class Inputs:
+    """What an input, a tensor, is in all of some draws."""
+
+    def __init__(self, draws: list[torch.Tensor]):
+        first = draws[0]
+        kind = first.dtype
+        self.floating = first.is_floating_point() and kind.itemsize > 1
+        numbers = not first.is_complex() and first.layout == torch.strided and first.numel() and first.dim()
+        draws = [x.double() for x in draws] if numbers and (self.floating or kind != torch.bool) else []
+        self.low, self.high = (
+            (min(float(x.min()) for x in draws), max(float(x.max()) for x in draws)) if draws else (0, 0)
+        )
+        every = lambda holds: bool(draws) and all(holds(x) for x in draws)  # noqa: E731
+        ends = draws[0].dim() and draws[0].shape[-1] > 1 if draws else False
+        self.equal = every(lambda x: x.numel() > 1 and bool((x == x.reshape(-1)[0]).all()))
+        self.whole = self.floating and not self.equal and every(lambda x: bool((x == x.round()).all()))
+        self.few = self.floating and not self.equal and every(lambda x: x.numel() > FEW and len(x.unique()) <= FEW)
+        self.sorted = not self.equal and every(lambda x: ends and bool((x.diff(dim=-1) >= 0).all()))
+        self.symmetric = not self.equal and every(
+            lambda x: x.dim() > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mT)
+        )
+        self.shares = self.floating and every(
+            lambda x: ends and float(x.min()) >= 0 and bool(((x.sum(-1) - 1).abs() < 0.02).all())
+        )
+        same = bool(draws) and all(torch.equal(x, draws[0]) for x in draws)
+        self.order = same and not self.sorted and len(draws[0].unique()) == draws[0].numel()
+
+    def free(self) -> bool:
+        """Nothing is known of it that scaling breaks."""
+        return self.floating and not (self.whole or self.few or self.shares)
+
+    def changed(self, x: torch.Tensor, change: Callable) -> bool:
+        """Changes it in place, as far as it stays what it is; whether it is another now."""
+        if not self.floating or self.few or not x.numel():
+            return False
+        before = x.clone()
+        change(x)
+        if not x.isfinite().all() and (self.whole or self.shares or self.sorted or self.symmetric or self.equal):
+            x.copy_(before)
+        if self.whole:
+            x.round_().clamp_(self.low, self.high)
+        if self.sorted:
+            x.copy_(x.sort(-1).values)
+        if self.symmetric:
+            x.copy_(torch.where(torch.ones_like(x).triu().bool(), x, x.mT.clone()))
+        if self.equal:
+            x.fill_(x.reshape(-1)[0].item())
+        if self.shares:
+            x.abs_().add_(1e-6).div_(x.sum(-1, keepdim=True))
+        return not torch.equal(before, x)
+
+    def other_integers(self, x: torch.Tensor) -> None:
+        """Others of the range that is there, and truth values of both kinds; what is sorted keeps its ends."""
+        if self.floating or x.is_complex() or not x.numel() or x.dim() == 0 or x.is_floating_point():
+            return
+        if x.dtype == torch.bool:
+            x.copy_(torch.rand(x.shape, device=x.device) < 0.5)
+        elif self.order:
+            x.copy_(x.reshape(-1)[torch.randperm(x.numel(), device=x.device)].view(x.shape))
+        elif not self.equal:
+            ends = x[..., :1].clone(), x[..., -1:].clone()
+            x.random_(int(self.low), int(self.high) + 1)
+            if self.sorted:
+                x.copy_(x.sort(-1).values)
+                x[..., :1], x[..., -1:] = ends
+
+
+def signs(model: torch.nn.Module) -> None:
+    """About half of the parameters' values get the other sign; buffers, a variance say, keep theirs."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data.mul_(torch.randint_like(parameter, 2) * 2 - 1)
+
+
+def shift_biases(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        bias = dict(module.named_parameters(recurse=False)).get("bias")
+        if bias is not None and bias.is_floating_point() and "Norm" not in type(module).__name__:
+            bias.data.add_(100.0)
+
+
+def shiftable(x: torch.Tensor) -> torch.Tensor:
+    """The elements that may be changed: not zeros beside other values, which may be those of a triangular matrix."""
+    return (x != 0) | ~x.any()
+
+
+def fill_two(x: torch.Tensor, value: float) -> None:
+    for thirds, each in ((1, value), (2, -value)):
+        x[tuple(thirds * size // 3 for size in x.shape)].fill_(each)
+
+
+def integers(x: torch.Tensor) -> None:
+    """Stands for Inputs.other_integers."""
+
+
+def how(*words: str) -> frozenset:
+    return frozenset(words)
+
+
+LENIENT = {"values": "no drop-in", "refusal": "no drop-in"}
+MAY_REFUSE = {"refusal": "no drop-in"}
+FINITE, BOTH = partial(Request, finite=True), partial(Request, direction="forward_backward")
+SIGNS = FINITE("values of both signs", change=lambda x: x.mul_(torch.randint_like(x, 2).mul_(6).sub_(3)), weights=signs)
+LAYOUTS = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "a slice": lambda x: torch.cat([x, x[..., :3]], -1)[..., : x.shape[-1]],
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "off any alignment": lambda x: torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape),
+}
+
+# Asked at the shape and in the layout that is timed.
+REQUESTS = {
+    "forward": [
+        Request("two instances with other weights in turns", how=how(TWIN)),
+        Request("kept while it was called again", order=(0, *[1] * 8, 0, *[1] * 8)),
+        Request("after the weights moved in memory, as .to moves them", how=how(MOVED), **MAY_REFUSE),
+        Request("called again and again", how=how(REPEATED)),
+        Request("called by two threads at once", order=(0, 1), how=how(THREADS)),
+        Request("with gradients recorded", direction="forward_recorded"),
+        Request("in inference mode", mode="inference"),
+        Request("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        SIGNS,
+        FINITE("biases whose mean is large", weights=shift_biases),
+        FINITE("values whose mean is large", change=lambda x: x.add_(shiftable(x), alpha=100.0)),
+        FINITE("values far below 0", change=lambda x: x.add_(shiftable(x), alpha=-100.0)),
+        FINITE("small values", change=lambda x: x.mul_(1e-3)),
+        FINITE("inputs that are all equal", change=lambda x: x.masked_fill_(shiftable(x), 0.5)),
+        FINITE("other integers and masks", change=integers),
+        Request("NaN in each input", change=partial(fill_two, value=nan), **LENIENT),
+        Request(
+            "infinities of both signs in each input", change=partial(fill_two, value=inf), any_infinite=True, **LENIENT
+        ),
+    ],
+    "forward_backward": [
+        BOTH("two forward passes before two backward passes", order=(0, 1)),
+        BOTH("a second backward pass of one graph", passes=2, **MAY_REFUSE),
+        BOTH("only the parameters' gradients wanted", whose="parameters"),
+        BOTH("only the inputs' gradients wanted", whose="inputs"),
+        BOTH("only the last output in the loss, every second parameter frozen", in_part=True),
+        BOTH("in training mode", mode="train", gates=2, **MAY_REFUSE),
+        replace(SIGNS, direction="forward_backward"),
+        BOTH("an incoming gradient that is expanded", incoming="expanded", **MAY_REFUSE),
+        BOTH("an incoming gradient that is a slice", incoming="sliced", **MAY_REFUSE),
+    ],
+}
+
+
+def requests_after(device: str, batch: int | None, direction: str) -> Iterator[Request]:
+    """Asked when all is timed, since it may make a compiler compile anew."""
+    of = partial(Request, direction=direction)
+    yield of("after it was timed")
+    if device == "cuda":
+        yield of("on another stream", how=how(LATE))  # it leaves a pool of streams behind, which may slow short calls
+    for layout in list(LAYOUTS)[1:]:
+        yield of(f"inputs that are {layout}", layout=layout, **MAY_REFUSE)
+    if batch:
+        others = [*range(2, batch), *range(batch + 2, batch + 9)]  # two of them: at least one is not asked in every run
+        few = {0, 1, batch - batch // 3, 2 * batch + 1} if direction == "forward" else set()
+        for other in sorted({batch + 1, *few, *secret.sample(others, 2)} - {batch}):
+            yield of(f"batch {other}", batch=other, **MAY_REFUSE)
+    if device == "cuda" and direction == "forward":  # the last, since one that fails may leave the GPU's context unfit
+        yield of("captured in a CUDA graph", how=how(CAPTURED), **LENIENT)
+
+
+def part(x: torch.Tensor) -> torch.Tensor:
+    """Of a large tensor the first rows, which are looked at."""
+    rows = max(1, LOOKED_AT * len(x) // x.numel()) if x.dim() and x.numel() > LOOKED_AT else None
+    return x[:rows]
+
+
+def inputs_of(draws: list) -> list[Inputs]:
+    """Of several draws of a Model's inputs what each tensor is."""
+    leaves = [[x for x in tree_leaves(draw) if isinstance(x, torch.Tensor)] for draw in draws]
+    return [Inputs([part(x) if x.dim() else x for x in each]) for each in zip(*leaves)]

@@ -1,0 +1,153 @@
+"""What a candidate may switch in its process beside computing, and how it is put back.
+
+All contenders are to run under the switches of the run: TF32 as --precision says, cuDNN's benchmark mode off. A
+candidate that switches something is told so, and the switch is put back before its next answer and its next timing. A
+hook or a mode that it leaves behind stays, since it slows nobody but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from judge.source import set_precision
+
+# PyTorch has two ways to allow TF32. A flag of the older one raises an error when it is read after the newer one was
+# used, and is right again as soon as the newer one's values are as they were.
+OPERATORS = [("generic", "all"), *(("cuda", op) for op in ("all", "matmul", "conv", "rnn"))]
+OPERATORS += [("mkldnn", op) for op in ("all", "matmul", "conv", "rnn")]
+
+
+class Switch(NamedTuple):
+    name: str
+    get: Callable[[], object]
+    put: Callable[[object], object] | None = None  # None where it stays as the candidate left it
+
+
+def of_operators() -> list[str]:
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before PyTorch 2.9
+        return []
+    return [torch._C._get_fp32_precision_getter(*operator) for operator in OPERATORS]
+
+
+def older(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RuntimeError:
+        return "mixed"
+
+
+def precision() -> list:
+    flags = torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32, torch._C._get_cublas_allow_tf32
+    return [*map(older, flags), *of_operators()]
+
+
+def put_precision(was: list) -> None:
+    for operator, value in zip(OPERATORS, was[3:]):
+        torch._C._set_fp32_precision_setter(*operator, value)
+    torch._C._set_float32_matmul_precision(was[0])
+    torch._C._set_cudnn_allow_tf32(was[1])
+    torch._C._set_cublas_allow_tf32(was[2])
+
+
+def put_deterministic(was: list) -> None:
+    torch._C._set_deterministic_algorithms(was[0], warn_only=was[1])
+
+
+def put_stream(was: int) -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.set_stream(torch.cuda.ExternalStream(was) if was else torch.cuda.default_stream())
+
+
+def put_autocast(was: list) -> None:
+    for kind, value in zip(("cuda", "cpu"), was):
+        torch.set_autocast_enabled(kind, value)
+
+
+C, CUDNN = torch._C, torch.backends.cudnn
+SWITCHES = [
+    Switch("TF32, the precision of float32 products", precision, put_precision),
+    Switch("cuDNN's benchmark mode", C._get_cudnn_benchmark, C._set_cudnn_benchmark),
+    Switch("whether cuDNN is used", C._get_cudnn_enabled, C._set_cudnn_enabled),
+    Switch("whether cuDNN is deterministic", C._get_cudnn_deterministic, C._set_cudnn_deterministic),
+    Switch(
+        "determinism",
+        lambda: [C._get_deterministic_algorithms(), C._get_deterministic_algorithms_warn_only()],
+        put_deterministic,
+    ),
+    Switch(
+        "the filling of new memory",
+        C._get_deterministic_fill_uninitialized_memory,
+        C._set_deterministic_fill_uninitialized_memory,
+    ),
+    Switch("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Switch("whether gradients are recorded", torch.is_grad_enabled, C._set_grad_enabled),
+    Switch("anomaly detection", torch.is_anomaly_enabled, C.set_anomaly_enabled),
+    Switch("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    Switch("mkldnn", C._get_mkldnn_enabled, C._set_mkldnn_enabled),
+    Switch("the flushing of denormal numbers", lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
+    Switch("autocast", lambda: [torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")], put_autocast),
+    Switch(
+        "reduced precision within half-precision products",
+        lambda: [C._get_cublas_allow_fp16_reduced_precision_reduction()],
+    ),
+    Switch(
+        "the cores this process may use",
+        lambda: sorted(os.sched_getaffinity(0)),
+        lambda was: os.sched_setaffinity(0, was),
+    ),
+    Switch("the trace or profile function", lambda: [repr(sys.gettrace()), repr(sys.getprofile())]),
+    Switch("the torch function modes", C._len_torch_function_stack),  # a default device is one
+    Switch("the torch dispatch modes", C._len_torch_dispatch_stack),
+    Switch("the hooks on all modules", lambda: len(torch.nn.modules.module._global_forward_hooks)),
+    Switch("the current directory", os.getcwd, os.chdir),
+    Switch(
+        "the current stream",
+        lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_initialized() else 0,
+        put_stream,
+    ),
+]
+
+
+class Switches:
+    """How everything stands when this is made."""
+
+    def __init__(self):
+        self.was = [switch.get() for switch in SWITCHES]
+
+    def put_back(self) -> list[str]:
+        """What has been switched since, in words; it is as it was afterwards, where that can be."""
+        said = []
+        for i, switch in enumerate(SWITCHES):
+            now = switch.get()
+            if now == self.was[i]:
+                continue
+            said.append(f"switches {switch.name} from {brief(self.was[i], now)} to {brief(now, self.was[i])}")
+            if switch.put is None:
+                self.was[i] = now
+            else:
+                switch.put(self.was[i])
+        return said
+
+
+def brief(value: object, other: object) -> str:
+    """Of a list only what differs."""
+    if not isinstance(value, list) or not isinstance(other, list) or len(value) != len(other):
+        return str(value)
+    return ", ".join(dict.fromkeys(str(mine) for mine, theirs in zip(value, other) if mine != theirs))
+
+
+@contextlib.contextmanager
+def kept(level: str):
+    """The run's switches hold before and after what a Model's file does within."""
+    set_precision(level)
+    switches = Switches()
+    try:
+        yield
+    finally:
+        switches.put_back()
