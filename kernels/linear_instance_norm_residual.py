@@ -513,20 +513,19 @@ static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_
 // ---- The rows: out = (z + y) * y with z = (h - mean) * rstd, and its gradients. ----
 // To change the formula, change finish_rows, row_gradients, finish_rows_cpu and _finish_plainly.
 //
-// `group` threads own a row: 8 to 32 threads of one warp, or more warps, at most the block. Thread t of the group holds
-// packs (16 bytes) t, t + group, t + 2 group .. of the row, kRowValues values in all, in registers, as they come from
-// memory:
+// A row is read for its mean, for its deviations from the mean, and for the results. (E[h^2] - E[h]^2 would do with one
+// reading less, but cancels where the mean is far from zero.) It comes from memory only once: a group of threads, 8 to
+// the 256 of a block, issues all its loads of a row at the start and keeps what it gets in registers, 32 values a
+// thread. A pack is 16 bytes; with G threads in the group:
 //
-//     row   | pack 0 | pack 1 | ..  | pack group | ..                   | packs beyond kRowValues * group values |
-//     held  | t = 0  | t = 1  | ..  | t = 0      | ..                   | not held: read again each time         |
+//     pack of the row       0   1  ...  G - 1    G   G + 1  ...  2 G - 1   ...    those beyond 32 G values
+//     held by thread        0   1  ...  G - 1    0   1      ...  G - 1     ...    none: read again from memory or L2
 //
-// So rows of up to 8192 values are read from memory once, whatever the number of passes over them: all loads are issued
-// before the first is used, and the mean, the deviations from it and the results are then worked out from registers.
-// The sum of squares is one of deviations: E[h^2] - E[h]^2 would cancel where the mean is far from zero.
+// The smallest group that holds a row takes it: 256 threads hold 8192 values.
 constexpr int kRowThreads = 256, kRowValues = 32;
 
-// Adds up each of COUNT values over the threads of a group, a power of two; all of them get the totals. All threads of
-// the block call it: shuffles within a warp, then one value a warp through shared memory.
+// Adds up each of COUNT values over the threads of a group, and gives each of them the totals. All threads of the block
+// call it: shuffles add within a warp, then warps exchange one value each through shared memory.
 template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT], int group) {
     __shared__ float of_warp[COUNT][kRowThreads / 32];
 #pragma unroll
@@ -548,13 +547,13 @@ template <int COUNT> __device__ __forceinline__ void sum_group(float (&v)[COUNT]
     }
 }
 
-// Without this the compiler converts bfloat16 once and keeps the floats, in twice the registers: at the benchmark shape
-// row_gradients then takes 46 us instead of 32, finish_rows 22 instead of 19 (H200).
+// Hides from the compiler that a pack is the same as at its last use. Otherwise it converts bfloat16 to float once and
+// keeps the floats, in twice the registers: at the benchmark shape row_gradients takes 46 us instead of 32 (H200).
 template <class Sixteen> __device__ __forceinline__ void hide(Sixteen& bytes) {
     uint4& v = reinterpret_cast<uint4&>(bytes);
     asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
-// The same row of TENSORS tensors of n columns, as the threads of its group hold it.
+// The same row of several tensors, of n columns, as a thread of its group holds it.
 template <typename T, int TENSORS> struct HeldRows {
     static constexpr int V = 16 / sizeof(T), kHeld = kRowValues / V;
     using Own = Pack<T, V>;
@@ -578,7 +577,7 @@ template <typename T, int TENSORS> struct HeldRows {
             }
         }
     }
-    // Calls use(packs, at) with the packs of all tensors at each place `at` of this thread.
+    // Calls use(packs, at) for each pack `at` of the row that is this thread's, packs[t] being tensor t's.
     template <class Use> __device__ __forceinline__ void each(const Use& use) const {
         Own now[TENSORS];
 #pragma unroll
@@ -599,13 +598,13 @@ template <typename T, int TENSORS> struct HeldRows {
     }
 };
 
-// The mean is a sum of two floats, mean + rest: the first is rounded, and the mean of the deviations from it is what
+// The row's mean is mean + rest: `mean` is rounded to a float, and `rest`, the mean of the deviations from it, is what
 // the rounding left over.
 struct RowStatistics {
     float mean, rest, rstd;
     __device__ __forceinline__ float normalise(float h) const { return ((h - mean) - rest) * rstd; }
 };
-// Of the first tensor's row. Each pack has sums of its own: small terms added to a large total would be lost.
+// Of the first tensor. A pack is summed before it is added to the thread's sum, which shortens the chains of roundings.
 template <class Rows> __device__ __forceinline__ RowStatistics row_statistics(const Rows& rows, int n, float eps) {
     const float share = 1.0f / n;  // a factor of each term of the mean: their bare sum could overflow
     float mean[1] = {};
@@ -650,7 +649,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. 1 / rstd is known to be `truncated` of itself too small. grad_y may be null.
+// A group of threads owns a row. `truncated`: rstd is too large by this fraction, see kTruncated. grad_y may be null.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
@@ -697,7 +696,7 @@ template <class Call> static cudaError_t with_dtype(int dtype, const Call& call)
     if (dtype == 1) return call(__half());
     return call(__nv_bfloat16());
 }
-// What the C++ calls, below: h, y, out .. (m, n) are device memory, 16-byte aligned; n is a multiple of 8.
+// What the C++ calls. All tensors are (m, n), contiguous and 16-byte aligned; n is a multiple of 8.
 extern "C" int launch_finish_rows(
     int dtype, const void* h, const void* y, void* out, int64_t m, int64_t n, float eps, cudaStream_t stream) {
     const RowLaunch rows(m, n);
@@ -797,8 +796,8 @@ extern "C" int launch_product(const float* x, const float* weight, const float* 
     const Linear linear = {x, weight, bias, nullptr, nullptr, int(m), int(n), int(k)};
     return launch_linear<2>(StoreLinear{linear, h}, workspace, stream);
 }
-// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The workspace holds split `other`,
-// then the pieces of A, then its scales.
+// dX = G W, `other` being W (n, k); or, of_weight, dW = G^T x, `other` being x (m, k). The workspace holds the split
+// `other`, then the pieces of A, then its scales.
 struct GradientProduct {
     int64_t rows, terms, k;  // A is (rows, terms), B (terms, k)
     Split<2> split;
