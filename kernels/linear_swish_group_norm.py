@@ -52,7 +52,8 @@ CUDA_SOURCE = r"""
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
 // grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 128, rms errors were up to 1.5 times SGEMM's where K is 1000.)
+// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Up to K = 512, where SGEMM
+// itself has rounded little, it is every 32.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -88,7 +89,6 @@ constexpr int kLine = 64;  // fp16 numbers
 constexpr int kTile = 128;
 constexpr int kStages = 3;
 constexpr int kStageBytes = 2 * kTile * kLine * 2;
-constexpr int kAnew = 2;  // lines of PIECES 2 after which accumulators begin anew: 64 of K
 constexpr int kPart = 4;  // lines of a row of A that may have a scale of their own: 128 of K
 constexpr int kBand = 8;  // rows of tiles that are taken column by column, so that their operands are still in L2
 // A warp computes 64 columns: of 32 rows with PIECES 2, which needs two sets of accumulators, otherwise of 64.
@@ -256,11 +256,12 @@ template <int PIECES, bool TURNED> struct Copies {
         commit_copies();  // also of nothing, so that every line has its group
     }
 };
-// A warp's operands of mma: hi and lo of a quarter or, with PIECES 1, two quarters. From quarter to quarter some bits
-// of a chunk's number c flip, and the same bits of its place, as (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
+// A warp's operands of mma. PIECES 2: slots 0 and 1 are the hi of 16 of K each, slot 2 the lo of either; PIECES 1: two
+// quarters. From quarter to quarter some bits of a chunk's number c flip, and the same bits of its place, because
+// (c ^ flip) ^ r % 8 = (c ^ r % 8) ^ flip.
 template <int PIECES, bool TURNED> struct Registers {
     uint32_t lane_a, lane_b;  // where this lane points ldmatrix, in the first quarter of stage 0
-    uint32_t a[2][kRowTiles<PIECES>][4], b[2][kColumnTiles / 2][4];
+    uint32_t a[PIECES + 1][kRowTiles<PIECES>][4], b[PIECES + 1][kColumnTiles / 2][4];
     __device__ __forceinline__ Registers(uint32_t stages, int row, int column) {  // of the warp, in its tile
         const int lane = threadIdx.x % 32;
         const int of_b = TURNED ? lane % 16 : lane % 8 + lane / 16 * 8, chunk_b = TURNED ? lane / 16 : lane / 8 % 2;
@@ -293,15 +294,16 @@ template <int PIECES, bool TURNED> struct Registers {
         }
     }
 };
-// C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Accumulators are multiplied by
-// scales[line / kPart * scales_pitch + row] as they are added to the sums of a row. Whole warps call the epilogue, for
-// 32 rows at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. So four neighbouring lanes have 64
-// columns of a row.
+// C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Every `anew` lines the accumulators, times
+// scales[line / kPart * scales_pitch + row], are added to the sums of a row. Whole warps call the epilogue, for 32 rows
+// at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
+// row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
-        int scales_pitch, int n, int lines, const __grid_constant__ Epilogue epilogue) {
+        int scales_pitch, int n, int lines, int anew, const __grid_constant__ Epilogue epilogue) {
 #if __CUDA_ARCH__ >= 800
+    if (PIECES == 1 && __CUDA_ARCH__ >= 1000) return;  // cuBLAS is faster, see product_pays
     extern __shared__ __align__(128) unsigned char stages[];
     constexpr int kTiles = kRowTiles<PIECES>, kDown = kThreads<PIECES> / 64;  // warps, two across
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -313,7 +315,7 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
     for (int line = 0; line < kStages; ++line) copies.load(line);
     wait_copies<kStages - 1>();
     __syncthreads();
-    registers.load_a(PIECES - 1, 0, PIECES == 2 ? 2 : 0);
+    registers.load_a(PIECES == 2 ? 2 : 0, 0, PIECES == 2 ? 2 : 0);
     registers.load_b(0, 0, 0);
     float sum[kTiles / 2][4][16] = {};
     int line = 0;
@@ -327,7 +329,7 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
             }
         };
         if (PIECES == 2) load_scales();
-        const int end = PIECES == 2 ? min(line + kAnew, lines) : lines;
+        const int end = min(line + anew, lines);
         for (; line < end; ++line) {  // ldmatrix brings what comes next during each multiply_add
             const uint32_t stage = line % kStages * kStageBytes, next = (line + 1) % kStages * kStageBytes;
             const auto advance = [&] {  // the next line is there, and all warps have read this one: it is overwritten
@@ -335,22 +337,22 @@ template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_boun
                 __syncthreads();
                 copies.load(line + kStages);
             };
-            if constexpr (PIECES == 2) {  // slot 0: hi, slot 1: lo; quarters 0 and 1: hi, 2 and 3: lo
+            if constexpr (PIECES == 2) {  // the small products come first, as an accumulator truncates to its own size
                 registers.load_a(0, stage, 0);
-                registers.multiply_add(part, 1, 0);
-                registers.load_b(1, stage, 2);
-                registers.multiply_add(part, 0, 0);
-                registers.load_a(1, stage, 3);
-                registers.load_b(0, stage, 1);
-                registers.multiply_add(part, 0, 1);
-                registers.load_a(0, stage, 1);
-                registers.multiply_add(part, 1, 0);
-                registers.load_b(1, stage, 3);
-                registers.multiply_add(part, 0, 0);
+                registers.load_b(2, stage, 2);
+                registers.multiply_add(part, 2, 0);
+                registers.load_a(2, stage, 3);
+                registers.load_b(1, stage, 1);
+                registers.multiply_add(part, 0, 2);
+                registers.load_a(1, stage, 1);
+                registers.load_b(2, stage, 3);
+                registers.multiply_add(part, 2, 1);
+                registers.multiply_add(part, 1, 2);
                 advance();
-                registers.load_a(1, next, 2);
+                registers.multiply_add(part, 0, 0);
+                registers.load_a(2, next, 2);
                 registers.load_b(0, next, 0);
-                registers.multiply_add(part, 0, 1);
+                registers.multiply_add(part, 1, 1);
             } else {
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
@@ -399,7 +401,7 @@ struct Linear {
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
     __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
-        unsigned uncertain[4] = {};
+        uint64_t uncertain = 0;  // bits 16 i + j
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -415,25 +417,23 @@ struct Linear {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain[i] |= 1u << j;
+                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain |= uint64_t(1) << (16 * i + j);
                 v[i][j] = fmaf(v[i][j], unscale_w, plus);
             }
         }
+        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // one by one, by the whole warp
+            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffsll(uncertain) - 1, owner);
+            const int at = column_of(__shfl_sync(~0u, column, owner), which % 16);
+            const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * 8, at) + bias[at];
+            if (threadIdx.x % 32 != owner) continue;
+            uncertain &= uncertain - 1;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            while (const unsigned lanes = __ballot_sync(~0u, uncertain[i] != 0)) {  // one by one, by the whole warp
-                const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain[i]) - 1, owner);
-                const int at = column_of(__shfl_sync(~0u, column, owner), which);
-                const float own = multiply_rows(__shfl_sync(~0u, row + 8 * i, owner), at) + bias[at];
-                if (threadIdx.x % 32 != owner) continue;
-                uncertain[i] &= uncertain[i] - 1;
-#pragma unroll
-                for (int j = 0; j < 16; ++j) v[i][j] = j == which ? own : v[i][j];
-            }
+            for (int i = 0; i < 64; ++i) v[i / 16][i % 16] = i == which ? own : v[i / 16][i % 16];
         }
     }
     __device__ __forceinline__ float multiply_rows(int64_t of_x, int64_t of_w) const {
         float sum = 0;
+#pragma unroll 1
         for (int i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[of_x * k + i], weight[of_w * k + i], sum);
         return reduce(sum, 32, Sum());
     }
@@ -479,13 +479,13 @@ template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_mul
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTile) * divide_up(n, kTile));
-    kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(
-        a, b, scales, int(scales_pitch), int(n), int(pitch_of(k, PIECES) / kLine), epilogue);
+    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k <= 512 ? 1 : 2;
+    kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
 // The workspace of a split x (m, k) and W (n, k): the pieces of both, their unscale, their doubt.
 extern "C" int64_t split_bytes(int64_t m, int64_t n, int64_t k, int pieces) {
-    return (m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float)));
+    return divide_up((m + n) * (pitch_of(k, pieces) * int64_t(sizeof(__half)) + 2 * int64_t(sizeof(float))), 128) * 128;
 }
 template <int PIECES> struct Split {
     Rows x, w;
@@ -621,8 +621,9 @@ template <typename T> __global__ void __launch_bounds__(256)
 //
 // Both products are TURNED ones: their B is W, or x, split by split_rows. They sum over the rows of B, whose scales can
 // therefore not be taken out of the sum. Instead G's column j is multiplied by the inverse scale of W's row j (for dX),
-// its row i by that of x's row i (for dW): small rows lose no accuracy. A is G, or G^T. Since accumulators begin anew
-// every 128 of K, each 128 values of its rows have a scale of their own: a block splits 128 x 128 of G by itself.
+// its row i by that of x's row i (for dW): small rows lose no accuracy. A is G, or G^T. Since its sums leave the
+// accumulators every few lines, each 128 values of its rows have a scale of their own: a block splits 128 x 128 of G
+// without knowing the rest.
 constexpr int kSide = 128;  // rows and columns of G that a block owns
 static_assert(kSide == kPart * kLine / 2, "a part of a row, which has one scale");
 constexpr int kPitch = kSide + 1;  // floats from row to row in shared memory: columns, too, lie in different banks
@@ -742,6 +743,23 @@ template <typename T, bool SPLIT> __global__ void __launch_bounds__(256) group_g
         if (at < n) partials[(int64_t(blockIdx.x) * 4 + i / kSide) * n + at] = total;
     }
 }
+// Adds up the blocks' partial sums, in double. A block owns 32 of their 4 n columns, a warp every eighth partial sum.
+template <typename T> struct Vectors {
+    T* of[4];  // null where not wanted
+};
+template <typename T> __global__ void __launch_bounds__(256)
+    add_partials(const float* __restrict__ partials, int count, int n, const __grid_constant__ Vectors<T> to) {
+    __shared__ double of_warp[8][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    double sum = 0;
+#pragma unroll 4
+    for (int i = warp; i < count && column < 4 * n; i += 8) sum += partials[int64_t(i) * 4 * n + column];
+    of_warp[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= 4 * n || to.of[column / n] == nullptr) return;
+    for (int w = 1; w < 8; ++w) sum += of_warp[w][lane];
+    to.of[column / n][column % n] = from_float<T>(float(sum));
+}
 
 // ---- What the C++ calls. Pointers are device memory, 16-byte aligned. dtype: 0 float32, 1 float16, 2 bfloat16. ----
 
@@ -774,8 +792,8 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
 }
 extern "C" int64_t partial_sums(int64_t m) { return divide_up(m, kSide); }
 template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void* grad, const void* h, const void* bias,
-    const void* gamma, float* partials, void* whole, int64_t m, int64_t n, int64_t groups, float eps,
-    const GradientPieces& to, cudaStream_t stream) {
+    const void* gamma, float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups,
+    float eps, const GradientPieces& to, cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
     const auto kernel = group_gradients<T, SPLIT>;
     constexpr int kBytes = (SPLIT ? kSide * kPitch : 8 * 4 * kSide) * int(sizeof(float));
@@ -784,14 +802,18 @@ template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void
     const dim3 blocks(unsigned(divide_up(m, kSide)), unsigned(divide_up(n, kSide)));
     kernel<<<blocks, 256, kBytes, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n),
         int(n / groups / 4), eps, static_cast<T*>(whole), to);
+    Vectors<T> of_vectors;
+    for (int i = 0; i < 4; ++i) of_vectors.of[i] = static_cast<T*>(vectors[i]);
+    add_partials<T><<<unsigned(divide_up(4 * n, 32)), 256, 0, stream>>>(partials, int(blocks.x), int(n), of_vectors);
     return cudaGetLastError();
 }
-// G to `whole`, and the partial sums.
+// G to `whole`, and the gradients of the linear bias, bias, gamma and beta to `vectors`, where not null.
 extern "C" int swish_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* whole, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream) {
+    float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
+    cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         const auto launch = launch_gradients<decltype(zero), false>;
-        return launch(grad, h, bias, gamma, partials, whole, m, n, groups, eps, {}, stream);
+        return launch(grad, h, bias, gamma, partials, whole, vectors, m, n, groups, eps, {}, stream);
     });
 }
 // The workspace of the next function: split x and W, the pieces of G's rows and columns, the scales of both.
@@ -800,10 +822,10 @@ extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k) {
     const int64_t scales = divide_up(n, kSide) * m + divide_up(m, kSide) * n;
     return split_bytes(m, n, k, 2) + pieces * int64_t(sizeof(__half)) + scales * int64_t(sizeof(float));
 }
-// float32: dX and dW, null where not wanted, and the partial sums.
+// float32: dX and dW, null where not wanted, and the four vectors' gradients, likewise.
 extern "C" int linear_swish_gradients(const float* grad, const float* x, const float* weight, const float* h,
-    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* workspace, int64_t m,
-    int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream) {
+    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* const* vectors,
+    void* workspace, int64_t m, int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream) {
     const Split<2> split(x, weight, workspace, m, n, k);
     __half* const rows = reinterpret_cast<__half*>(static_cast<char*>(workspace) + split_bytes(m, n, k, 2));
     __half* const columns = rows + m * pitch_of(n, 2);
@@ -813,7 +835,7 @@ extern "C" int linear_swish_gradients(const float* grad, const float* x, const f
     cudaError_t error = split.launch(stream);
     if (error != cudaSuccess) return error;
     const auto find = launch_gradients<float, true>;
-    error = find(grad, h, bias, gamma, partials, nullptr, m, n, groups, eps, to, stream);
+    error = find(grad, h, bias, gamma, partials, nullptr, vectors, m, n, groups, eps, to, stream);
     if (error == cudaSuccess && of_x != nullptr) {
         const PieceRows a = {rows, int(m), pitch_of(n, 2)}, b = split.operand(split.w);
         error = launch_multiply<2, true>(a, b, row_scales, m, k, n, StoreProduct{of_x, int(m), int(k)}, stream);
@@ -927,11 +949,12 @@ extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, cons
     void* out, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
 extern "C" int64_t partial_sums(int64_t m);
 extern "C" int swish_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
-    float* partials, void* whole, int64_t m, int64_t n, int64_t groups, float eps, cudaStream_t stream);
+    float* partials, void* whole, void* const* vectors, int64_t m, int64_t n, int64_t groups, float eps,
+    cudaStream_t stream);
 extern "C" int64_t gradient_bytes(int64_t m, int64_t n, int64_t k);
 extern "C" int linear_swish_gradients(const float* grad, const float* x, const float* weight, const float* h,
-    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* workspace, int64_t m,
-    int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream);
+    const float* bias, const float* gamma, float* partials, float* of_x, float* of_weight, void* const* vectors,
+    void* workspace, int64_t m, int64_t n, int64_t k, int64_t groups, float eps, cudaStream_t stream);
 int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
     return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
 }
@@ -939,30 +962,29 @@ int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& linear_bias, const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta,
     int64_t groups, double eps, bool tf32, bool recorded) {
-    auto outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
-    auto& [out, h] = outputs;
+    auto [out, none] = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, false);
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    if (m * n == 0) return outputs;
+    if (m * n == 0) return {out, recorded ? at::empty_like(out) : none};
     const c10::cuda::CUDAGuard guard(x.device());
     const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
     const int pieces = tf32 ? 1 : 2;
     const bool whole = n == 64 * groups;  // the product's epilogue finishes
-    const bool pays = x.scalar_type() == at::kFloat && product_pays(m, n, k, pieces);
-    at::Tensor product = recorded || whole && pays ? h : at::empty_like(out);
-    if (pays) {
+    at::Tensor h = none;
+    if (x.scalar_type() == at::kFloat && product_pays(m, n, k, pieces)) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
         const at::Tensor workspace = bytes(split_bytes(m, n, k, pieces), x);
+        if (recorded || !whole) h = at::empty_like(out);
         check_launch(
             linear_swish_group_norm(pieces, floats_or_null(rows), floats_or_null(columns), floats_or_null(offset),
-                floats_or_null(plus), floats_or_null(times), floats_or_null(shift), floats_or_null(product),
+                floats_or_null(plus), floats_or_null(times), floats_or_null(shift), floats_or_null(h),
                 whole ? floats_or_null(out) : nullptr, workspace.data_ptr(), m, n, k, float(eps), current_stream()));
-        if (whole) return outputs;
+        if (whole) return {out, h};
     } else {
-        at::linear_out(product, x, weight, linear_bias);
+        h = at::linear(x, weight, linear_bias);
     }
-    check_launch(swish_group_norm(kernel_dtype(x), product.data_ptr(), plus.data_ptr(), times.data_ptr(),
-        shift.data_ptr(), out.data_ptr(), m, n, groups, float(eps), current_stream()));
-    return outputs;
+    check_launch(swish_group_norm(kernel_dtype(x), h.data_ptr(), plus.data_ptr(), times.data_ptr(), shift.data_ptr(),
+        out.data_ptr(), m, n, groups, float(eps), current_stream()));
+    return {out, recorded ? h : none};
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
@@ -974,23 +996,21 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const c10::cuda::CUDAGuard guard(x.device());
     const at::Tensor given = aligned(grad), plus = aligned(bias), times = aligned(gamma);
     const at::Tensor partials = at::empty({partial_sums(m), 4, n}, x.options().dtype(at::kFloat));
+    void* vectors[4];
+    for (int i = 0; i < 4; ++i) vectors[i] = needs[i + 2] ? results[i + 2].data_ptr() : nullptr;
     const bool pays = product_pays(m, n, k, 2) && product_pays(m, k, n, 2) && product_pays(n, k, m, 2);
     if (pays && !tf32 && x.scalar_type() == at::kFloat && (needs[0] || needs[1])) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), workspace = bytes(gradient_bytes(m, n, k), x);
         check_launch(linear_swish_gradients(floats_or_null(given), floats_or_null(rows), floats_or_null(columns),
             floats_or_null(h), floats_or_null(plus), floats_or_null(times), floats_or_null(partials),
-            floats_or_null(results[0]), floats_or_null(results[1]), workspace.data_ptr(), m, n, k, groups, float(eps),
-            current_stream()));
+            floats_or_null(results[0]), floats_or_null(results[1]), vectors, workspace.data_ptr(), m, n, k, groups,
+            float(eps), current_stream()));
     } else {
         at::Tensor g = at::empty_like(h);
         check_launch(swish_gradients(kernel_dtype(x), given.data_ptr(), h.data_ptr(), plus.data_ptr(), times.data_ptr(),
-            floats_or_null(partials), g.data_ptr(), m, n, groups, float(eps), current_stream()));
+            floats_or_null(partials), g.data_ptr(), vectors, m, n, groups, float(eps), current_stream()));
         if (needs[0]) at::mm_out(results[0], g, weight);
         if (needs[1]) at::mm_out(results[1], g.t(), x);
-    }
-    const at::Tensor sums = partials.sum(at::IntArrayRef{0}, false, at::kDouble);
-    for (int i = 0; i < 4; ++i) {
-        if (needs[i + 2]) results[i + 2].copy_(sums.select(0, i));
     }
     return results;
 }
@@ -1100,9 +1120,13 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
+
+    A FakeTensor is what torch.export, not strict, runs a module with.
+    """
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
+    if torch._C._are_functorch_transforms_active() or not ordinary:
         return False
     here = x.is_cpu or x.is_cuda and torch.version.cuda
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
