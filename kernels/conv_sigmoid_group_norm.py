@@ -118,7 +118,9 @@ struct Arguments {
     float* channel_sums;     // (samples, pixel_tiles, 4, out_channels): shares of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;             // 0 float, 1 half, 2 bfloat16
-    int quads, stage, tile_rows, tile_columns, column_tiles, pixel_tiles, channel_tiles, tiles;  // tiles: of a sample
+    int quads, stage, tile_rows, tile_columns, column_tiles, pixel_tiles, channel_tiles;
+    int tiles, items;        // tiles of a sample, and of all
+    int quad_bits, across_bits;  // log2 of the threads of a quad, and of those side by side in a row of a tile
     int parts;  // channel tiles that a group may touch
     Mode mode;
     float eps;
@@ -127,10 +129,11 @@ struct Arguments {
 
 // The first pixel and channel of a tile.
 struct Tile {
-    int sample, pixel_tile, channel, row, column;
-    __device__ __forceinline__ void set(const Arguments& p, int item) {
-        const int tile = item % p.tiles;
-        sample = item / p.tiles;
+    int item, sample, pixel_tile, channel, row, column;
+    __device__ __forceinline__ void set(const Arguments& p, int number) {
+        const int tile = number % p.tiles;
+        item = number;
+        sample = number / p.tiles;
         pixel_tile = tile / p.channel_tiles;
         channel = tile % p.channel_tiles * p.quads * kQuad;
         row = pixel_tile / p.column_tiles * p.tile_rows;
@@ -147,21 +150,54 @@ struct Shared {
     float anchors[kWarps][kQuad];
     int counts[kWarps];  // pixels of a warp that lie in the image
     double2 channels[kMostOuts];
+    float means[kMostOuts];         // of v, in the backward
     Norm norm[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
     Tile tiles[2];  // the one in work and the next
 };
 
-// Where a thread's pixels are in `out`, `grad` and `dh`: pixel i is in row i / 4, pair i / 2 % 2, column i % 2 of it.
+// What a thread has of each tile: a quad of channels, and from this row and column on its pixels.
+struct Place {
+    int quad, row, column;
+    __device__ __forceinline__ explicit Place(const Arguments& p) {
+        unsigned thread;
+        asm volatile("mov.u32 %0, %%tid.x;"
+            : "=r"(thread));  // volatile: made anew, and not kept in registers till then
+        const int in_quad = thread % (1u << p.quad_bits);
+        quad = thread >> p.quad_bits;
+        row = (in_quad >> p.across_bits) * kRows;
+        column = in_quad % (1 << p.across_bits) * 2;
+    }
+};
+// What it has of one tile. Pixel i is in row i / 4, pair i / 2 % 2, column i % 2 of it.
 struct Pixels {
-    int64_t first;  // index of pixel 0 in the thread's first channel
-    unsigned valid;  // bit i: pixel i lies in the image
-    int columns, half;  // of the image; distance of the two pairs
+    int quad, channels;  // the tile may have fewer channels than the thread could take
+    int64_t first;       // index of pixel 0 of the first channel in `out`, `grad` and `dh`
+    int plane;           // pixels of a channel
+    unsigned valid;      // bit i: pixel i lies in the image
+    int columns, half;   // of the image; distance of the two pairs
+    __device__ __forceinline__ Pixels(const Arguments& p, const Tile& tile) {
+        const Place place(p);
+        const int row = tile.row + place.row, column = tile.column + place.column;
+        const int channel = tile.channel + place.quad * kQuad;
+        quad = place.quad;
+        channels = p.out_channels - channel;
+        columns = p.columns;
+        half = p.tile_columns / 2;
+        plane = p.rows * columns;
+        first = (int64_t(tile.sample) * p.out_channels + channel) * plane + row * columns + column;
+        unsigned of_row = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_row |= unsigned(column + i / 2 * half + i % 2 < columns) << i;
+        valid = 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 4 * i : 0;
+    }
     __device__ __forceinline__ int offset(int i) const { return i / 4 * columns + i / 2 % 2 * half + i % 2; }
 };
 template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };  // neighbouring columns
 template <int PACK, typename T>
-__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, float (&to)[kPixels]) {
+__device__ __forceinline__ void load_packs(const T* from, const Pixels& at, float (&to)[kPixels]) {
 #pragma unroll
     for (int i = 0; i < kPixels; i += PACK) {
         Pack<T, PACK> pack = {};
@@ -171,7 +207,7 @@ __device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, flo
     }
 }
 template <int PACK, typename T>
-__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, const float (&from)[kPixels]) {
+__device__ __forceinline__ void store_packs(T* to, const Pixels& at, const float (&from)[kPixels]) {
 #pragma unroll
     for (int i = 0; i < kPixels; i += PACK) {
         Pack<T, PACK> pack;
@@ -179,6 +215,19 @@ __device__ __forceinline__ void store_pixels(T* to, const Pixels& at, const floa
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
         if (at.valid >> i & 1) *reinterpret_cast<Pack<T, PACK>*>(to + at.offset(i)) = pack;
     }
+}
+// Of the thread's channel o; by pairs where rows begin at even places.
+template <typename T>
+__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, float (&to)[kPixels]) {
+    from += at.first + int64_t(o) * at.plane;
+    if (at.columns % 2 == 0) load_packs<2>(from, at, to);
+    else load_packs<1>(from, at, to);
+}
+template <typename T>
+__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, const float (&from)[kPixels]) {
+    to += at.first + int64_t(o) * at.plane;
+    if (at.columns % 2 == 0) store_packs<2>(to, at, from);
+    else store_packs<1>(to, at, from);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -476,54 +525,58 @@ __device__ __forceinline__ void sum_values(float (&v)[kQuad][kPixels], const Pix
     for (int distance = 16; distance > 0; distance /= 2) count += __shfl_xor_sync(~0u, count, distance);
     keep_sums(sums, anchors, count, shared, warp);
 }
-template <typename T, int PACK>
-__device__ __forceinline__ void write_values(const Arguments& p, const Tile& tile, float (&v)[kQuad][kPixels],
-    const Pixels& pixels, const Norm* norm, int channels) {
+template <typename T>
+__device__ __forceinline__ void write_values(
+    const Arguments& p, float (&v)[kQuad][kPixels], const Pixels& pixels, const Shared& shared) {
 #pragma unroll
     for (int o = 0; o < kQuad; ++o) {
-        if (o >= channels) break;
-        const Norm n = norm[o];
+        if (o >= pixels.channels) break;
+        const Norm n = shared.norm[pixels.quad * kQuad + o];
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
-        store_pixels<PACK>(static_cast<T*>(p.out) + pixels.first + int64_t(o) * p.rows * p.columns, pixels, v[o]);
+        store_pixels(static_cast<T*>(p.out), pixels, o, v[o]);
     }
 }
 
-// Backward, g is the gradient of out. First: sums of g and g (v - mean).
-template <typename T, int PACK>
-__device__ __forceinline__ void sum_gradients(const Arguments& p, const Tile& tile, const float (&h)[kQuad][kPixels],
-    const Pixels& pixels, Shared& shared, int warp, int quad, int channels) {
+// Backward, g is the gradient of out. By a block, before a __syncthreads: the channels' means.
+__device__ __forceinline__ void load_means(const Arguments& p, const Tile& tile, Shared& shared) {
+    const int c = tile.channel + threadIdx.x;
+    if (threadIdx.x >= p.quads * kQuad || c >= p.out_channels) return;
+    shared.means[threadIdx.x] = p.statistics[int64_t(tile.sample) * p.groups + c / p.group_channels].mean;
+}
+// Then sums of g and g (v - mean).
+template <typename T>
+__device__ __forceinline__ void sum_gradients(
+    const Arguments& p, const float (&h)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     float sums[2 * kQuad] = {};
 #pragma unroll
     for (int o = 0; o < kQuad; ++o) {
-        if (o >= channels) break;
+        if (o >= pixels.channels) break;
         float g[kPixels];
-        load_pixels<PACK>(static_cast<const T*>(p.grad) + pixels.first + int64_t(o) * p.rows * p.columns, pixels, g);
-        const int c = quad * kQuad + o, group = (tile.channel + c) / p.group_channels;
-        const float mean = p.statistics[int64_t(tile.sample) * p.groups + group].mean;
-        const float scale = shared.parameters[c].y;
+        load_pixels(static_cast<const T*>(p.grad), pixels, o, g);
+        const float mean = shared.means[pixels.quad * kQuad + o], scale = shared.parameters[pixels.quad * kQuad + o].y;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             sums[o] += g[i];
             sums[kQuad + o] = fmaf(g[i], activation(h[o][i] * scale) - mean, sums[kQuad + o]);
         }
+        __syncwarp();  // or the compiler loads all channels at once, and runs out of registers
     }
     const float anchors[kQuad] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
-// Then dh = dz scale, where dz = dv dv/dz and z = h scale; and sums of dz / rstd and dz h / rstd.
-template <typename T, int PACK>
-__device__ __forceinline__ void write_gradients(const Arguments& p, const Tile& tile, const float (&h)[kQuad][kPixels],
-    const Pixels& pixels, Shared& shared, int warp, int quad, int channels) {
+// At last dh = dz scale, where dz = dv dv/dz and z = h scale; and sums of dz / rstd and dz h / rstd.
+template <typename T>
+__device__ __forceinline__ void write_gradients(
+    const Arguments& p, const float (&h)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
     float sums[2 * kQuad] = {};
 #pragma unroll
     for (int o = 0; o < kQuad; ++o) {
-        if (o >= channels) break;
-        const int64_t first = pixels.first + int64_t(o) * p.rows * p.columns;
-        float g[kPixels], dh[kPixels];
-        load_pixels<PACK>(static_cast<const T*>(p.grad) + first, pixels, g);
-        const Norm n = shared.norm[quad * kQuad + o];
-        const float scale = shared.parameters[quad * kQuad + o].y;
+        if (o >= pixels.channels) break;
+        float g[kPixels];  // then dh
+        load_pixels(static_cast<const T*>(p.grad), pixels, o, g);
+        const Norm n = shared.norm[pixels.quad * kQuad + o];
+        const float scale = shared.parameters[pixels.quad * kQuad + o].y;
 #pragma unroll
         for (int i = 0; i < kPixels; ++i) {
             const float z = h[o][i] * scale;
@@ -531,11 +584,12 @@ __device__ __forceinline__ void write_gradients(const Arguments& p, const Tile& 
             const float dz = pixels.valid >> i & 1 ? dv * activation_gradient(z) : 0.0f;
             sums[o] += dz;
             sums[kQuad + o] = fmaf(dz, h[o][i], sums[kQuad + o]);
-            dh[i] = dz * n.rstd * scale;
+            g[i] = dz * n.rstd * scale;
         }
-        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels<PACK>(static_cast<T*>(p.out) + first, pixels, dh);
-        else if (p.dh_type == 1) store_pixels<PACK>(static_cast<__half*>(p.out) + first, pixels, dh);
-        else store_pixels<PACK>(static_cast<__nv_bfloat16*>(p.out) + first, pixels, dh);
+        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), pixels, o, g);
+        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), pixels, o, g);
+        else store_pixels(static_cast<__nv_bfloat16*>(p.out), pixels, o, g);
+        __syncwarp();
     }
     const float anchors[kQuad] = {};
     keep_sums(sums, anchors, 1, shared, warp);
@@ -557,23 +611,24 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
     float* const x = reinterpret_cast<float*>(dynamic);
     float* const weights = x + x_size<K>(p);
     T* const raw = reinterpret_cast<T*>(sizeof(T) == 4 ? x : weights + p.stage * K * K * p.quads * kQuad);
-    // The thread's place in each tile.
-    const int warp = threadIdx.x / 32, threads = kThreads / p.quads, across = p.tile_columns / 4;
-    const int quad = threadIdx.x / threads, place_row = threadIdx.x % threads / across * kRows;
-    const int place_column = threadIdx.x % across * 2;
-    const float* const own_x = x + place_row * pitch_of(p) + place_column;
-
-    const int items = p.samples * p.tiles;
-    const bool paired = p.columns % 2 == 0;
+    const int warp = threadIdx.x / 32;
     const bool one_load = p.channel_tiles == 1 && p.in_channels <= p.stage;  // of weights, for all tiles
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
     __syncthreads();
     start_x<T, K>(p, shared.tiles[0], 0, raw);
     if (one_load) load_weights<T, K>(p, 0, 0, weights, shared);
-    int place = 0;  // in shared.tiles
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const Tile &tile = shared.tiles[place], &next = shared.tiles[1 - place];
-        place = 1 - place;
+    // Blocks of the second half begin when a sample of the first half is convolved: from then on the two of a
+    // multiprocessor alternate.
+    const int half = gridDim.x / 2, first_sample = (int(blockIdx.x) - half) / p.tiles;
+    const bool waits = int(blockIdx.x) >= half && (first_sample + 1) * p.tiles <= half && p.items > int(gridDim.x);
+    if (p.mode == kWait && waits) {
+        if (threadIdx.x == 0) await_sample(p, first_sample);
+        __syncthreads();
+    }
+    for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // the tiles' places take turns
+        const Tile& tile = shared.tiles[place];
+        Tile& next = shared.tiles[1 - place];
+        if (BACKWARD) load_means(p, tile, shared);
         float h[kQuad][kPixels] = {};
         for (int first = 0; first < p.in_channels; first += p.stage) {
             if (!one_load) {
@@ -583,49 +638,44 @@ __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __gr
             }
             finish_x<T, K>(p, first, raw, x);
             __syncthreads();
-            accumulate<K>(p, own_x, weights + quad * kQuad, min(p.stage, p.in_channels - first), h);
+            const Place place(p);
+            accumulate<K>(p, x + place.row * pitch_of(p) + place.column, weights + place.quad * kQuad,
+                min(p.stage, p.in_channels - first), h);
         }
-        if (threadIdx.x == 0) shared.tiles[place].set(p, item + gridDim.x);
-        const int row = tile.row + place_row, column = tile.column + place_column, half = p.tile_columns / 2;
-        const int first_channel = tile.channel + quad * kQuad, channels = p.out_channels - first_channel;
-        const int64_t plane = int64_t(tile.sample) * p.out_channels + first_channel;
-        Pixels pixels = {(plane * p.rows + row) * p.columns + column, 0, p.columns, half};
-        unsigned of_row = 0;
+        if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
+        {
+            const Place place(p);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) of_row |= unsigned(column + i / 2 * half + i % 2 < p.columns) << i;
+            for (int o = 0; o < kQuad; ++o) {
+                const float4 parameters = shared.parameters[place.quad * kQuad + o];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) pixels.valid |= row + i < p.rows ? of_row << 4 * i : 0;
-#pragma unroll
-        for (int o = 0; o < kQuad; ++o) {
-            const float4 parameters = shared.parameters[quad * kQuad + o];
-#pragma unroll
-            for (int i = 0; i < kPixels; ++i) {
-                h[o][i] += parameters.x;
-                if (!BACKWARD) h[o][i] = activation(h[o][i] * parameters.y);
+                for (int i = 0; i < kPixels; ++i) {
+                    h[o][i] += parameters.x;
+                    if (!BACKWARD) h[o][i] = activation(h[o][i] * parameters.y);
+                }
             }
         }
         if (p.mode != kFinish) {
+            const Pixels pixels(p, tile);
             if (BACKWARD) {
-                if (paired) sum_gradients<T, 2>(p, tile, h, pixels, shared, warp, quad, channels);
-                else sum_gradients<T, 1>(p, tile, h, pixels, shared, warp, quad, channels);
+                sum_gradients<T>(p, h, pixels, shared, warp);
             } else sum_values(h, pixels, shared, warp);
         }
         __syncthreads();
         if (p.mode != kFinish && warp == 0) publish<BACKWARD>(p, tile, shared, threadIdx.x);
-        if (item + gridDim.x < items) start_x<T, K>(p, next, 0, raw);  // while the other blocks publish
+        if (next.item < p.items) start_x<T, K>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
         __syncthreads();
         gather<BACKWARD>(p, tile, shared);
         __syncthreads();
+        const Pixels pixels(p, tile);
         if (BACKWARD) {
-            if (paired) write_gradients<T, 2>(p, tile, h, pixels, shared, warp, quad, channels);
-            else write_gradients<T, 1>(p, tile, h, pixels, shared, warp, quad, channels);
+            write_gradients<T>(p, h, pixels, shared, warp);
             __syncthreads();
             if (warp == 0) publish_gradients(p, tile, shared, threadIdx.x);
         } else {
-            if (paired) write_values<T, 2>(p, tile, h, pixels, shared.norm + quad * kQuad, channels);
-            else write_values<T, 1>(p, tile, h, pixels, shared.norm + quad * kQuad, channels);
+            write_values<T>(p, h, pixels, shared);
         }
     }
 }
@@ -643,6 +693,7 @@ static Arguments plan(const int64_t* sizes) {
     p.columns = p.width - int(sizes[6]) + 1;
     p.share = 1.0 / (double(p.group_channels) * p.rows * p.columns);
     p.quads = p.out_channels <= 2 * kQuad ? 2 : p.out_channels <= 4 * kQuad ? 4 : kMostQuads;
+    while (kThreads >> p.quad_bits > p.quads) ++p.quad_bits;
     const int outs = p.quads * kQuad;
     p.channel_tiles = (p.out_channels + outs - 1) / outs;
     p.parts = outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * outs - 2) / outs;
@@ -655,7 +706,9 @@ static Arguments plan(const int64_t* sizes) {
         p.column_tiles = across;
         p.pixel_tiles = tiles;
     }
+    while (4 << p.across_bits < p.tile_columns) ++p.across_bits;
     p.tiles = p.pixel_tiles * p.channel_tiles;
+    p.items = p.samples * p.tiles;
     return p;
 }
 static int64_t counter_bytes(const Arguments& p) { return int64_t(p.samples) * kLine * sizeof(unsigned); }
@@ -689,7 +742,8 @@ template <typename T, int K, bool BACKWARD> static cudaError_t launch(Arguments 
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
     }
     if (error != cudaSuccess) return error;
-    const int grid = std::min(resident * sms, p.samples * p.tiles);
+    int grid = std::min(resident * sms, p.items);
+    if (grid >= p.tiles && grid < 8 * p.tiles) grid -= grid % p.tiles;  // whole samples
     if (grid >= p.tiles) {
         p.mode = kWait;
         error = cudaMemsetAsync(p.done, 0, counter_bytes(p), stream);
@@ -750,6 +804,7 @@ CPP_SOURCE = r"""
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -776,8 +831,8 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers; each value of x that is loaded takes part in
-// four products. Then the band, which is in the first-level cache, is activated and copied to out, and its values and
-// their squares are added up in double. When all bands of a group are there, its channels are normalised in place.
+// four products. Then the band, which is in the first-level cache, is activated, its values and their squares are added
+// up in double, and it is copied to out. When all bands of a group are there, its channels are normalised in place.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -849,12 +904,11 @@ struct Sums {
     double squares = 0;
 };
 
-void copy_and_add(const float* v, float* out, int64_t n, Sums& sums) {
+void add_up(const float* v, int64_t n, Sums& sums) {
     double values = 0;
     double squares = 0;
 #pragma omp simd reduction(+ : values, squares)
     for (int64_t i = 0; i < n; ++i) {
-        out[i] = v[i];
         values += v[i];
         squares += double(v[i]) * v[i];
     }
@@ -917,11 +971,12 @@ struct DirectConvolution {
         const int64_t some = std::min<int64_t>(kTileChannels, channels() - tile * kTileChannels);
         for (int64_t c = 0; c < some; ++c) {
             const int64_t channel = slice % groups * channels() + tile * kTileChannels + c;
-            activate(h + c * stride, length, conv_bias[channel] + bias[channel], scale[channel]);
-            float* to = out + ((sample * outs + channel) * rows + row) * columns;
-            for (int64_t r = 0; r < high; ++r) {
-                copy_and_add(h + c * stride + r * width, to + r * columns, columns, sums);
-            }
+            float* const v = h + c * stride;
+            float* const to = out + ((sample * outs + channel) * rows + row) * columns;
+            activate(v, length, conv_bias[channel] + bias[channel], scale[channel]);
+            for (int64_t end = columns; end < length; end += width) std::fill_n(v + end, width - columns, 0.0f);
+            add_up(v, length, sums);  // as one row: the pixels that mix two rows, now zeros, add nothing
+            for (int64_t r = 0; r < high; ++r) std::copy_n(v + r * width, columns, to + r * columns);
         }
         return sums;
     }

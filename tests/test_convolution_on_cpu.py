@@ -1,0 +1,114 @@
+"""The direct convolution of conv_sigmoid_group_norm on a CPU, at its edges, and 16 bits there."""
+
+import pytest
+import torch
+from accuracy import assert_as_accurate_as_eager, draws, forward
+from cases import PORTABLE, Case, build, solution
+from test_gradients import gradients
+
+STEM = "conv_sigmoid_group_norm"
+pytestmark = pytest.mark.skipif(STEM not in PORTABLE, reason="the pair is not here")
+
+
+def case(name: str, samples: int, channels: int, height: int, width: int, size, groups: int, of_group: int) -> Case:
+    out = groups * of_group
+    init = (channels, out, size, groups, (out, 1, 1), (out, 1, 1))
+    return Case(STEM, name, init, ((samples, channels, height, width),))
+
+
+SHAPES = [
+    case("whole tiles", 2, 8, 34, 50, 3, 8, 4),
+    case("an odd size", 3, 5, 37, 41, 3, 3, 5),
+    case("bands of a last row", 1, 8, 33, 130, 3, 2, 4),
+    case("rows longer than a band", 1, 3, 5, 1100, 3, 2, 4),
+    case("one row", 2, 4, 3, 70, 3, 2, 4),
+    case("as few columns as are taken", 2, 4, 9, 18, 3, 2, 4),
+    case("a band that ends within a tile", 2, 2, 65, 18, 3, 1, 4),
+    case("1x1 kernels", 2, 20, 17, 19, 1, 4, 6),
+    case("3x5 kernels", 2, 3, 21, 40, (3, 5), 2, 4),
+    case("7x7 kernels of 147 taps", 1, 3, 40, 45, 7, 2, 4),
+    case("more taps than are taken", 1, 20, 20, 40, 3, 2, 4),
+    case("32 groups of three channels", 1, 4, 20, 24, 3, 32, 3),
+    case("groups of one channel", 2, 4, 20, 24, 3, 5, 1),
+    case("an empty batch", 0, 4, 20, 24, 3, 2, 4),
+    case("many small samples", 150, 3, 10, 20, 3, 2, 4),
+    case("columns too few", 2, 4, 40, 9, 3, 2, 4),
+]
+WHOLE, ODD = SHAPES[:2]
+shapes = pytest.mark.parametrize("case", SHAPES, ids=str)
+
+
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_is_as_accurate_as_eager(case, dtype):
+    assert_as_accurate_as_eager(forward, draws(case, "cpu", dtype))
+
+
+def scaled(model, new, inputs):
+    """Most sigmoids 0 or 1."""
+    for module in (model, new):
+        module.scale.data.mul_(300)
+    return inputs
+
+
+def almost_one(model, new, inputs):
+    """Sigmoids that differ in their last bits: the mean is far from zero, against their spread."""
+    for module in (model, new):
+        module.bias.data.fill_(9)
+        module.scale.data.fill_(1)
+    return inputs
+
+
+HARD = {
+    "saturated sigmoids": scaled,
+    "values far from zero": almost_one,
+    "huge inputs": lambda model, new, inputs: [inputs[0] * 1e30],
+    "tiny inputs": lambda model, new, inputs: [inputs[0] * 1e-30],
+}
+
+
+@pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
+@pytest.mark.parametrize("change", HARD)
+def test_is_as_accurate_as_eager_with(case, change):
+    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, HARD[change]))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
+@pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
+@pytest.mark.parametrize("which", range(7), ids="x, bias, scale, W, its bias, gamma, beta".split(", "))
+def test_what_is_not_finite_is_so_where_eager_or_float64_has_it(value, case, which):
+    def poisoned(model, new, inputs):
+        for module in (model, new):
+            t = [*inputs, *module.parameters()][which].data
+            t.view(-1)[t.numel() // 3] = t.view(-1)[-1] = value
+        return inputs
+
+    assert_as_accurate_as_eager(forward, draws(case, "cpu", torch.float32, poisoned))
+
+
+@shapes
+@torch.no_grad()
+def test_the_bits_do_not_depend_on_the_threads(case):
+    _, new, inputs = build(case)
+    threads = torch.get_num_threads()
+    outputs = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        outputs.append(new(*inputs))
+    torch.set_num_threads(threads)
+    if case.name not in ("more taps than are taken", "groups of one channel", "columns too few"):  # ATen's
+        assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [WHOLE, ODD], ids=str)
+def test_16_bits_are_computed_in_float32(case, dtype, monkeypatch):
+    """Wherever the CPU has no instructions for them; then also the gradients are at least as accurate."""
+    kernels = solution(STEM)
+    monkeypatch.setattr(kernels, "_ON_CPU", kernels._ON_GPU)
+    _, new, (x,) = build(case, dtype=dtype)
+    with torch.no_grad():
+        found = new(x)
+        assert found.dtype == dtype and torch.equal(found, new.float()(x.float()).to(dtype))
+    assert_as_accurate_as_eager(gradients, draws(case, "cpu", dtype))
