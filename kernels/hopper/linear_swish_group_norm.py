@@ -8,16 +8,18 @@
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-Two ways, chosen by `_fits`. The fast way is the operator below. It takes plain 2-D x and vectors of one value a
+Two paths, chosen by `_fits`. The fast path is the operator below. It takes plain 2-D x and vectors of one value a
 feature, all of float32, float16 or bfloat16, groups of 64 features, products of at least 2^30 multiplications
-(`_product_fits`), and no hooks, autocast or transforms; with gradients 8192 features at most. Float32 products without
-TF32 run on the fp16 tensor cores with the accuracy of float32, and the rest of the forward is their epilogue. Other
-products are ATen's, followed by one kernel. Everything else goes the plain way: the Model's own lines.
+(`_product_fits`), and no hooks, autocast or transforms; with gradients 8192 features at most. The product runs on the
+16-bit tensor cores: of float32 as three products, with the accuracy of float32, or where TF32 is allowed as one; of
+16-bit types as it is. The rest of the forward is its epilogue. Everything else goes the plain path: the Model's own
+layers.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times in fp16: 1.1 ms at cuBLAS's rate.
-First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py linear_swish_group_norm
---backward`, H200: 1.22 ms, 6.7x eager; with backward 4.30 ms, 5.4x; in bfloat16 0.54 and 1.54 ms. On an H100 (its
-row of `--sweep`): 1.24 ms, in bfloat16 0.58.
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, of float32 done three times in fp16: 1.1 ms at cuBLAS's rate.
+First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py
+hopper/linear_swish_group_norm --backward`, H200: 1.22 ms, 6.7x eager; with backward 4.30 ms, 5.4x. Medians of calls
+from a cold L2, H200: where TF32 is allowed 0.64 and 2.20 ms (by cuBLAS and a tail 0.96 and 3.50); in bfloat16 0.49 and
+1.56 ms (0.54 and 1.55).
 """
 
 import contextlib
@@ -31,6 +33,7 @@ import types
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
@@ -39,43 +42,47 @@ CUDA_SOURCE = r"""
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
-#include <utility>
+#include <type_traits>
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
 // Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+        :
+        : "r"(shared_address(bar)), "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     asm volatile("{\n.reg .pred done;\n"
                  "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
-                 ::"r"(shared_address(bar)), "r"(parity) : "memory");
+        :
+        : "r"(shared_address(bar)), "r"(parity)
+        : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 template <int N> __device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
 template <int N> __device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(IN_FLIGHT) : "memory");
 }
 __device__ __forceinline__ float to_float(float v) { return v; }
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
@@ -86,36 +93,68 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
-// ---- The product x W^T on fp16 tensor cores, as accurate as float32; infinities give NaN. In both linear_*.py. ----
-// Each row of x (m, k) and W (n, k) is scaled by a power of two, its maximum (if >= 2^-112) to [2^14, 2^15), and
-// each value is split into two fp16 numbers, hi + lo: its pieces. The product is hi hi + hi lo + lo hi, with the scales
-// taken out of the sum. The tensor cores truncate when they accumulate, so each sum over 64 of K starts at zero, takes
-// the small products first, and is then added to float32 registers. split_rows writes the pieces to device memory.
+// ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files. ----
+// Of float32 there are two ways, and a third of 16-bit types. They differ in `Numbers`, a template parameter.
 //
-// `multiply` is persistent: a block computes every gridDim.x-th 128 x 128 tile. A line is 32 of K of a row: 32 hi, then
-// their 32 lo. In shared memory a stage holds a line of 128 rows of x and of W; a slot holds 64 x 64 of the sums.
+// ThreeProducts: as accurate as float32. Each row of x (m, k) and W (n, k) is scaled by a power of two that brings its
+// largest value (if >= 2^-112) to [2^14, 2^15). Each scaled value v becomes two fp16 numbers, its pieces: hi = fp16(v),
+// off by 2^-12 v at most, and lo = fp16(v - hi). The product is hi hi + hi lo + lo hi; the scales are taken out of the
+// sum. lo lo is dropped: it is at most 2^-12 * 2^-12 = 2^-24 of the product, which is what rounding to float32 loses.
+// The tensor cores truncate when they add. So each sum over 64 of K starts at zero, takes the small products first, and
+// is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
+// OneProduct<__half, float> of float32, where TF32 is allowed: hi hi alone. fp16 has TF32's 11 bits, at twice its rate;
+// the row scales make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
+// OneProduct<T, T> of 16-bit T: the operands as they are in memory, no scales.
 //
-//     warpgroup 3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s    -> full[s]
-//     warpgroups 0 and 1       consumers  wait full[s]   multiply it, 64 rows of the tile each            -> empty[s]
-//                                         wait taken[t]  write their sums, 64 x 64 at a time, to slot t   -> ready[t]
-//     warpgroup 2              finishers  wait ready[t]  read the sums of slot t                          -> taken[t]
-//                                                        unscale them, apply the epilogue, store
+// split_rows writes float32's pieces to device memory. A line is 64 numbers of a row: 32 of K, hi then lo, or 64 of K.
+// `multiply` is persistent: a block computes every gridDim.x-th tile. In shared memory a stage holds a line of all rows
+// of a tile, of x and of W. A slot holds 64 x 64 sums. A block's four warpgroups:
 //
-// So the epilogue of a tile runs while the next tile is multiplied.
+//     3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s          -> full[s]
+//     0 and 1        consumers  wait full[s]   multiply it, half of the tile's rows each              -> empty[s]
+//                               wait taken[t]  write their sums, 64 x 64 at a time, to slot t         -> ready[t]
+//     2              finisher   wait ready[t]  reads the sums of slot t                               -> taken[t]
+//                                              unscales them, applies the epilogue, stores
 //
-// Range: a value that is scaled to less than 2^-2 loses bits to fp16's subnormals: it is kept to 2^-25 after scaling.
-// With c such values in its two rows a sum is off by less than 2^-25 * 2^15 * c, which is within float32's own
-// error where the accumulator is at least 2^14 * c. Any other output, one in 10^6 of ordinary data, is "uncertain": the
-// finishers work it out in float32 from x and W themselves.
+// So the epilogue of a tile runs while the next tile is multiplied. Slots form one ring: consumers 0 and 1 fill them in
+// turn (0, 1, 0, 1, ...), and the finisher empties them in that order.
+//
+// Range. From 2^-14 on fp16 has 11 bits; below, it rounds to multiples of 2^-24, so it is off by up to 2^-25. A scaled
+// value is "coarse" if that is more than its 22 bits (hi and lo) or 11 bits (hi alone) lose: below 2^-2, or 2^-14. Its
+// partner in the product is below 2^15. So c coarse values in the two rows of an output move its sum by less than
+// c * 2^-25 * 2^15 = c * 2^-10. That is within the sum's own precision, 2^-24 or TF32's 2^-11 of it, where the sum is
+// at least c * 2^14, or c * 2. Each row has its share of this bound, its `doubt`. Sums below the doubt of their two
+// rows, one in 10^6 of ordinary data, are "doubtful": the finisher makes them again in float32, from x and W.
+// Infinities give NaN: an infinite hi has lo = inf - inf.
 
 constexpr int kTile = 128;
-constexpr int kTerms = 32, kLine = 64;  // of K in a line; fp16 values of a row in it: 32 of hi, and the same 32 of lo
-constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%), so lines come in multiples of 4
-constexpr int kSlots = 3;   // of 16 KiB. With 2, a consumer could be two rounds ahead, and misread the parity of taken
-constexpr int kBand = 16;   // rows of tiles that are taken column by column, so that operands are still in L2
-constexpr int kMultiplyThreads = 512, kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
-static_assert(2 * kConsumerRegisters + kFinisherRegisters + kProducerRegisters <= 4 * 128, "65536 registers a block");
-constexpr float kLargestUnscale = 0x1p60f;  // outputs of rows beyond it are uncertain: they might overflow
+constexpr int kLine = 64;        // numbers: 128 bytes, the widest swizzle of TMA and wgmma
+constexpr int kBand = 2048;      // rows of tiles that are taken column by column, so that operands are still in L2
+constexpr int kMultiplyThreads = 512;
+struct ThreeProducts {
+    using Value = __half;
+    using Sum = float;
+    static constexpr int kPieces = 2, kTerms = kLine / kPieces;  // numbers that stand for a value; values in a line
+    static constexpr int kRows = 128;                            // of x in a tile
+    static constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%): lines come in fours
+    static constexpr int kSlots = 4;   // of 16 KiB
+    static constexpr float kCoarse = 0x1p-2f, kDoubt = 0x1p14f;  // see Range
+    static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
+};
+template <typename T, typename S> struct OneProduct {
+    using Value = T;
+    using Sum = S;  // how sums wait in slots: T rounds them as eager does, and a tile's fit in the slots
+    static constexpr int kPieces = 1, kTerms = kLine;
+    static constexpr int kRows = 256;  // with 128, lines would take more of L2's bandwidth than the products leave
+    static constexpr int kStages = 3;  // of 48 KiB
+    static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // of 80 KiB in all; a tile has 8
+    static constexpr float kCoarse = 0x1p-14f, kDoubt = 0x1p1f;
+    static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
+};
+template <class N> constexpr bool kRegistersFit =
+    2 * N::kConsumerRegisters + N::kFinisherRegisters + N::kProducerRegisters <= 65536 / 128;
+static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>, "a thread of each warpgroup");
+constexpr float kLargestUnscale = 0x1p60f;  // outputs of rows beyond it are doubtful: they might overflow
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
@@ -127,9 +166,16 @@ __device__ __forceinline__ int scale_exponent(float largest) {
 __device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-__host__ __device__ constexpr int64_t padded_k(int64_t k) { return divide_up(k, kTerms) * kTerms; }
-struct Sum { __device__ __forceinline__ float operator()(float a, float b) const { return a + b; } };
-struct Max { __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); } };
+// Values of a row, k, rounded up to whole lines.
+template <class Numbers> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
+    return divide_up(k, Numbers::kTerms) * Numbers::kTerms;
+}
+struct Sum {
+    __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
+};
+struct Max {
+    __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
 // Op over the v of `group` threads, a power of two. Whole warps call; beyond 32 the whole block. warp_values: 1 a warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
@@ -142,8 +188,10 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// COUNT neighbouring values (4 or 8) from k on, already scaled, into the pieces of their row, in two stores.
-template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
+// COUNT neighbouring values (4 or 8) from k on, already scaled, into the pieces of their row, a store for each piece.
+template <class Numbers, int COUNT>
+__device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
+    constexpr int kTerms = Numbers::kTerms;
     Pack<__half, COUNT> hi, lo;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
@@ -151,12 +199,14 @@ template <int COUNT> __device__ __forceinline__ void store_pieces(__half* row, i
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
     }
     auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kTerms * kLine + k % kTerms);
-    to[0] = hi, to[kTerms / COUNT] = lo;
+    to[0] = hi;
+    if (Numbers::kPieces == 2) to[kTerms / COUNT] = lo;
 }
-// Of a row of x or W. output = accumulator * both rows' unscale; uncertain if |accumulator| < the sum of their doubt.
-struct RowScale {
-    float unscale, doubt;
-};
+// Of a row of x or W. output = sum * both rows' unscale; it is doubtful if |sum| < both rows' doubt.
+struct RowScale { float unscale, doubt; };
+// Exponents of scales are at most 126, so a sum of two, of G's row and of x's, is at most 252. A scale of 2^-252 makes
+// 0 in fp16 of every float.
+constexpr int kMostExponents = 126 + 126, kLeastExponent = -252;
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
@@ -170,13 +220,13 @@ struct Operand {
     const int *common, *less;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
         const int own = scale_exponent(largest);
-        return scales != nullptr ? own : max(min(smallest_of(common) - less[row], own), -252);  // 2^-252: 0 in fp16
+        return scales != nullptr ? own : max(min(smallest_of(common) - less[row], own), kLeastExponent);
     }
 };
 constexpr int kSplitThreads = 256, kSplitItems = 8;
 // `group` threads, whole warps, own a row of x, and from block blocks_x on one of W. Rows of up to 8192 values
 // wait in registers between the search for the largest and the split; longer ones are read twice.
-__global__ void __launch_bounds__(kSplitThreads, 3)
+template <class Numbers> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
     const Operand& own = blockIdx.x < blocks_x ? x : w;
@@ -184,7 +234,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
     const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
     const int64_t row = block * (kSplitThreads / group) + threadIdx.x / group;
     const bool exists = row < own.rows;
-    const int padded = int(padded_k(own.k)), quads = padded / 4;
+    const int padded = int(padded_k<Numbers>(own.k)), quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(own.values + row * own.k);
     float4 held[kSplitItems];
     const auto load = [&](int first) {
@@ -194,7 +244,7 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
             held[i] = exists && at < own.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
-    float largest = 0, lost = 0;  // largest: of the finite ones
+    float largest = 0, coarse = 0;  // the largest of the finite values; how many are coarse
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
@@ -216,16 +266,16 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * scale_1 * scale_2;
-                lost += fabsf(scaled) < 0x1p-2f && v[j] != 0 ? 1.0f : 0.0f;  // see Range
+                coarse += fabsf(scaled) < Numbers::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && at < quads) store_pieces(own.pieces + row * padded * 2, at * 4, v);
+            if (exists && at < quads) store_pieces<Numbers>(own.pieces + row * padded * Numbers::kPieces, at * 4, v);
         }
     }
     if (own.scales == nullptr) return;
-    lost = reduce_group(lost, group, warp_values, Sum());
+    coarse = reduce_group(coarse, group, warp_values, Sum());
     if (lane != 0 || !exists) return;
-    RowScale result = {power_of_two(-exponent), lost * 0x1p14f};
+    RowScale result = {power_of_two(-exponent), coarse * Numbers::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the sums are 0, whatever finite row meets this one
     own.scales[row] = result;
@@ -236,81 +286,99 @@ __global__ void __launch_bounds__(kSplitThreads, 3)
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar)) : "memory");
+        :
+        : "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
+        : "memory");
 }
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory, K-major or, if TURNED, MN-major (imm-trans).
+// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory, K-major or MN-major (wgmma's imm-trans).
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-template <bool TURNED_A, bool TURNED_B>
+#define WGMMA(type)                                                                                                    \
+    asm volatile(                                                                                                      \
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type   \
+        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+        "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
+        "%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"                                         \
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                                \
+        : "l"(a), "l"(b), "r"(keep), "n"(int(MN_MAJOR_A)), "n"(int(MN_MAJOR_B)))
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T = __half>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    asm volatile(
-        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"
-        "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"
-        "%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)
-        : "l"(a), "l"(b), "r"(keep), "n"(int(TURNED_A)), "n"(int(TURNED_B)));
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
+    else WGMMA("f16");
 }
-struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
-    unsigned char a[kTile * 128], b[kTile * 128];
+template <class Numbers> struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
+    unsigned char a[Numbers::kRows * 128], b[kTile * 128];
 };
-struct MultiplyShared {
-    Stage stages[kStages];
-    float4 slots[kSlots][64 * 64 / 4];
+template <class Numbers> struct MultiplyShared {
+    static constexpr int kStages = Numbers::kStages, kSlots = Numbers::kSlots;
+    Stage<Numbers> stages[kStages];
+    Pack<typename Numbers::Sum, 4> slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
 template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
         place += by;
-        if (place >= COUNT) place -= COUNT, phase ^= 1;
+        if (place < COUNT) return;
+        place -= COUNT;
+        phase ^= 1;
     }
 };
-struct Corner {
-    int row, column;
-};
-struct Tiles {
+struct Corner { int row, column; };
+template <class Numbers> struct Tiles {  // of an output (m, n)
+    static constexpr int kRows = Numbers::kRows, kBandTiles = kBand / kRows;
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
-        : across((n + kTile - 1) / kTile), down((m + kTile - 1) / kTile), count(across * down) {}
+        : across((n + kTile - 1) / kTile), down((m + kRows - 1) / kRows), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
-        const int band = tile / (kBand * across), inside = tile % (kBand * across);
-        const int height = min(kBand, down - band * kBand);
-        return {(band * kBand + inside % height) * kTile, inside / height * kTile};
+        const int band = tile / (kBandTiles * across), inside = tile % (kBandTiles * across);
+        const int height = min(kBandTiles, down - band * kBandTiles);
+        return {(band * kBandTiles + inside % height) * kRows, inside / height * kTile};
     }
 };
 
-template <bool TURNED_A, bool TURNED_B> __device__ __forceinline__ void producer(
-    MultiplyShared& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles& tiles, int lines) {
-    Ring<kStages> ring;
-    const auto load = [&](bool turned, void* to, const CUtensorMap* map, int line, int row) {
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers> __device__ __forceinline__ void producer(
+    MultiplyShared<Numbers>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Numbers>& tiles,
+    int lines) {
+    Ring<Numbers::kStages> ring;
+    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {  // a line of 128 rows
         uint64_t* bar = &shared.full[ring.place];
-        if (turned) tensor_load(to, map, 0, line * kTerms, row / 32 * 2, bar);
+        if (mn_major) tensor_load(to, map, 0, line * Numbers::kTerms, row / 32 * Numbers::kPieces, bar);
         else tensor_load(to, map, line * kLine, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
         for (int line = 0; line < lines; ++line, ring.advance()) {
-            Stage& stage = shared.stages[ring.place];
+            Stage<Numbers>& stage = shared.stages[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
-            mbarrier_expect(&shared.full[ring.place], sizeof(Stage));
-            load(TURNED_A, stage.a, map_a, line, corner.row);
-            load(TURNED_B, stage.b, map_b, line, corner.column);
+            mbarrier_expect(&shared.full[ring.place], sizeof(stage));
+#pragma unroll
+            for (int row = 0; row < Numbers::kRows; row += 128) {
+                load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
+            }
+            load(MN_MAJOR_B, stage.b, map_b, line, corner.column);
         }
     }
 }
-// wgmma's descriptor of a tile. K-major: 128 bytes a row, 128-byte swizzle, atoms of 8 rows (1024 bytes). TURNED: 4096
-// bytes for each 32 rows, 32 k of hi and then 32 k of lo; 64 bytes a k, 64-byte swizzle, atoms of 8 k (512 bytes).
-template <bool TURNED> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
+// wgmma's descriptor of an operand's part of a stage (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory
+// Layout"): in units of 16 bytes the address in bits 0-13, the leading byte offset in 16-29, the stride byte offset in
+// 32-45; the swizzle in 62-63.
+//   K-major: 128 bytes a row, 128-byte swizzle (1). Atoms are 8 rows: a stride of 1024 bytes. The leading offset is not
+//   used. 16 of K are 32 bytes, 2 units; lo lies 64 bytes, 4 units, behind hi.
+//   MN-major: strips of 32 rows, 64 bytes a k, 64-byte swizzle (2). Atoms are 8 k, 512 bytes: the stride. A strip is
+//   4096 bytes, 64 k or 32 k of hi and then of lo: the leading offset. 16 of K are 1024 bytes, 64 units; from hi to lo
+//   it is 128 units.
+template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
     const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
-    return TURNED ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
-                  : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+    return MN_MAJOR ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
+                    : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
 }
-// The products of a line, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi. Steps of K and
-// the distance from hi to lo are in the descriptors' units of 16 bytes.
+template <bool MN_MAJOR> constexpr int kStepOfK = MN_MAJOR ? 64 : 2;
+template <bool MN_MAJOR> constexpr int kStepToLow = MN_MAJOR ? 128 : 4;
+// The products of a line of hi and lo, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    constexpr int kStepA = A ? 64 : 2, kStepB = B ? 64 : 2, kLowA = A ? 128 : 4, kLowB = B ? 128 : 4;
+    constexpr int kStepA = kStepOfK<A>, kStepB = kStepOfK<B>, kLowA = kStepToLow<A>, kLowB = kStepToLow<B>;
     wgmma<A, B>(d, a + kLowA, b, keep);
     wgmma<A, B>(d, a, b + kLowB, 1);
     wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
@@ -318,91 +386,156 @@ __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint6
 }
 template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<A, B>(d, a, b, 1);
-    wgmma<A, B>(d, a + (A ? 64 : 2), b + (B ? 64 : 2), 1);
+    wgmma<A, B>(d, a + kStepOfK<A>, b + kStepOfK<B>, 1);
 }
-// Stores a warp's 16 x 64 sums to its 4 KiB of a slot. By wgmma a lane has rows lane / 4 and that + 8, and columns
-// lane % 4 * 2 + 8j and the next: four values, stored as one float4, at a place permuted by XOR: no bank conflicts.
-__device__ __forceinline__ int place_of(int j) { return (j & 1) | (j & 2) << 1; }
-__device__ __forceinline__ void leave_sums(float4* to, const float* sum) {
+// A warp's 16 x 64 sums, a quarter of a slot, are 8 lines of 32 packs of four. wgmma leaves lane 4 q + t, for each j of
+// 0 to 7, the columns c = 8 j + 2 t and c + 1 of rows q and q + 8. It writes them as pack (4 q + t) ^ place_of(j) of
+// line j. So a line is, if place_of(j) is 0:
+//
+//     columns 8 j + (0, 1)   (2, 3)       (4, 5)       (6, 7)
+//            | pack 0      | pack 1     | pack 2     | pack 3     |   rows 0 and 8
+//            | pack 4      | pack 5     | pack 6     | pack 7     |   rows 1 and 9     ...
+//
+// The finisher's lane wants four neighbouring columns, 4 e to 4 e + 3, of a row q: of line j = e / 2 the packs of
+// t = 2 (e % 2) and of the next t. The eight lanes of a row, e = 0 to 7, read four lines at once; without place_of they
+// would meet in the same banks. Bit 1 of a pack's number is e % 2, and bit 2 is q % 2. place_of moves j's two bits to
+// bits 0 and 2: eight packs of 16 bytes in eight different bank groups. Of packs of 8 bytes two rows are read at once:
+// bits 0 and 3 instead.
+template <typename S> __device__ __forceinline__ int place_of(int j) {
+    return (j & 1) | (j & 2) << (sizeof(S) == 4 ? 1 : 2);
+}
+template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-        const int unit = threadIdx.x % 32 ^ place_of(j);
-        to[j * 32 + unit] = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+        Pack<S, 4> four;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four.value[i] = from_float<S>(sum[4 * j + i]);
+        to[j * 32 + (threadIdx.x % 32 ^ place_of<S>(j))] = four;
     }
 }
-// Read back as v[r][i]: row lane / 8 + 4r, column lane % 8 * 4 + i, and 32 + lane % 8 * 4 + i - 4 from i = 4 on.
-__device__ __forceinline__ void take_sums(const float4* from, float (&v)[4][8]) {
-    const int eighth = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
+// v[r][i]: row lane / 8 + 4 r, column 4 e + i with e = lane % 8 or, from i = 4 on, 32 + 4 e + i - 4.
+template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
+    const int e = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {  // bits of i: the next pair of columns, 32 columns on, 4 rows on
-        const int unit = (row + (i & 4)) * 4 + eighth % 2 * 2 + (i & 1), r = i / 4, c = (i & 2) * 2 + (i & 1) * 2;
-        const float4 four = from[((i & 2) * 2 + eighth / 2) * 32 + (unit ^ place_of(eighth / 2))];
-        v[r][c] = four.x, v[r][c + 1] = four.y, v[r + 2][c] = four.z, v[r + 2][c + 1] = four.w;
+    for (int i = 0; i < 8; ++i) {
+        const int next_pair = i & 1, next_half = i / 2 & 1, next_rows = i / 4;  // 2 columns, 32 columns, 4 rows on
+        const int j = next_half * 4 + e / 2, number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
+        const Pack<S, 4> four = from[j * 32 + (number ^ place_of<S>(e / 2))];
+        const int r = next_rows, c = next_half * 4 + next_pair * 2;
+        v[r][c] = to_float(four.value[0]);
+        v[r][c + 1] = to_float(four.value[1]);
+        v[r + 2][c] = to_float(four.value[2]);
+        v[r + 2][c + 1] = to_float(four.value[3]);
     }
 }
 
-template <bool TURNED_A, bool TURNED_B>
-__device__ __forceinline__ void consumer(MultiplyShared& shared, const Tiles& tiles, int lines, int warpgroup) {
-    const int warp = threadIdx.x / 32 % 4;
-    const uint64_t a = tile_descriptor<TURNED_A>(shared.stages[0].a + warpgroup * 64 * 128);
-    const uint64_t b = tile_descriptor<TURNED_B>(shared.stages[0].b);
-    constexpr int kStep = sizeof(Stage) / 16;
-    const auto free_stage = [&](int s) {  // a warp waits for its own quarter of a wgmma, so each arrives
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
-    };
-    float sum[64], part[64] = {};
-    int phase = 0;
-    Ring<kSlots> slot;
-    slot.advance(warpgroup * 2);
-    for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        // Warpgroup 1 begins a tile once 0 has: they add in turns. 0 may be a tile of 4 lines ahead: two barriers
-        if (warpgroup > 0) barrier_sync(1 + phase, 256);
-        else barrier_arrive(1 + phase, 256);
+template <class Numbers> __device__ __forceinline__ void free_stage(MultiplyShared<Numbers>& shared, int s) {
+    // A warp waits for its own quarter of a wgmma, so each arrives.
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
+}
+__device__ __forceinline__ void keep_below_wait(float (&v)[64]) {  // the compiler must not read v before it
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sum[i] = 0;
+    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
+}
+// A tile's sums of three products, by a warpgroup: 64 rows. `part` holds those of two lines, 64 of K.
+template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
+    MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& ring, int lines, uint64_t a, uint64_t b,
+    float (&sum)[64], float (&part)[64]) {
+    constexpr int kStages = ThreeProducts::kStages, kStep = sizeof(shared.stages[0]) / 16;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll 1
-        for (int line = 0; line < lines; line += kStages, phase ^= 1) {
+    for (int line = 0; line < lines; line += kStages, ring.phase ^= 1) {
 #pragma unroll
-            for (int s = 0; s < kStages; s += 2) {
-                const int next = s + 1;
-                mbarrier_wait(&shared.full[s], phase);
-                wgmma_fence();
-                multiply_small<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep, 0);
-                mbarrier_wait(&shared.full[next], phase);
-                wgmma_fence();
-                multiply_small<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep, 1);
-                multiply_large<TURNED_A, TURNED_B>(part, a + s * kStep, b + s * kStep);
-                wgmma_commit();
-                multiply_large<TURNED_A, TURNED_B>(part, a + next * kStep, b + next * kStep);
-                wgmma_commit();
-                wgmma_wait<1>();
-                free_stage(s);
-                wgmma_wait<0>();
-                free_stage(next);
+        for (int s = 0; s < kStages; s += 2) {
+            const int next = s + 1;
+            mbarrier_wait(&shared.full[s], ring.phase);
+            wgmma_fence();
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(part, a + s * kStep, b + s * kStep, 0);
+            mbarrier_wait(&shared.full[next], ring.phase);
+            wgmma_fence();
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(part, a + next * kStep, b + next * kStep, 1);
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(part, a + s * kStep, b + s * kStep);
+            wgmma_commit();
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(part, a + next * kStep, b + next * kStep);
+            wgmma_commit();
+            wgmma_wait<1>();
+            free_stage(shared, s);
+            wgmma_wait<0>();
+            free_stage(shared, next);
+            keep_below_wait(part);
 #pragma unroll
-                for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(part[i])::"memory");  // not above the wait
-#pragma unroll
-                for (int i = 0; i < 64; ++i) sum[i] += part[i];
-            }
+            for (int i = 0; i < 64; ++i) sum[i] += part[i];
         }
-#pragma unroll
-        for (int s = 0; s < 2; ++s, slot.advance()) {
-            mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
-            leave_sums(shared.slots[slot.place] + warp * 256, sum + 32 * s);
-            mbarrier_arrive(&shared.ready[slot.place]);
-        }
-        slot.advance(2);
     }
 }
-template <class Epilogue>
-__device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& tiles, const Epilogue& epilogue) {
+// A tile's sums of one product, by a warpgroup: 64 upper and 64 lower rows, added up by the tensor cores alone, as
+// cuBLAS does: what they truncate is small beside what rounding to 11 bits loses.
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
+    MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
+    float (&upper)[64], float (&lower)[64]) {
+    constexpr int kStep = sizeof(shared.stages[0]) / 16, kLower = 64 * 128 / 16;
+    constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
+    int before = 0;
+#pragma unroll 1
+    for (int line = 0; line < lines; ++line) {
+        const uint64_t at_a = a + ring.place * kStep, at_b = b + ring.place * kStep;
+        mbarrier_wait(&shared.full[ring.place], ring.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {  // 16 of K
+            const int keep = k > 0 ? 1 : line;
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, at_a + k * kStepA, at_b + k * kStepB, keep);
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(lower, at_a + k * kStepA + kLower, at_b + k * kStepB, keep);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();  // the line before is done
+        if (line > 0) free_stage(shared, before);
+        before = ring.place;
+        ring.advance();
+    }
+    wgmma_wait<0>();
+    free_stage(shared, before);
+    keep_below_wait(upper);
+    keep_below_wait(lower);
+}
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers> __device__ __forceinline__ void consumer(
+    MultiplyShared<Numbers>& shared, const Tiles<Numbers>& tiles, int lines, int warpgroup) {
+    const int warp = threadIdx.x / 32 % 4;
+    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * Numbers::kRows / 2 * 128);
+    const uint64_t b = tile_descriptor<MN_MAJOR_B>(shared.stages[0].b);
+    float sum[64], part[64] = {};
+    Ring<Numbers::kStages> ring;
+    Ring<Numbers::kSlots> slot;
+    slot.advance(warpgroup);
+    for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+        if (Numbers::kPieces == 2) {
+            // Warpgroup 1 begins a tile a little later than 0. Then one's float32 adds run while the other's products
+            // do; at the same time both would leave the tensor cores idle. Of tiles of 4 lines 0 may be one ahead: two
+            // barriers.
+            if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
+            else barrier_arrive(1 + ring.phase, 256);
+        }
+        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sum, part);
+#pragma unroll
+        for (int s = 0; s < Numbers::kRows / 64; ++s, slot.advance(2)) {
+            mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
+            leave_sums(shared.slots[slot.place] + warp * 256, (s < 2 ? sum : part) + 32 * (s % 2));
+            mbarrier_arrive(&shared.ready[slot.place]);
+        }
+    }
+}
+template <class Numbers, class Epilogue> __device__ __forceinline__ void finisher(
+    MultiplyShared<Numbers>& shared, const Tiles<Numbers>& tiles, const Epilogue& epilogue) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    Ring<kSlots> slot;
+    Ring<Numbers::kSlots> slot;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < 4; ++s, slot.advance()) {  // in the ring's order: rows 0-63 left, right, 64-127
-            const int row = corner.row + s / 2 * 64 + warp * 16, column = corner.column + s % 2 * 64;
+        for (int s = 0; s < Numbers::kRows / 32; ++s, slot.advance()) {
+            // The consumers in turn; of each, 64 rows' left and right half, then the next 64 rows'.
+            const int row = corner.row + s % 2 * (Numbers::kRows / 2) + s / 4 * 64 + warp * 16;
+            const int column = corner.column + s / 2 % 2 * 64;
             const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
             const auto scales = epilogue.load(first);  // before the wait, which hides it
             float sum[4][8];
@@ -414,52 +547,72 @@ __device__ __forceinline__ void finisher(MultiplyShared& shared, const Tiles& ti
     }
 }
 
-template <bool TURNED_A, bool TURNED_B, class Epilogue> __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(
-    const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, int lines,
-    const Epilogue epilogue) {
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers, class Epilogue>
+__global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
+    const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-    MultiplyShared& shared = *reinterpret_cast<MultiplyShared*>(dynamic_shared);
+    using Shared = MultiplyShared<Numbers>;
+    Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const Tiles tiles(epilogue.m, epilogue.n);
+    const Tiles<Numbers> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
-        for (int s = 0; s < kStages; ++s) mbarrier_init(&shared.full[s], 1), mbarrier_init(&shared.empty[s], 8);
-        for (int s = 0; s < kSlots; ++s) mbarrier_init(&shared.ready[s], 128), mbarrier_init(&shared.taken[s], 128);
+        for (int s = 0; s < Shared::kStages; ++s) {
+            mbarrier_init(&shared.full[s], 1);
+            mbarrier_init(&shared.empty[s], 8);
+        }
+        for (int s = 0; s < Shared::kSlots; ++s) {
+            mbarrier_init(&shared.ready[s], 128);
+            mbarrier_init(&shared.taken[s], 128);
+        }
         fence_mbarrier_init();
     }
     __syncthreads();
     if (warpgroup == 3) {
-        fewer_registers<kProducerRegisters>();
-        if (threadIdx.x % 128 == 0) producer<TURNED_A, TURNED_B>(shared, &map_a, &map_b, tiles, lines);
+        fewer_registers<Numbers::kProducerRegisters>();
+        if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, lines);
     } else if (warpgroup == 2) {
-        more_registers<kFinisherRegisters>();
+        more_registers<Numbers::kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
-        more_registers<kConsumerRegisters>();
-        consumer<TURNED_A, TURNED_B>(shared, tiles, lines, warpgroup);
+        more_registers<Numbers::kConsumerRegisters>();
+        consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, lines, warpgroup);
     }
 #endif
 }
 // Stores a thread's part of a slot; n is a multiple of 4. STREAMING: it leaves L2 first; operands stay.
-template <bool STREAMING>
-__device__ __forceinline__ void store_part(float* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
+template <bool STREAMING, typename T>
+__device__ __forceinline__ void store_part(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
+    using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int row = corner.row + i / 2 * 4, column = corner.column + i % 2 * 32;
         if (row >= m || column >= n) continue;
-        const float* own = v[i / 2] + i % 2 * 4;
-        float4* to = reinterpret_cast<float4*>(out + int64_t(row) * n + column);
-        if (STREAMING) __stcs(to, make_float4(own[0], own[1], own[2], own[3]));
-        else *to = make_float4(own[0], own[1], own[2], own[3]);
+        Pack<T, 4> four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) four.value[j] = from_float<T>(v[i / 2][i % 2 * 4 + j]);
+        Words* to = reinterpret_cast<Words*>(out + int64_t(row) * n + column);
+        if (STREAMING) __stcs(to, reinterpret_cast<const Words&>(four));
+        else *to = reinterpret_cast<const Words&>(four);
     }
 }
-// What an epilogue of h = x W^T + bias begins with.
-struct LinearProduct {
-    const float *x, *weight, *bias;
-    float* out;
+// A thread's eight values of a vector of n columns: from `column` on, and from 32 further on.
+template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+        const auto four = *reinterpret_cast<const Pack<T, 4>*>(vector + min(column + i * 8, n - 4));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[i + j] = to_float(four.value[j]);
+    }
+}
+// What an epilogue of h = x W^T + bias begins with. T: of x, W and h.
+template <typename T> struct LinearProduct {
+    static constexpr bool kScaled = sizeof(T) == 4;  // 16-bit operands are multiplied as they are
+    const T *x, *weight, *bias;
+    T* out;
     int m, n, k;
     RowScale* scales;  // of W's rows, then of x's
-    int* exponents;    // of both for the backward, then the smallest of W's
+    int* exponents;  // of both for the backward, then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
@@ -467,29 +620,39 @@ struct LinearProduct {
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
         const RowScale *columns = this->scales, *rows = columns + n;
+        load_eight(bias, corner.column, n, scales.bias);
+        if constexpr (kScaled) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
+            for (int r = 0; r < 4; ++r) scales.rows[r] = rows[min(corner.row + 4 * r, m - 1)];
 #pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const int column = min(corner.column + i * 8, n - 4);
-            *reinterpret_cast<float4*>(&scales.columns[i]) = reinterpret_cast<const float4*>(columns + column)[0];
-            *reinterpret_cast<float4*>(&scales.columns[i + 2]) = reinterpret_cast<const float4*>(columns + column)[1];
-            *reinterpret_cast<float4*>(&scales.bias[i]) = *reinterpret_cast<const float4*>(bias + column);
+            for (int i = 0; i < 8; i += 4) {
+                const auto* from = reinterpret_cast<const float4*>(columns + min(corner.column + i * 8, n - 4));
+                *reinterpret_cast<float4*>(&scales.columns[i]) = from[0];
+                *reinterpret_cast<float4*>(&scales.columns[i + 2]) = from[1];
+            }
         }
         return scales;
     }
-    // From accumulators to h.
+    // From sums to h.
     __device__ __forceinline__ void unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unsigned uncertain = 0;
+        if constexpr (kScaled) {
+            unscale_floats(v, corner, scales);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) v[i / 8][i % 8] += scales.bias[i % 8];
+        }
+    }
+    __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
+        unsigned doubtful = 0;
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             float& own = v[i / 8][i % 8];
             const RowScale &row = scales.rows[i / 8], &column = scales.columns[i % 8];
-            if (fabsf(own) < row.doubt + column.doubt) uncertain |= 1u << i;
+            if (fabsf(own) < row.doubt + column.doubt) doubtful |= 1u << i;
             own = fmaf(own * row.unscale, column.unscale, scales.bias[i % 8]);
         }
-        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // the warp works out one after the other
-            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(uncertain) - 1, owner);
+        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {  // the warp makes one after the other
+            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(doubtful) - 1, owner);
             const int row = __shfl_sync(~0u, corner.row, owner) + which / 8 * 4;
             const int column = __shfl_sync(~0u, corner.column, owner) + which % 8 / 4 * 32 + which % 4;
             const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
@@ -497,17 +660,19 @@ struct LinearProduct {
             for (int i = 0; i < 32; ++i) {
                 if (threadIdx.x % 32 == owner && i == which) v[i / 8][i % 8] = sum + scales.bias[i % 8];
             }
-            if (threadIdx.x % 32 == owner) uncertain &= uncertain - 1;
+            if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;
         }
     }
-    __device__ __noinline__ float multiply_rows(int64_t row, int64_t column) const {  // a warp, in float32
+    __device__ __forceinline__ float multiply_rows(int64_t row, int64_t column) const {  // a warp, in float32
         const auto* a = reinterpret_cast<const float4*>(x + row * k);
         const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
-#pragma unroll 8
+#pragma unroll 4
         for (int at = threadIdx.x % 32; at < k / 4; at += 32) {
-            sum[0] = fmaf(a[at].x, b[at].x, sum[0]), sum[1] = fmaf(a[at].y, b[at].y, sum[1]);
-            sum[2] = fmaf(a[at].z, b[at].z, sum[2]), sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
+            sum[0] = fmaf(a[at].x, b[at].x, sum[0]);
+            sum[1] = fmaf(a[at].y, b[at].y, sum[1]);
+            sum[2] = fmaf(a[at].z, b[at].z, sum[2]);
+            sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
         }
         return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
     }
@@ -520,75 +685,93 @@ static int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether h = x W^T, in float32, is for our product: the larger ones on sm_90, n and k multiples of 4.
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k) {
-    const bool shape = n % 4 == 0 && k % 4 == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
+// Whether h = x W^T is for our product: the larger ones on sm_90, rows of multiples of 16 bytes.
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes) {
+    const int64_t pack = 16 / value_bytes;
+    const bool shape = n % pack == 0 && k % pack == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 // Splits rows of x and of W, of the same length. W may have no rows.
-static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
+template <class Numbers> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
-    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k(x.k)) group *= 2;
+    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k<Numbers>(x.k)) group *= 2;
     const int rows = kSplitThreads / group;  // of a block
     const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
-    split_rows<<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
+    split_rows<Numbers><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
-// The pieces of a (rows, columns) matrix, and their TMA map. A box is an operand's part of a stage: a line of 128 rows
-// or, TURNED, 32 rows (k) of 4 strips of 32 columns, of hi and of lo. What is out of bounds is filled with zeros.
-struct Pieces {
-    __half* values;
-    int64_t rows, columns;
+// The numbers of a (rows, columns) matrix, `row` of them a row, and their TMA map. A box is a line of 128 rows or,
+// MN_MAJOR, kTerms rows (k) of 4 strips of 32 columns, of each piece. What is out of bounds is filled with zeros.
+struct Matrix {
+    const void* values;
+    int64_t rows, columns, row;
 };
-template <bool TURNED> static cudaError_t make_map(CUtensorMap* map, const Pieces& pieces) {
+template <class Numbers> static Matrix pieces_of(const void* values, int64_t rows, int64_t columns) {
+    return {values, rows, columns, padded_k<Numbers>(columns) * Numbers::kPieces};
+}
+template <bool MN_MAJOR, class Numbers> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
     }();
-    const cuuint64_t halves = padded_k(pieces.columns) * 2, rows = pieces.rows, strides[2] = {halves * 2, 64};
-    const cuuint64_t sizes[3] = {TURNED ? 32 : halves, rows, TURNED ? halves / 32 : 1};
-    const cuuint32_t box[3] = {TURNED ? 32u : kLine, TURNED ? unsigned(kTerms) : kTile, TURNED ? 8 : 1};
+    const cuuint64_t values = matrix.row, rows = matrix.rows, strides[2] = {values * 2, 64};
+    const cuuint64_t sizes[3] = {MN_MAJOR ? 32 : values, rows, MN_MAJOR ? values / 32 : 1};
+    const cuuint32_t box[3] = {MN_MAJOR ? 32u : kLine, MN_MAJOR ? unsigned(Numbers::kTerms) : 128u,
+        MN_MAJOR ? unsigned(4 * Numbers::kPieces) : 1u};
     const cuuint32_t steps[3] = {1, 1, 1};
     if (encode == nullptr) return cudaErrorNotSupported;
-    const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, pieces.values, sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, TURNED ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-        TURNED ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    const bool bfloat = std::is_same_v<typename Numbers::Value, __nv_bfloat16>;
+    const CUresult result = encode(map, bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
+        const_cast<void*>(matrix.values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        MN_MAJOR ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+        MN_MAJOR ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-template <bool TURNED_A, bool TURNED_B, class Epilogue> static cudaError_t launch_multiply(
-    const Pieces& a, const Pieces& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers, class Epilogue> static cudaError_t launch_multiply(
+    const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
-    const auto kernel = multiply<TURNED_A, TURNED_B, Epilogue>;
-    cudaError_t error = make_map<TURNED_A>(&map_a, a);
-    if (error == cudaSuccess) error = make_map<TURNED_B>(&map_b, b);
-    const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, most, sizeof(MultiplyShared));
+    const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Numbers, Epilogue>;
+    constexpr int kShared = sizeof(MultiplyShared<Numbers>);
+    static_assert(kShared <= 227 * 1024, "a block's shared memory");
+    cudaError_t error = make_map<MN_MAJOR_A, Numbers>(&map_a, a);
+    if (error == cudaSuccess) error = make_map<MN_MAJOR_B, Numbers>(&map_b, b);
+    if (error == cudaSuccess) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+    }
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(epilogue.m, kTile) * divide_up(epilogue.n, kTile), sms = sm_count();
+    const int64_t tiles = divide_up(epilogue.m, Numbers::kRows) * divide_up(epilogue.n, kTile), sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
-    const int lines = int(divide_up(terms, kTerms * kStages) * kStages);
-    kernel<<<blocks, kMultiplyThreads, sizeof(MultiplyShared), stream>>>(map_a, map_b, lines, epilogue);
+    const int lines_at_once = Numbers::kPieces == 2 ? Numbers::kStages : 1;
+    const int lines = int(divide_up(terms, Numbers::kTerms * lines_at_once) * lines_at_once);
+    kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-// All launches of h = x W^T + b: the splits, then the product with its epilogue.
-template <class Epilogue> static cudaError_t launch_linear(
-    const Epilogue& epilogue, __half* pieces_x, __half* pieces_w, cudaStream_t stream) {
+// All launches of h = x W^T + b: of float32 the splits, then the product with its epilogue.
+template <class Numbers, class Epilogue> static cudaError_t launch_linear(
+    const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
-    int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
-    const Operand x = {epilogue.x, pieces_x, m, k, epilogue.scales + n, exponents + n, nullptr};
-    const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
-    cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
-    if (error == cudaSuccess) error = launch_split(x, w, stream);
-    if (error != cudaSuccess) return error;
-    return launch_multiply<false, false>({pieces_x, m, k}, {pieces_w, n, k}, k, epilogue, stream);
+    if constexpr (!Epilogue::kScaled) {
+        const Matrix x = {epilogue.x, m, k, k}, w = {epilogue.weight, n, k, k};
+        return launch_multiply<false, false, Numbers>(x, w, k, epilogue, stream);
+    } else {
+        int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
+        __half* const pieces_w = pieces + m * padded_k<Numbers>(k) * Numbers::kPieces;
+        const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n, exponents + n, nullptr};
+        const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
+        cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
+        if (error == cudaSuccess) error = launch_split<Numbers>(x, w, stream);
+        if (error != cudaSuccess) return error;
+        const Matrix a = pieces_of<Numbers>(pieces, m, k), b = pieces_of<Numbers>(pieces_w, n, k);
+        return launch_multiply<false, false, Numbers>(a, b, k, epilogue, stream);
+    }
 }
 
 // ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
-// G is split once, and both products read its pieces: K-major for dX, MN-major (TURNED) for dW. W and x are MN-major
+// G is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are MN-major
 // too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
 // those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
 //     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
@@ -598,19 +781,20 @@ template <class Epilogue> static cudaError_t launch_linear(
 constexpr int kSpareBits = 12;  // hi + lo lose 2^-23 of a value, at 2^-12 of the maximum as at it
 struct SplitGradient {  // device memory that the kernels of a backward share
     __half* pieces;
-    const int* forward;   // the forward's exponents: of W's rows, of x's, then the smallest of W's
+    const int* forward;  // the forward's exponents: of W's rows, of x's, then the smallest of W's
     int *columns, *rows;  // b_j, a_i
-    int* smallest;        // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0, or 252
+    int* smallest;  // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0
 };
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
-__global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
+template <class Numbers> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits, b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
-        __half* const piece = to.pieces + i * padded_k(n) * 2 + j / kTerms * kLine + j % kTerms;
-        for (int part : {0, kTerms}) piece[part] = __hmul(piece[part], __float2half(power_of_two(b)));
+        constexpr int kTerms = Numbers::kTerms;
+        __half* const piece = to.pieces + i * padded_k<Numbers>(n) * Numbers::kPieces + j / kTerms * kLine + j % kTerms;
+        for (int k = 0; k < kLine; k += kTerms) piece[k] = __hmul(piece[k], __float2half(power_of_two(b)));
     }
 }
 // The epilogue of dX, or of dW: unscales row i by 2^-(smallest_of(common) + rows[i]).
@@ -626,7 +810,8 @@ struct StoreGradient {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int exponent = -smallest_of(common) - rows[min(corner.row + 4 * r, m - 1)];
-            scales.first[r] = power_of_two(exponent / 2), scales.second[r] = power_of_two(exponent - exponent / 2);
+            scales.first[r] = power_of_two(exponent / 2);
+            scales.second[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
     }
@@ -638,19 +823,24 @@ struct StoreGradient {
 };
 
 // dX = G W, or dW = G^T x. G is split already; splits `other` (W or x) to `pieces`, then multiplies.
-extern "C" int linear_gradient(bool of_weight, const float* other, __half* pieces, float* out, int64_t m, int64_t n,
-    int64_t k, const SplitGradient* grad, cudaStream_t stream) {
+template <class Numbers> static cudaError_t launch_gradient(bool of_weight, const float* other, __half* pieces,
+    float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
-    split.common = of_weight ? grad->smallest : grad->forward + n + m;
-    split.less = of_weight ? grad->rows : grad->columns;
-    const cudaError_t error = launch_split(split, {}, stream);
+    split.common = of_weight ? grad.smallest : grad.forward + n + m;
+    split.less = of_weight ? grad.rows : grad.columns;
+    const cudaError_t error = launch_split<Numbers>(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const unscale_by = of_weight ? grad->columns : grad->rows;  // dW's rows are G's columns
+    const int* const unscale_by = of_weight ? grad.columns : grad.rows;  // dW's rows are G's columns
     const StoreGradient epilogue = {split.common, unscale_by, out, int(of_weight ? n : m), int(k)};
-    const Pieces a = {grad->pieces, m, n}, b = {pieces, terms, k};
-    return of_weight ? launch_multiply<true, true>(a, b, terms, epilogue, stream)
-                     : launch_multiply<false, true>(a, b, terms, epilogue, stream);
+    const Matrix a = pieces_of<Numbers>(grad.pieces, m, n), b = pieces_of<Numbers>(pieces, terms, k);
+    return of_weight ? launch_multiply<true, true, Numbers>(a, b, terms, epilogue, stream)
+                     : launch_multiply<false, true, Numbers>(a, b, terms, epilogue, stream);
+}
+extern "C" int linear_gradient(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
+    int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
+    const auto launch = tf32 ? launch_gradient<OneProduct<__half, float>> : launch_gradient<ThreeProducts>;
+    return launch(of_weight, other, pieces, out, m, n, k, *grad, stream);
 }
 // ---- The groups of linear_swish_group_norm ----
 
@@ -661,7 +851,10 @@ __device__ __forceinline__ void load_columns(const float* from, float (&v)[kColu
     for (int i = 0; i < kColumns; i += 4) {
         const int column = threadIdx.x * kColumns + i;
         const float4 four = column < n ? *reinterpret_cast<const float4*>(from + column) : make_float4(0, 0, 0, 0);
-        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+        v[i] = four.x;
+        v[i + 1] = four.y;
+        v[i + 2] = four.z;
+        v[i + 3] = four.w;
     }
 }
 __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColumns], int n) {
@@ -674,9 +867,9 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kColum
 // Scales, splits and stores a row of G. The block holds it in registers, kColumns neighbouring columns a thread, 0
 // beyond n: 256 threads, beyond 4096 columns 512. Before the next call: __syncthreads(), or give other warp_values.
 static int gradient_threads(int64_t n) { return n <= 256 * kColumns ? 256 : 512; }
-template <int THREADS> __device__ __forceinline__ void split_gradient_row(
+template <int THREADS, class Numbers> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * kColumns, padded = int(padded_k(n));
+    const int first = threadIdx.x * kColumns, padded = int(padded_k<Numbers>(n));
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
@@ -691,11 +884,12 @@ template <int THREADS> __device__ __forceinline__ void split_gradient_row(
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i < padded) store_pieces(to.pieces + int64_t(row) * padded * 2, first + i, eight);
+        if (first + i >= padded) continue;
+        store_pieces<Numbers>(to.pieces + int64_t(row) * padded * Numbers::kPieces, first + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : 252);  // 252: no other is larger
+    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kMostExponents);
 }
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
     const int64_t most = sm_count() * 512 / gradient_threads(n);
@@ -710,6 +904,14 @@ __device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 ne
     return s;
 }
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
+// Of 16-bit types the forward takes one instruction of the special-function unit, not two: sigmoid(h) is
+// 1/2 + tanh(h / 2) / 2, off by at most 2^-12, less than eager's rounding of it (0.96 of the forward's time).
+template <typename T> __device__ __forceinline__ float activation_for(float h) {
+    if (sizeof(T) == 4) return activation(h);
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(0.5f * h));
+    return fmaf(0.5f * h, t, 0.5f * h);
+}
 __device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
 __device__ __forceinline__ float reciprocal_sqrt(float v) {
     const float r = rsqrtf(v);  // to two ulps; a Newton step halves that. Without it for 0 and infinity: 0 * inf
@@ -725,7 +927,11 @@ template <int COUNT> __device__ __forceinline__ void normalize_group(
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
     mean = reduce_group(mean, lanes, nullptr, Sum());
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) v[i] -= mean, rest += v[i], squares = fmaf(v[i], v[i], squares);
+    for (int i = 0; i < COUNT; ++i) {
+        v[i] -= mean;
+        rest += v[i];
+        squares = fmaf(v[i], v[i], squares);
+    }
     squares = reduce_group(squares, lanes, nullptr, Sum()) * share;
     rest = reduce_group(rest, lanes, nullptr, Sum()) * share;  // what the rounding of the mean left over
     if (isinf(squares)) rest = 0;  // it may be infinite, too: scale is to be 0, not a NaN
@@ -733,68 +939,37 @@ template <int COUNT> __device__ __forceinline__ void normalize_group(
     shift = -rest * scale;
 }
 // The whole network in the product's epilogue: a slot is 64 rows of a group of 64 features, a row in eight lanes.
-struct StoreSwishGroupNorm : LinearProduct {
-    float* h;  // null if it is not wanted
-    const float *extra_bias, *gamma, *beta;
+template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
+    T* h;  // null if it is not wanted
+    const T *extra_bias, *gamma, *beta;
     float eps;
-    __device__ __forceinline__ static void load_eight(const float* vector, int column, float (&to)[8]) {
-        const float4 a = *reinterpret_cast<const float4*>(vector + column);
-        const float4 b = *reinterpret_cast<const float4*>(vector + column + 32);
-        to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-    }
+    using Scales = typename LinearProduct<T>::Scales;
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unscale(v, corner, scales);
-        if (h != nullptr) store_part<true>(h, v, corner, m, n);
+        const int m = this->m, n = this->n;
         float first[8], second[8], scale[4], shift[4];
-        load_eight(extra_bias, corner.column, first);
+        this->unscale(v, corner, scales);
+        if (h != nullptr) store_part<true>(h, v, corner, m, n);
+        load_eight(extra_bias, corner.column, n, first);
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = activation(v[i / 8][i % 8]) + first[i % 8];
+        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = activation_for<T>(v[i / 8][i % 8]) + first[i % 8];
 #pragma unroll
         for (int r = 0; r < 4; ++r) normalize_group(v[r], 8, eps, scale[r], shift[r]);
-        load_eight(gamma, corner.column, first);
-        load_eight(beta, corner.column, second);
+        load_eight(gamma, corner.column, n, first);
+        load_eight(beta, corner.column, n, second);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const float z = fmaf(v[i / 8][i % 8], scale[i / 8], shift[i / 8]);
             v[i / 8][i % 8] = fmaf(z, first[i % 8], second[i % 8]);
         }
-        store_part<true>(out, v, corner, m, n);
+        store_part<true>(this->out, v, corner, m, n);
     }
 };
-// The rest after ATen's product. Neighbouring lanes share a group of 64 features: each has 16 bytes of it in kSliceRows
-// rows, and loads bias, gamma and beta once.
-constexpr int kSliceThreads = 256, kSliceRows = 4;
-template <typename T> __global__ void __launch_bounds__(kSliceThreads) finish_slices(
-    const T* __restrict__ h, const T* __restrict__ bias, const T* __restrict__ gamma, const T* __restrict__ beta,
-    T* __restrict__ out, int64_t rows, unsigned packs, float eps) {
-    constexpr int V = 16 / sizeof(T), kLanes = 64 / V;
-    const unsigned index = blockIdx.x * kSliceThreads + threadIdx.x, pack = index % packs;
-    const int64_t first = int64_t(index / packs) * kSliceRows;
-    const auto pack_at = [&](const T* from, int64_t row) {
-        return reinterpret_cast<const Pack<T, V>*>(from)[row * packs + pack];
-    };
-    const Pack<T, V> plus = pack_at(bias, 0), times = pack_at(gamma, 0), shifts = pack_at(beta, 0);
-    Pack<T, V> held[kSliceRows];  // all on their way at once
-#pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) held[r] = pack_at(h, min(first + r, rows - 1));
-#pragma unroll
-    for (int r = 0; r < kSliceRows; ++r) {
-        float v[V], scale, shift;
-#pragma unroll
-        for (int j = 0; j < V; ++j) v[j] = activation(to_float(held[r].value[j])) + to_float(plus.value[j]);
-        normalize_group(v, kLanes, eps, scale, shift);
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-            const float z = fmaf(v[j], scale, shift);
-            held[r].value[j] = from_float<T>(fmaf(z, to_float(times.value[j]), to_float(shifts.value[j])));
-        }
-        if (first + r < rows) reinterpret_cast<Pack<T, V>*>(out)[(first + r) * packs + pack] = held[r];
-    }
-}
 // Device memory to shared memory, by the TMA unit, which counts the bytes in `bar`. Multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)) : "memory");
+        :
+        : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar))
+        : "memory");
 }
 // A thread's columns of a row of 16-bit values, n a multiple of kColumns: beyond n the last ones, which nobody stores.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kColumns], int n) {
@@ -808,7 +983,9 @@ template <typename T> __device__ __forceinline__ void store_columns(T* to, const
     Pack<T, 8> packs[2];
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
-    if (threadIdx.x * kColumns < n) own[0] = packs[0], own[1] = packs[1];
+    if (threadIdx.x * kColumns >= n) return;
+    own[0] = packs[0];
+    own[1] = packs[1];
 }
 // Every kTurns rows, and after the last: moves the block's column sums to `total`, a partial: short sums round less.
 constexpr int kTurns = 16;
@@ -816,19 +993,23 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kColumns
     float before[kColumns] = {};
     if (turn >= kTurns) load_columns(total, before, n);
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) before[i] += sums[i], sums[i] = 0;
+    for (int i = 0; i < kColumns; ++i) {
+        before[i] += sums[i];
+        sums[i] = 0;
+    }
     store_columns(total, before, n);
 }
 // The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
 //     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
-// SPLIT: G goes split to `to`, for linear_gradient; else as it is to `whole`, for ATen's products. The gradients of the
-// linear bias, the other bias, gamma and beta are the sums over rows of G, G_v, grad * z and grad: each block writes
-// those of its rows to partials[block][4][n]. A block owns every gridDim.x-th row, a thread the same columns of each;
-// thread 0 keeps kRowsAhead rows of h and grad in shared memory or on their way to it.
+// Of float32, G goes to `to`, as Numbers' pieces, for linear_gradient; of 16-bit types (Numbers is void) as it is to
+// `whole`, for ATen's products. The gradients of the linear bias, the other bias, gamma and beta are the sums over rows
+// of G, G_v, grad * z and grad: each block writes those of its rows to partials[block][4][n]. A block owns every
+// gridDim.x-th row, a thread the same columns of each; thread 0 keeps kRowsAhead rows of h and grad in shared memory or
+// on their way to it.
 constexpr int kRowsAhead = 3;
-template <typename T, int THREADS, bool SPLIT>
-__global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
-    const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ extra_bias, const T* __restrict__ gamma,
+template <typename T, int THREADS, class Numbers>
+__global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const T* __restrict__ grad,
+    const T* __restrict__ h, const T* __restrict__ extra_bias, const T* __restrict__ gamma,
     float* __restrict__ partials, int rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(128) unsigned char rows_ahead[];
@@ -836,6 +1017,7 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
     __shared__ float warp_values[2][THREADS / 32];
     __shared__ uint64_t full[kRowsAhead];
     constexpr int kLanes = 64 / kColumns;
+    constexpr bool kSplit = !std::is_void_v<Numbers>;
     const auto fetch = [&](int row, int stage) {
         if (row >= rows) return;
         mbarrier_expect(&full[stage], 2 * n * sizeof(T));
@@ -854,7 +1036,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
         const int stage = turn % kRowsAhead;
         float g[kColumns], slope[kColumns], z[kColumns], vector[kColumns], scale, shift, of_d = 0, of_dz = 0;
         mbarrier_wait(&full[stage], turn / kRowsAhead & 1);
-        load_columns(ahead + 2 * stage * n, z, n), load_columns(ahead + (2 * stage + 1) * n, g, n);
+        load_columns(ahead + 2 * stage * n, z, n);
+        load_columns(ahead + (2 * stage + 1) * n, g, n);
         load_columns(extra_bias, vector, n);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
@@ -866,9 +1049,11 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             z[i] = fmaf(z[i], scale, shift);
-            sums[2][i] = fmaf(g[i], z[i], sums[2][i]), sums[3][i] += g[i];
+            sums[2][i] = fmaf(g[i], z[i], sums[2][i]);
+            sums[3][i] += g[i];
             g[i] *= vector[i];
-            of_d += g[i], of_dz = fmaf(g[i], z[i], of_dz);
+            of_d += g[i];
+            of_dz = fmaf(g[i], z[i], of_dz);
         }
         of_d = reduce_group(of_d, kLanes, nullptr, Sum()) / 64;
         of_dz = reduce_group(of_dz, kLanes, nullptr, Sum()) / 64;
@@ -876,46 +1061,48 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(
         for (int i = 0; i < kColumns; ++i) {
             const float of_v = scale * (g[i] - of_d - z[i] * of_dz);
             g[i] = of_v * slope[i];
-            sums[0][i] += g[i], sums[1][i] += of_v;
+            sums[0][i] += g[i];
+            sums[1][i] += of_v;
         }
-        if constexpr (SPLIT) split_gradient_row<THREADS>(g, row, n, to, warp_values[turn % 2]);
-        else store_columns(whole + int64_t(row) * n, g, n), __syncthreads();
+        if constexpr (kSplit) {
+            split_gradient_row<THREADS, Numbers>(g, row, n, to, warp_values[turn % 2]);
+        } else {
+            store_columns(whole + int64_t(row) * n, g, n);
+            __syncthreads();
+        }
         // Either way the block has waited for all its threads: they have read the stage.
         if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
         if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn);
-        }
+        for (int q = 0; q < 4; ++q) { add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn); }
     }
 #endif
 }
 // ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 
-extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, RowScale* scales, int* exponents,
-    __half* pieces_x, __half* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
-    const LinearProduct product = {x, weight, linear_bias, out, int(m), int(n), int(k), scales, exponents};
-    const StoreSwishGroupNorm epilogue = {product, h, bias, gamma, beta, eps};
-    return launch_linear(epilogue, pieces_x, pieces_w, stream);
+struct ForwardPointers {
+    const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
+    void *out, *h;
+    RowScale* scales;
+    int* exponents;
+    __half* pieces;
+};
+template <class Numbers, typename T> static cudaError_t launch_forward(
+    const ForwardPointers& p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const auto as = [](const void* pointer) { return static_cast<const T*>(pointer); };
+    const LinearProduct<T> product = {as(p.x), as(p.weight), as(p.linear_bias), static_cast<T*>(p.out), int(m), int(n),
+        int(k), p.scales, p.exponents};
+    const StoreSwishGroupNorm<T> epilogue = {product, static_cast<T*>(p.h), as(p.bias), as(p.gamma), as(p.beta), eps};
+    return launch_linear<Numbers>(epilogue, p.pieces, stream);
 }
-
-template <typename T> static cudaError_t launch_slices(const void* h, const void* bias, const void* gamma,
-    const void* beta, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    constexpr int V = 16 / sizeof(T);
-    const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    // Fewer than 2^24, from where on h and the rest take 256 GiB: so the kernel's index is below 2^32.
-    const unsigned blocks = unsigned(divide_up(divide_up(rows, kSliceRows) * n / V, kSliceThreads));
-    finish_slices<T><<<blocks, kSliceThreads, 0, stream>>>(
-        as(h), as(bias), as(gamma), as(beta), static_cast<T*>(out), rows, unsigned(n / V), eps);
-    return cudaGetLastError();
-}
-// dtype: 0 float32, 1 float16, 2 bfloat16.
-extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
-    const auto launch_halves = dtype == 1 ? launch_slices<__half> : launch_slices<__nv_bfloat16>;
-    const auto launch = dtype == 0 ? launch_slices<float> : launch_halves;
-    return launch(h, bias, gamma, beta, out, rows, n, eps, stream);
+// dtype: 0 float32, 1 float16, 2 bfloat16, 3 float32 where TF32 is allowed.
+extern "C" int linear_swish_group_norm(
+    int dtype, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const auto launch = dtype == 0 ? launch_forward<ThreeProducts, float>
+        : dtype == 1               ? launch_forward<OneProduct<__half, __half>, __half>
+        : dtype == 2               ? launch_forward<OneProduct<__nv_bfloat16, __nv_bfloat16>, __nv_bfloat16>
+                                   : launch_forward<OneProduct<__half, float>, float>;
+    return launch(*p, m, n, k, eps, stream);
 }
 // Where G is not split, a block has the warps that its columns take, so that an SM has many blocks if rows are short.
 static int whole_threads(int64_t n) { return int(divide_up(n, 32 * kColumns)) * 32; }
@@ -923,30 +1110,34 @@ extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / whole_threads(n);
     return m < most ? m : most;
 }
-template <typename T, bool SPLIT> static cudaError_t launch_gradients(const void* grad, const void* h, const void* bias,
-    const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole,
-    cudaStream_t stream) {
+template <typename T, class Numbers> static cudaError_t launch_gradients(const void* grad, const void* h,
+    const void* bias, const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to,
+    void* whole, cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    const int threads = SPLIT ? gradient_threads(n) : whole_threads(n);
-    const unsigned blocks = unsigned(SPLIT ? gradient_blocks(m, n) : whole_gradient_blocks(m, n));
+    constexpr bool kSplit = !std::is_void_v<Numbers>;
+    const int threads = kSplit ? gradient_threads(n) : whole_threads(n);
+    const unsigned blocks = unsigned(kSplit ? gradient_blocks(m, n) : whole_gradient_blocks(m, n));
     const unsigned shared = unsigned(kRowsAhead * 2 * n * sizeof(T));
-    auto kernel = group_gradients<T, 512, SPLIT>;
-    if constexpr (SPLIT) kernel = threads == 256 ? group_gradients<T, 256, SPLIT> : kernel;
-    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return cudaErrorNotSupported;
+    auto kernel = group_gradients<T, 512, Numbers>;
+    if constexpr (kSplit) kernel = threads == 256 ? group_gradients<T, 256, Numbers> : kernel;
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
     kernel<<<blocks, threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps,
-        SPLIT ? *to : SplitGradient(), static_cast<T*>(whole));
-    if (SPLIT) scale_columns<<<dim3(unsigned(divide_up(n, 256)), 64), 256, 0, stream>>>(*to, m, n);
+        kSplit ? *to : SplitGradient(), static_cast<T*>(whole));
+    if constexpr (kSplit) {
+        const dim3 column_blocks(unsigned(divide_up(n, 256)), 64);
+        scale_columns<Numbers><<<column_blocks, 256, 0, stream>>>(*to, m, n);
+    }
     return cudaGetLastError();
 }
-// G, split to `to` (float32 alone) or, if that is null, stored to `whole`, and the partial sums over its rows. m is at
-// least 1, n at most 8192.
+// G, of float32 in pieces to `to`, of 16-bit types to `whole`, and the partial sums over its rows. m is at least 1, n
+// at most 8192. dtype: as linear_swish_group_norm's.
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
-    const auto launch_floats = to != nullptr ? launch_gradients<float, true> : launch_gradients<float, false>;
-    const auto launch_halves = dtype == 1 ? launch_gradients<__half, false> : launch_gradients<__nv_bfloat16, false>;
-    const auto launch = dtype == 0 ? launch_floats : launch_halves;
+    const auto launch = dtype == 0 ? launch_gradients<float, ThreeProducts>
+        : dtype == 1               ? launch_gradients<__half, void>
+        : dtype == 2               ? launch_gradients<__nv_bfloat16, void>
+                                   : launch_gradients<float, OneProduct<__half, float>>;
     return launch(grad, h, bias, gamma, partials, m, n, eps, to, whole, stream);
 }
 """
@@ -955,7 +1146,6 @@ CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -968,9 +1158,9 @@ namespace {
 
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`:
-// h = x weight^T + linear_bias and, of float32 without TF32, exponents (as in LinearProduct): zeros if ATen made h.
+// h = x weight^T + linear_bias and, of float32, exponents (as in LinearProduct).
 Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool tf32,
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double, bool,
     bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
@@ -981,12 +1171,12 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
     const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const c10::SymInt exponents = recorded && !tf32 && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
+    const c10::SymInt exponents = recorded && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
 // The gradients of x, weight and the vectors, for groups of 64; one that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
-    const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double,
+    const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double, bool,
     std::array<bool, 6> needs) {
     for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
     std::vector<at::Tensor> results;
@@ -1003,11 +1193,12 @@ struct GradientPointers {  // the kernels' SplitGradient
     const int* forward;
     int *columns, *rows, *smallest;
 };
-extern "C" bool product_fits(int64_t m, int64_t n, int64_t k);
-extern "C" int linear_gradient(bool of_weight, const float* other, void* pieces, float* out, int64_t m, int64_t n,
-    int64_t k, const GradientPointers* grad, cudaStream_t stream);
-at::Tensor pieces_of(int64_t rows, int64_t k, const at::Tensor& like) {
-    return at::empty({rows, (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
+extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
+extern "C" int linear_gradient(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
+    int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
+// Room for a matrix's numbers: two for a float32 or, with TF32, one; rows in whole lines of 64.
+at::Tensor pieces_of(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
+    return at::empty({rows, tf32 ? (k + 63) / 64 * 64 : (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -1017,69 +1208,70 @@ float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool of_x,
+void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
-    TORCH_CHECK(product_fits(m, n, k) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
-    const at::Tensor g = pieces_of(m, n, x), own = at::zeros({n + m + 1}, exponents.options());
+    TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
+    const at::Tensor g = pieces_of(m, n, tf32, x), own = at::zeros({n + m + 1}, exponents.options());
     int *const columns = own.data_ptr<int>(), *const rows = columns + n;
     const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
     const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
-        const at::Tensor pieces = pieces_of(other.size(0), k, x), ready = aligned(other);
+        const at::Tensor pieces = pieces_of(other.size(0), k, tf32, x), ready = aligned(other);
         const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
         check_launch(linear_gradient(
-            weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            tf32, weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
     if (of_x) find(false, weight);
     if (of_weight) find(true, x);
 }
 
-extern "C" int linear_swish_group_norm(const float* x, const float* weight, const float* linear_bias, const float* bias,
-    const float* gamma, const float* beta, float* out, float* h, void* scales, int* exponents, void* pieces_x,
-    void* pieces_w, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
-extern "C" int swish_group_norm(int dtype, const void* h, const void* bias, const void* gamma, const void* beta,
-    void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
+struct ForwardPointers {
+    const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
+    void *out, *h, *scales;
+    int* exponents;
+    void* pieces;
+};
+extern "C" int linear_swish_group_norm(
+    int dtype, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
-    return t.scalar_type() == at::kFloat ? 0 : t.scalar_type() == at::kHalf ? 1 : 2;
+int kernel_dtype(const at::Tensor& t, bool tf32) {  // as the kernels' launchers count
+    return t.scalar_type() == at::kHalf ? 1 : t.scalar_type() == at::kBFloat16 ? 2 : tf32 ? 3 : 0;
 }
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
-    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps,
-    bool tf32, bool recorded) {
+    const at::Tensor& bias, const at::Tensor& gamma, const at::Tensor& beta, int64_t groups, double eps, bool tf32,
+    bool recorded) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     const c10::cuda::CUDAGuard guard(x.device());
-    TORCH_CHECK(product_fits(m, n, k), "a large product on a GPU of compute capability 9");
-    const bool own_product = x.scalar_type() == at::kFloat && !tf32;
+    TORCH_CHECK(product_fits(m, n, k, x.element_size()), "a large product on a GPU of compute capability 9");
     Outputs outputs = forward_meta(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, recorded);
     auto& [out, h, exponents] = outputs;
-    const at::Tensor plus = aligned(bias), times = aligned(gamma), shift = aligned(beta);
-    if (own_product) {
-        const at::Tensor rows = aligned(x), columns = aligned(weight), offset = aligned(linear_bias);
-        const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
-        const at::Tensor scales = at::empty({n + m, 2}, x.options());
-        const at::Tensor pieces_x = pieces_of(m, k, x), pieces_w = pieces_of(n, k, x);
-        check_launch(linear_swish_group_norm(floats(rows), floats(columns), floats(offset), floats(plus), floats(times),
-            floats(shift), floats(out), recorded ? floats(h) : nullptr, scales.data_ptr(), found.data_ptr<int>(),
-            pieces_x.data_ptr(), pieces_w.data_ptr(), m, n, k, float(eps), current_stream()));
-    } else {
-        at::Tensor product = recorded ? h : at::empty_like(out);
-        at::linear_out(product, x, weight, linear_bias);
-        exponents.zero_();  // no backward reads these, but results are to be the same each time
-        check_launch(swish_group_norm(kernel_dtype(x), product.data_ptr(), plus.data_ptr(), times.data_ptr(),
-            shift.data_ptr(), out.data_ptr(), m, n, float(eps), current_stream()));
+    const bool scaled = x.scalar_type() == at::kFloat;
+    const at::Tensor ready[] = {
+        aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
+    ForwardPointers p = {ready[0].data_ptr(), ready[1].data_ptr(), ready[2].data_ptr(), ready[3].data_ptr(),
+        ready[4].data_ptr(), ready[5].data_ptr(), out.data_ptr(), recorded ? h.data_ptr() : nullptr};
+    at::Tensor scales, found, pieces;
+    if (scaled) {
+        scales = at::empty({n + m, 2}, x.options());
+        found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
+        pieces = pieces_of(m + n, k, tf32, x);
+        p.scales = scales.data_ptr();
+        p.exponents = found.data_ptr<int>();
+        p.pieces = pieces.data_ptr();
     }
+    check_launch(linear_swish_group_norm(kernel_dtype(x, tf32), &p, m, n, k, float(eps), current_stream()));
     return outputs;
 }
 
 std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor& exponents, const at::Tensor& bias, const at::Tensor& gamma, double eps,
-    std::array<bool, 6> needs) {
-    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, bias, gamma, eps, {});
+    bool tf32, std::array<bool, 6> needs) {
+    std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, bias, gamma, eps, tf32, {});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n % 64 == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
@@ -1089,15 +1281,16 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
         const int64_t blocks = split ? gradient_blocks(m, n) : whole_gradient_blocks(m, n);
         const at::Tensor partials = at::empty({blocks, 4, n}, x.options().dtype(at::kFloat));
-        const int error = swish_group_gradients(kernel_dtype(x), given.data_ptr(), kept.data_ptr(), plus.data_ptr(),
-            times.data_ptr(), floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(), current_stream());
+        const int error = swish_group_gradients(kernel_dtype(x, tf32), given.data_ptr(), kept.data_ptr(),
+            plus.data_ptr(), times.data_ptr(), floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(),
+            current_stream());
         const at::Tensor sums = partials.sum(at::IntArrayRef{0}, false, at::kDouble);
         for (int i = 0; i < 4; ++i) {
             if (needs[i + 2]) results[i + 2] = sums.select(0, i).to(x.scalar_type(), false, true);  // a copy
         }
         return error;
     };
-    if (split) product_gradients(x, weight, exponents, needs[0], needs[1], results, find);
+    if (split) product_gradients(x, weight, exponents, tf32, needs[0], needs[1], results, find);
     else check_launch(find(nullptr));
     if (!split && needs[0]) results[0] = at::mm(g, weight);
     if (!split && needs[1]) results[1] = at::mm(g.t(), x);
@@ -1110,7 +1303,7 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor linear_bias, Tensor bias, Tensor gamma, Tensor beta, int groups, "
           "float eps, bool tf32, bool recorded) -> (Tensor, Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor weight, Tensor h, Tensor exponents, Tensor bias, Tensor gamma, "
-          "float eps, bool[6] needs) -> Tensor[]");
+          "float eps, bool tf32, bool[6] needs) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(NAMESPACE, Meta, m) {
     m.impl("forward", forward_meta);
@@ -1205,9 +1398,13 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform."""
+    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform.
+
+    A FakeTensor is what torch.export, not strict, runs a module with.
+    """
     tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    if torch._C._are_functorch_transforms_active() or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
+    if torch._C._are_functorch_transforms_active() or not ordinary:
         return False
     here = x.is_cuda and x.device.index in _HOPPERS
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
@@ -1220,9 +1417,10 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
     return torch.compiler.is_exporting()
 
 
-def _product_fits(m: int, n: int, k: int) -> bool:
-    """Whether a product x (m, k) by weight (n, k) is for the operator: the larger ones, n and k multiples of 4."""
-    return n % 4 == k % 4 == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
+def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
+    """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
+    pack = 16 // value_bytes
+    return n % pack == k % pack == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1237,13 +1435,14 @@ def _allows_tf32() -> bool:
 # torch.compiler.assume_constant_result without its import of torch._dynamo; a change of the setting compiles anew.
 _allows_tf32._dynamo_marked_constant = _is_exporting._dynamo_marked_constant = True
 
-NEEDS = "sm_90"  # the fast way's GPU; without one, nothing is built
+NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _HOPPERS = [
     i
     for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
     if torch.cuda.get_device_capability(i)[0] == 9
 ]
 NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
+_OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 def _finish_plainly(bias: torch.Tensor, group_norm, h: torch.Tensor) -> torch.Tensor:
@@ -1265,32 +1464,27 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
     n, groups, recorded = weight.shape[0], norm.num_groups, _is_recorded(x, weight, *vectors)
     if any(v.shape != weight.shape[:1] for v in vectors) or n != 64 * groups or recorded and n > 8192:
         return False
-    return _product_fits(x.shape[0], n, x.shape[1])
+    return _product_fits(x.shape[0], n, x.shape[1], x.element_size())
 
 
 class LinearSwishGroupNorm(torch.autograd.Function):
-    """The whole network. Also returns, and saves, h and exponents. Second derivatives are ATen's."""
+    """The whole network. Saves its inputs, h and exponents. With create_graph all derivatives are ATen's."""
 
     @staticmethod
-    def forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
-        forward = getattr(torch.ops, NAMESPACE).forward
-        return forward(x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32, True)
+    def forward(ctx, x, weight, linear_bias, bias, gamma, beta, groups, eps, tf32):
+        tensors = (x, weight, linear_bias, bias, gamma, beta)
+        out, h, exponents = _OPERATORS.forward.default(*tensors, groups, eps, tf32, True)
+        ctx.groups, ctx.eps, ctx.tf32 = groups, eps, tf32
+        ctx.save_for_backward(*tensors, h, exponents)
+        return out
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.groups, ctx.eps, _ = inputs
-        ctx.save_for_backward(*tensors, *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.set_materialize_grads(False)  # or these get gradients of zeros
-
-    @staticmethod
-    def backward(ctx, grad, *_):
-        if grad is None:
-            return (None,) * 9
+    def backward(ctx, grad):
         *tensors, h, exponents = ctx.saved_tensors
         (x, weight, linear_bias, bias, gamma, beta), needs = tensors, ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
-            found = getattr(torch.ops, NAMESPACE).backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, needs)
+            backward, others = _OPERATORS.backward.default, (ctx.eps, ctx.tf32, needs)
+            found = backward(grad, x, weight, h, exponents, bias, gamma, *others)
         else:  # they are to be differentiated in turn
             tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
             x, weight, linear_bias, bias, gamma, beta = tensors
@@ -1318,11 +1512,19 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting():
+            return self._run(x)
+        h = self.matmul(x)  # torch.jit.script compiles these, the Model's lines, alone
+        h = torch.sigmoid(h) * h
+        h = h + self.bias
+        return self.group_norm(h)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         if not _fits(linear, norm, x, bias):
             return _finish_plainly(bias, norm, linear(x))
         tensors = (x, linear.weight, linear.bias, bias, norm.weight, norm.bias)
         others = (norm.num_groups, norm.eps, _allows_tf32())
         if _is_recorded(*tensors):
-            return LinearSwishGroupNorm.apply(*tensors, *others)[0]
-        return getattr(torch.ops, NAMESPACE).forward(*tensors, *others, False)[0]
+            return LinearSwishGroupNorm.apply(*tensors, *others)
+        return _OPERATORS.forward.default(*tensors, *others, False)[0]
