@@ -6,10 +6,10 @@
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-Two ways, chosen by `_fits`. The fast way: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8, without
-hooks, autocast or transforms. Large float32 products without TF32 run on fp16 tensor cores where they are faster
+Two paths, chosen by `_fits`. The fast path: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
+without hooks, autocast or transforms. Large float32 products without TF32 run on fp16 tensor cores where they are faster
 (`product_pays`); all others are cuBLAS's. One kernel then reads h and y and writes the output, and one works out the
-gradients of h and y. On a CPU float32 has its gradients from the plain way: the Model's own lines.
+gradients of h and y. On a CPU float32 has its gradients from the plain path: the Model's own lines.
 """
 
 import contextlib
@@ -1187,7 +1187,7 @@ def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.
 
 
 def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the fast way may stand for the Model's lines."""
+    """Whether the fast path may stand for the Model's lines."""
     if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias

@@ -5,7 +5,7 @@
 
 `mean` and `rstd` are over the features of one group of one row: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
-The fast way (`_fits`): plain 2-D x and vectors of one value a feature, all float32, float16 or bfloat16, in groups of
+The fast path (`_fits`): plain 2-D x and vectors of one value a feature, all float32, float16 or bfloat16, in groups of
 16, 32, 64, 128 or, on a GPU, 8 features; no hooks, autocast or transforms. Everything else: the Model's own lines.
 
 On a GPU the product runs on tensor cores where that pays (`product_pays`): in float32 as three fp16 products, at least
@@ -1231,6 +1231,14 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting():
+            return self._run(x)
+        h = self.matmul(x)  # torch.jit.script compiles these, the Model's lines, alone
+        h = torch.sigmoid(h) * h
+        h = h + self.bias
+        return self.group_norm(h)
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         linear, norm, bias = self.matmul, self.group_norm, self.bias
         if not _fits(linear, norm, x, bias):
             return _finish_plainly(bias, norm, linear(x))
