@@ -44,7 +44,7 @@ def seed():
 
 @pytest.fixture
 def deterministic():
-    """For tests that compare bits: cuDNN adds up in a fixed order then, where a pair takes the plain way; our kernels
+    """For tests that compare bits: cuDNN adds up in a fixed order then, where a pair takes the plain path; our kernels
     do always. PyTorch also fills fresh memory with NaN, that of our operators too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield

@@ -43,26 +43,30 @@ CUDA_SOURCE = r"""
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
 // Arrives, and makes the phase wait also for `bytes` bytes, which asynchronous copies write.
 __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+        :
+        : "r"(shared_address(bar)), "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     asm volatile("{\n.reg .pred done;\n"
                  "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
-                 ::"r"(shared_address(bar)), "r"(parity) : "memory");
+        :
+        : "r"(shared_address(bar)), "r"(parity)
+        : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ float to_float(float v) { return v; }
@@ -231,11 +235,11 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
 // If slices are assigned beforehand, the first cluster ends 0.24 ms before the last. With one team of 448 threads the
 // forward is as fast, the backward slower: in bfloat16 at the benchmark shape 3.23 ms, with two teams 2.85.
 
-constexpr int kTeam = 224;         // threads: with two teams and a producer warp, 128 registers are left for each
-constexpr int kPlaces = 4;         // packs of a chunk for each thread; backward two of x, two of g: kPlaces / 2 places
+constexpr int kTeam = 224;  // threads: with two teams and a producer warp, 128 registers are left for each
+constexpr int kPlaces = 4;  // packs of a chunk for each thread; backward two of x, two of g: kPlaces / 2 places
 constexpr int kChunkBytes = kTeam * kPlaces * 16;
 constexpr int kStages = 16, kRingBytes = kStages * kChunkBytes;
-constexpr int kHeldChunks = 3;     // of a part, in its team's registers
+constexpr int kHeldChunks = 3;  // of a part, in its team's registers
 constexpr int kWaitingChunks = 7;  // of a part, in the ring, in clusters of 2 and 4: so both teams' fit in it
 constexpr int kMaxCluster = 16, kQueue = 16;  // kQueue: entries of BlockState::queue, a ring of slice numbers
 static_assert(kChunkBytes / 2 % 16 == 0, "bulk copies: stages, and their halves backward, are aligned to 16 bytes");
@@ -254,11 +258,15 @@ __device__ __forceinline__ void cluster_sync() {
 // Stores asynchronously to `to` in the cluster's block `rank`; that block's own `bar` counts the bytes that arrive.
 __device__ __forceinline__ void send(int* to, int value, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-        ::"r"(peer_address(to, rank)), "r"(value), "r"(peer_address(bar, rank)) : "memory");
+        :
+        : "r"(peer_address(to, rank)), "r"(value), "r"(peer_address(bar, rank))
+        : "memory");
 }
 __device__ __forceinline__ void send(double* to, double first, double second, uint64_t* bar, int rank) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, [%3];"
-        ::"r"(peer_address(to, rank)), "d"(first), "d"(second), "r"(peer_address(bar, rank)) : "memory");
+        :
+        : "r"(peer_address(to, rank)), "d"(first), "d"(second), "r"(peer_address(bar, rank))
+        : "memory");
 }
 // Evict last, though each line is read once: without the hint the benchmark's forward takes 1.04 of the time.
 __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
@@ -266,7 +274,9 @@ __device__ __forceinline__ void bulk_load_evict_last(void* to, const void* from,
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-        ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy) : "memory");
+        :
+        : "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(bar)), "l"(policy)
+        : "memory");
 }
 
 // A position in the ring: the stage, and the parity of its barriers.
@@ -616,7 +626,9 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     const at::Tensor workspace =
         at::empty({instance_norm_workspace(slices, n, x.element_size())}, x.options().dtype(at::kByte));
-    const int error = instance_norm(type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2,
+    const int error = instance_norm(type == at::kFloat ? 0
+            : type == at::kHalf                        ? 1
+                                                       : 2,
         grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps,
         workspace.data_ptr(), c10::cuda::getCurrentCUDAStream().stream());
     TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));

@@ -189,7 +189,7 @@ def each(
 ) -> pytest.MarkDecorator:
     """Parametrises by case, dtype, layout if there are any, and device: all of them on a GPU.
 
-    On a CPU most dtypes of most cases are the plain way and alike: the cases not meant for all layouts are taken in
+    On a CPU most dtypes of most cases are the plain path and alike: the cases not meant for all layouts are taken in
     float32 alone. A case of more values than `most_on_cpu` is not taken there.
     """
     rows, devices = [], ["cpu"] + ["cuda"] * torch.cuda.is_available()

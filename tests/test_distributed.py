@@ -38,7 +38,7 @@ def mesh(device):
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["without gradients", "with gradients"])
 def test_dtensors_are_right_or_refused_in_words(case, placement, recorded, mesh, device):
-    """Our operators have no rule for how a mesh would share their work; the plain way has."""
+    """Our operators have no rule for how a mesh would share their work; the plain path has."""
     model, new, inputs = build(case, device)
     spread = [distribute_tensor(t, mesh, [placement]).requires_grad_(recorded) for t in inputs]
     expected = model(*inputs)
@@ -51,7 +51,7 @@ def test_dtensors_are_right_or_refused_in_words(case, placement, recorded, mesh,
         out = over_the_mesh(new)
     except (NotImplementedError, RuntimeError) as refusal:
         if "sharding strategy" in str(refusal) and "aten." not in str(refusal):
-            assert device.type == "cuda" or not recorded  # training on a CPU is the plain way
+            assert device.type == "cuda" or not recorded  # training on a CPU is the plain path
             assert "linear" not in case.stem  # these look at the type of their tensors
         else:  # no refusal of our operators: then it is one of the Model, too
             with pytest.raises(type(refusal)):

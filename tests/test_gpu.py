@@ -52,7 +52,7 @@ TAILS = [
 ]
 # Every kernel of every pair is launched by one of these; tests/tools/sanitize.py runs them too.
 LARGE = [case for case in [*SLICES, *CONVOLUTIONS, *TAILS, *PRODUCTS, *ODD_PRODUCTS] if case.stem in STEMS]
-# These take the fast way with and without gradients.
+# These take the fast path with and without gradients.
 FAST = [*SLICES[::6], FEW, BENCHMARK, *PRODUCTS, TRAINED[0], TRAINED[2], SMALL]
 FAST = [(case, torch.float32) for case in FAST if case.stem in STEMS]
 FAST += [(case, torch.bfloat16) for case, _ in FAST if "linear_swish_group_norm" in case.stem]

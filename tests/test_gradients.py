@@ -1,6 +1,6 @@
 """Gradients of inputs and parameters: as accurate as eager's, those that are asked for, and no more saved than needed.
 
-On a CPU training is the plain way; what is tested there is that it is taken.
+On a CPU training is the plain path; what is tested there is that it is taken.
 """
 
 import pytest

@@ -125,7 +125,7 @@ def output_and_gradients(new, inputs, reentrant: bool | None) -> list[torch.Tens
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 def test_activation_checkpointing(case, reentrant, device):
     """Reentrant, the forward first runs without gradients. That it has the same bits is asked in test_gpu.py, of the
-    fast way alone: on the plain way it is one kernel after ATen's product, where with gradients ATen does all."""
+    fast path alone: on the plain path it is one kernel after ATen's product, where with gradients ATen does all."""
     _, new, inputs = build(case, device)
     results = [output_and_gradients(new, inputs, way) for way in (None, reentrant)]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)

@@ -4,7 +4,7 @@
 
 A case is a shape, a dtype, and a kind of values and a place in memory for each input and parameter, all drawn from
 (pair, seed, index). In three quarters the output is judged, in the others the gradients. The pair's own operators take
-some, the plain way the rest; the last lines say how many. For each miss one line is printed: the command that repeats
+some, the plain path the rest; the last lines say how many. For each miss one line is printed: the command that repeats
 it, and what is wrong; a case that hangs or ends its process is a miss. Exit code 1 if there was one. The pairs take
 turns; after `--seconds` no more are begun. Each process has one thread and, on a GPU, a context of its own.
 """

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NORM, CONV = "instance_norm", "conv_sigmoid_group_norm"
+HOPPER = "hopper/"
 ROWS, SWISH = "linear_instance_norm_residual", "linear_swish_group_norm"
 
 # Kernel files: pair, old, new, file of tests, run for the pair alone.
@@ -53,7 +54,6 @@ KERNELS = [
     (NORM, "norm.weight is norm.bias is norm.running_mean", "norm.running_mean", "dropin"),
     (NORM, "norm.running_mean is norm.running_var is None", "None", "dropin"),
     (NORM, "bare and norm.eps > 0", "bare", "dropin"),
-    (NORM, "if type(x) not in (torch.Tensor, nn.Parameter):", "if False:", "dropin"),
     (NORM, " or torch.jit.is_tracing()", "", "dropin"),
     (NORM, "isinstance(module.forward, types.MethodType) and", "'forward' not in vars(module) or", "compile"),
     (NORM, "images and usual and not transformed", "images and usual", "training"),
@@ -61,19 +61,14 @@ KERNELS = [
     (NORM, "not (torch.is_grad_enabled() and x.requires_grad)", "True", "gradients"),
     (NORM, "_is_plain(norm, nn.InstanceNorm2d) and", "", "dropin"),
     (NORM, "    fcntl.flock(lock, fcntl.LOCK_EX)", "    fcntl.flock", "build"),
-    (NORM, 'pathlib.Path(folder, "lock").unlink(missing_ok=True)', "pathlib.Path", "build"),
-    (NORM, "cuda_flags, torch.__version__))", "cuda_flags))", "build"),
     (ROWS, "type(module) is not kind", "not isinstance(module, kind)", "dropin"),
     (ROWS, "return isinstance(module.forward, types.MethodType) and", "return True or", "dropin"),
     (ROWS, "is not kind or hooks or", "is not kind or", "dropin"),
-    (ROWS, "y.shape == (x.shape[0], n)", "y.shape[-1:] == (n,)", "forward"),
     (ROWS, "return torch.is_grad_enabled() and not", "return False and not", "compile"),
     (ROWS, "nn.InstanceNorm2d) and bare and", "nn.InstanceNorm2d) and", "dropin"),
     (ROWS, "bare and norm.eps > 0", "bare", "dropin"),
     (ROWS, "tensors = [t.view_as(t) for t in (x, weight, bias, y)]", "tensors = [x, weight, bias, y]", "gradients"),
     (SWISH, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
-    (ROWS, "h.register_hook(torch.Tensor.contiguous)", "pass", "gradients"),
-    (ROWS, "any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors)", "False", "distributed"),
     (SWISH, "any(t.requires_grad for t in tensors)", "tensors[0].requires_grad", "gradients"),
     (SWISH, "v.shape != weight.shape[:1] for v in vectors", "v.numel() < 1 for v in vectors", "forward"),
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
@@ -82,14 +77,10 @@ KERNELS = [
     (CONV, "or t.stride(3) != 1 for t in (x, weight)", "or t.stride(3) != 1 for t in (x,)", "forward"),
     (CONV, "parameters[kGamma], parameters[kBeta], eps", "parameters[kBeta], parameters[kGamma], eps", "forward"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
-    (CONV, "any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors)", "False", "dropin"),
-    (CONV, " and rows * columns >= (36 if x.is_cpu else 2)", "", "invalid"),
     (CONV, " or module._forward_pre_hooks", "", "dropin"),
     (CONV, " or module._backward_pre_hooks", "", "dropin"),
     (CONV, "nn.modules.module._has_any_global_hook() or ", "", "dropin"),
     (CONV, "_is_plain(conv, nn.Conv2d) and", "", "dropin"),
-    (CONV, "not fits and (recorded or autocast)", "not fits and recorded", "forward"),
-    (CONV, "not fits and (recorded or autocast)", "not fits and autocast", "gradients"),
     (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
@@ -99,8 +90,8 @@ JUDGE = [
     ("check", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
     ("check", "        if mine != theirs:", "        if False:"),
     ("check", "(same, 0.0).nan_to_num_(inf, inf)", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
-    ("check", "with request.memory(case.device):", "if True:"),
-    ("worker", "self._own(sets), request)", "sets, request)"),
+    ("check", "with request.memory(case.device), of_the_model", "with of_the_model"),
+    ("worker", "answers_of(instance, self._own(sets), request", "answers_of(instance, sets, request"),
     ("worker", 'if state != b"Z":', "if True:"),
     ("bench", "allowed = HIDDEN_SHARE", "allowed = 100 * HIDDEN_SHARE"),
     ("bench", "(new[0] - eager[0]) / 3)", "-1)"),
@@ -117,11 +108,10 @@ CUDA = [
     (NORM, "if (first + i * group * V < end) sums.add", "sums.add", "instance_norm"),
     (NORM, "    mbarrier_wait(exchanged, round / 4 & 1);\n", "", "instance_norm"),
     (NORM, "mbarrier_wait(&state.empty[at.stage], at.parity ^ 1);", "", "instance_norm"),
-    (ROWS, "mbarrier_wait(&shared.full[s], phase);", "", "linear_products"),
-    (SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
-    (SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
-    (SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
-    (CONV, "if (single) v[1] = rest_of(v[0]);", "if (single) v[1] = v[0];", "convolution"),
+    (HOPPER + SWISH, "mbarrier_wait(&shared.ready[slot.place], slot.phase);", "", "linear_products"),
+    (HOPPER + SWISH, "mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);", "", "linear_products"),
+    (HOPPER + SWISH, "-min(max(below, 0), kSpareBits);", "0;", "linear_products"),
+    (HOPPER + CONV, "if (single) v[1] = rest_of(v[0]);", "if (single) v[1] = v[0];", "convolution"),
     (SWISH, "if torch._C._are_functorch_transforms_active() or ", "if ", "training"),  # only slower on a CPU
 ]  # fmt: skip
 
