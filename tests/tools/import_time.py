@@ -23,6 +23,7 @@ FILES = sorted((ROOT / "kernels").rglob("*.py"))
 def name_of(file: Path) -> str:
     return file.relative_to(ROOT / "kernels").with_suffix("").as_posix()
 
+
 IMPORT = """
 begin = time.perf_counter()
 load(sys.argv[1], "imported")
