@@ -6,10 +6,17 @@
 The unsqueezes around the Model's `InstanceNorm2d` make one channel of 1 x F pixels of each row: `mean` and `rstd` are
 the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 
-Two paths, chosen by `_fits`. The fast path: plain 2-D tensors of float32, float16 or bfloat16, F a multiple of 8,
-without hooks, autocast or transforms. Large float32 products without TF32 run on fp16 tensor cores where they are faster
-(`product_pays`); all others are cuBLAS's. One kernel then reads h and y and writes the output, and one works out the
-gradients of h and y. On a CPU float32 has its gradients from the plain path: the Model's own lines.
+The fast path (`_fits`): plain 2-D tensors, all float32, float16 or bfloat16, F a multiple of 8; no hooks, autocast or
+transforms. Everything else, and float32 with gradients on a CPU: the plain path, the Model's own lines.
+
+On a GPU, large float32 products without TF32 run on tensor cores, as three fp16 products, where that is faster
+(`product_pays`); all other products are cuBLAS's. `finish_rows` then reads h and y once and writes the output. The
+backward: `row_gradients` reads h, y and the output's gradient once and writes y's gradient and G, h's gradient; then
+dX = G W and dW = G^T x by the same product. Read "The rows" first, "The product" when you want to know how it is done.
+
+At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB, and 0.6 GB for the split. H200,
+against eager: float32 1.29 ms, 2.16x, with the backward 3.7 ms, 2.2x; TF32 0.354 ms, 1.20x, 1.11x; bfloat16 0.186 ms,
+1.24x, 1.28x (python harness.py linear_instance_norm_residual).
 """
 
 import contextlib
@@ -47,9 +54,9 @@ CUDA_SOURCE = r"""
 // 0.3 * 2^15 = 9830.400391 = 9832 - 1.599609: hi is 9832, as fp16 counts in steps of 8 there, and lo is -1.599609.
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
-// grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero: after every
-// 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Up to K = 512, where SGEMM itself
-// has rounded little, it is every 32.
+// grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
+// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Up to K = 512, where SGEMM
+// itself has rounded little, it is every 32.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -291,8 +298,9 @@ template <int PIECES, bool TURNED> struct Registers {
     }
 };
 // C = A B^T or, TURNED, C = A B; C is (A's rows, n), K is `lines` lines. Every `anew` lines the accumulators, times
-// scales[line / kPart * scales_pitch + row], are added to the sums of a row. Whole warps call the epilogue, for 32 rows at
-// a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. So four neighbouring lanes have 64 columns of a row.
+// scales[line / kPart * scales_pitch + row], are added to the sums of a row. Whole warps call the epilogue, for 32 rows
+// at a time: v[i][j] is C[row + 8 i][column_of(column, j)], or outside C. Four neighbouring lanes have 64 columns of a
+// row.
 __device__ __forceinline__ int column_of(int column, int j) { return column + j / 2 * 8 + j % 2; }
 template <int PIECES, bool TURNED, class Epilogue> __global__ void __launch_bounds__(kThreads<PIECES>, 3 - PIECES)
     multiply(const __grid_constant__ PieceRows a, const __grid_constant__ PieceRows b, const float* __restrict__ scales,
