@@ -21,7 +21,7 @@ from in_turns import compare as compare_in_turns
 
 import harness
 from judge import bench, record, roofline
-from judge.answers import Request, normal_like, same_bits
+from judge.answers import POISONED, Request, normal_like, same_bits
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
 from judge.check import CHUNK, Errors, compare, perturb, worst_element
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
