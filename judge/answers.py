@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +143,7 @@ def answers_of(module, sets: list[list], request: Request, names: Names | None =
     if any(given & each for each in outputs):
         did.append("gives an input's memory as an output's")
     memory = [{x.untyped_storage().data_ptr() for x in dense_of(answer.leaves) if x.numel()} for answer in answers]
-    if len(memory) > 1 and set.intersection(*memory) - given:
+    if any(a & b - given for a, b in itertools.combinations(memory, 2)):
         did.append(REUSED)
     for p in frozen:
         p.requires_grad_(True)

@@ -144,7 +144,7 @@ class Contender:
     def __init__(self, role: str, device: str):
         self.role, self.device, self.gpu, self.switches = role, device, device == "cuda", Switches()
         self.wait = torch.cuda.synchronize if self.gpu else lambda: None
-        self.cls, self.names = None, Names()
+        self.cls, self.names, self.said = None, Names(), []
         self.rest()
         if role in COMPILE_MODES:
             importlib.import_module("torch._inductor.compile_fx")  # while the judge does other things
@@ -198,7 +198,7 @@ class Contender:
         elif other is None:
             try:
                 with torch.no_grad():
-                    self.modules[0] = copy.deepcopy(made)
+                    self.modules = [copy.deepcopy(made), made, copy.deepcopy(made)]
             except Exception as error:
                 lacks.append(f"copy.deepcopy does not copy it: {last_line(error)}")
         if self.modules[0] is None:
@@ -235,16 +235,18 @@ class Contender:
 
     def call(self, request: Request, states: list, sets: list, answers: list) -> dict:
         """Puts a request to the module; copies the answers to where they belong."""
-        said = self.switches.put_back()
+        self.said = self.switches.put_back()
         if "torch._dynamo" in sys.modules:
             torch._dynamo.config.recompile_limit = 64  # so many kinds of calls: none must end in eager mode
         module = self.modules[0].train(request.mode == "train" or TRAINING in request.how)
         # Nothing made from the weights of one may serve the other. Both are given weights equally often: a count of
         # writes does not tell them apart.
-        for instance, state in zip(self.modules, states):
+        for instance, state in zip(self.modules, (states[0], states[1], states[1])):
             self.take(instance, state, request.how)
         if TWIN in request.how or MOVED in request.how:  # what is kept of this call must not serve the one that counts
-            answers_of(self.modules[int(TWIN in request.how)], self._own(sets), request, self.names)
+            for instance in self.modules[1:] if TWIN in request.how else [module]:
+                answers_of(instance, self._own(sets), request, self.names)
+                self.said += self.switches.put_back()
         if MOVED in request.how:  # as `.to` moves weights: parameters stay the same objects
             old = [p.data for p in module.parameters() if p.is_floating_point()]
             module._apply(unaligned)
@@ -261,16 +263,26 @@ class Contender:
         module.eval()
         if MOVED in request.how:
             module._apply(torch.clone)
-        said += self.switches.put_back()
+        said = self.said + self.switches.put_back()
         return {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did, "switched": said}
 
-    def _caller(self, module, sets: list, request: Request) -> Callable | None:
+    def _caller(self, module, sets: list, request: Request) -> Callable:
         if CAPTURED in request.how:
             return partial(captured, module)
         if THREADS in request.how or REPEATED in request.how:
-            found = iter(least_like(module, sets, THREADS in request.how))
+            found = iter(least_like(module, sets, THREADS in request.how, self.switches))
             return lambda *inputs: next(found)
-        return None
+
+        stand = []  # as they are within the request, when the first call begins
+
+        def call(*inputs):
+            if stand:
+                self.said += stand[0].put_back()
+            else:
+                stand.append(Switches())
+            return module(*inputs)
+
+        return call
 
     def ready(self, request: Request, state: dict, inputs: list, answers: list, seconds: float) -> dict:
         """Sets the calls to be timed up and makes them for so many seconds: compilers compile, clocks settle."""
@@ -290,14 +302,15 @@ class Contender:
         while len(marks) < 9 or perf_counter() - begin < seconds:
             marks.append(self._clocked(1)[:3])
         reply = dict(zip(("ms", "host_us", "flush_ms"), (statistics.median(column) for column in zip(*marks))))
-        return reply | {"peak": torch.cuda.max_memory_allocated() - before, "switched": self.switches.put_back()}
+        return reply | {"peak": torch.cuda.max_memory_allocated() - before}
 
     def warm_up(self) -> dict:
         """One call on old inputs, so that no timed call waits for memory, nor for addresses that the GPU forgot while
         others had their turn."""
         self._timed_call()
         self.wait()
-        return {"switched": self.switches.put_back()}
+        said, self.said = self.said, []
+        return {"switched": [*dict.fromkeys(said), *self.switches.put_back()]}
 
     def time(self, flushes: int) -> dict:
         """Milliseconds of a call by this process's own clock, whose sum the judge holds its own against."""
@@ -333,6 +346,7 @@ class Contender:
 
         On a GPU all is queued behind the flush. On a CPU the judge has flushed the cache.
         """
+        self.said += self.switches.put_back()
         if self.request.seeded:
             torch.manual_seed(self.request.seed)
         if not self.gpu:
@@ -383,7 +397,7 @@ class Contender:
         self.wait()
 
 
-def least_like(call: Callable, sets: list, at_once: bool) -> list:
+def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) -> list:
     """Of each set of inputs the answer, of many calls, that is the least like the first, so that a race shows.
 
     `at_once`: the sets are asked for at the same time, each by a thread of its own.
@@ -405,6 +419,7 @@ def least_like(call: Callable, sets: list, at_once: bool) -> list:
     begin = perf_counter()
     with ThreadPoolExecutor(len(sets)) as pool:
         for _ in range(MOST_REPEATS):
+            switches.put_back()  # what is switched stays with a thread, or is told when the next request begins
             if at_once:
                 list(pool.map(again, range(len(sets))))
             else:

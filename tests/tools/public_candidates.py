@@ -3,9 +3,9 @@
     python tests/tools/public_candidates.py FOLDER [--out RECORDS.json] [--processes N] [--limit SECONDS] [NAME ...]
     python tests/tools/public_candidates.py FOLDER --out RECORDS.json --table      the table of what is recorded
 
-eager and torch.compile; what is recorded already is left out. With several processes the verdicts hold; the
-against eager and torch.compile; what is recorded already is left out. With several processes the verdicts hold; the
-times, which the others disturb, are not kept. None of the candidates' code is kept.
+FOLDER holds L_TTT_ref.py, L_TTT_new.py and published.json, the factors that were claimed. Each pair is judged in
+float32 against eager and torch.compile; what is recorded already is left out. With several processes the verdicts hold;
+the times, which the others disturb, are not kept. None of the candidates' code is kept.
 """
 
 import argparse
