@@ -1,4 +1,4 @@
-"""The convolution of conv_sigmoid_group_norm on the tensor cores, in both directions: every way through it."""
+"""conv_sigmoid_group_norm on a GPU, in both directions: every way through its kernels."""
 
 import pytest
 import torch
@@ -40,6 +40,8 @@ SHAPES = for_each_file(
         case("64 channels to 128", 2, 64, 56, 56, 3, 32, 4),
         case("40 channels to 75, and pixels by eights", 2, 40, 29, 66, 3, 15, 5),
         case("1x1 kernels of an odd size", 2, 20, 57, 59, 1, 4, 6),
+        case("groups that two tiles of channels share", 2, 20, 29, 66, 3, 15, 5),
+        case("one group of 96 channels, in more tiles than run at once", 1, 3, 400, 516, 3, 1, 96),
     ]
 )
 NAMED = {case.name: case for case in SHAPES if case.stem == STEM}
