@@ -55,8 +55,8 @@ CUDA_SOURCE = r"""
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
 // grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Up to K = 512, where SGEMM
-// itself has rounded little, it is every 32.)
+// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Below K = 1024, where
+// SGEMM itself rounds less, it is every 32.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -482,7 +482,7 @@ template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_mul
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTile) * divide_up(n, kTile));
-    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k <= 512 ? 1 : 2;
+    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k < 1024 ? 1 : 2;
     kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
@@ -657,7 +657,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. `truncated`: rstd is too large by this fraction, see kTruncated. grad_y may be null.
+// A group of threads owns a row. `truncated`: rstd is too large by this fraction, see truncation_of. grad_y may be null.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
@@ -871,11 +871,12 @@ void check_inputs(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
     }
 }
 at::Tensor single(const at::Tensor& t) { return t.to(at::kFloat).contiguous(); }
-// Whether a GPU works out float16 or bfloat16 in float32, and rounds results once: small products, where it takes no
-// longer. A gradient of few values is a long sum whose terms cancel (h's gradients are orthogonal to h), so that one
-// draw of their roundings to 16 bits shows whole.
+// Whether a GPU computes float16 or bfloat16 in float32 and rounds the results once: small products, whose gradients
+// have few values. Each is a long sum whose terms cancel (h's gradients are orthogonal to h), so that one draw of their
+// roundings to 16 bits would show whole; among many values it does not.
 bool is_widened(const at::Tensor& x, const at::Tensor& weight) {
-    return x.scalar_type() != at::kFloat && x.sym_size(0) * weight.sym_numel() <= 1 << 22;
+    const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0), k = x.sym_size(1);
+    return x.scalar_type() != at::kFloat && (m * k < 64 || n < 64) && m * n * k <= 1 << 22;
 }
 // x (m, k), weight (n, k), bias (n), y (m, n), of one dtype and device. Returns out and, if `recorded` on a GPU,
 // h = x weight^T + bias, which the backward reads: in float32 if it was worked out so.
@@ -956,9 +957,10 @@ int kernel_dtype(const at::Tensor& t) {  // as the kernels' launchers count
 bool is_split(const at::Tensor& x, int64_t n, bool tf32) {
     return x.scalar_type() == at::kFloat && !tf32 && product_pays(x.size(0), n, x.size(1), 2);
 }
-// Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small (K of 128 to 20000).
-// In z that cancels, but it would make all of h's gradients too large.
-constexpr float kTruncated = 1.8f * 0x1p-23f;
+// Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small, measured for K of 128
+// to 20000. (Accumulators begin anew more often where K is at most 512.) In z that cancels, but it would make all of h's
+// gradients too large.
+float truncation_of(int64_t k) { return (k <= 512 ? 0.33f : 1.13f) * 0x1p-23f; }
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
@@ -1002,7 +1004,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const at::Tensor given = aligned(grad), kept = aligned(h), others = aligned(y);
     at::Tensor grad_h = at::empty_like(kept);
     check_launch(launch_row_gradients(kernel_dtype(x), kept.data_ptr(), others.data_ptr(), given.data_ptr(),
-        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? kTruncated : 0, current_stream()));
+        grad_h.data_ptr(), results[3].data_ptr(), m, n, float(eps), split ? truncation_of(k) : 0, current_stream()));
     // In float64 where h is nearer to the truth than cuBLAS's: the rounding of the sum would be most of the error.
     const at::ScalarType sum_type = split ? at::kDouble : x.scalar_type();
     if (needs[2]) results[2] = grad_h.sum(at::IntArrayRef{0}, false, sum_type).to(x.scalar_type());

@@ -13,8 +13,10 @@ as accurate as float32; where TF32 is allowed as one. With groups of 64 all the 
 kernel does the rest, behind this product or cuBLAS's. The backward: one kernel for G, the gradient of the product, and
 then two products. On a CPU: PyTorch's product, and groups finished by threads; 16 bits in float32 where that is faster.
 
-At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split.
-MEASURED
+At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split. `python
+harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.4 ms, 3.4x, with backward
+7.6 ms, 3.1x; TF32 allowed 0.93 ms, 3.7x; bfloat16 0.57 ms, 4.8x, with backward 2.0 ms, 3.5x. By cuBLAS's product, as on
+compute capability 8.6, float32 5.9 ms, 1.4x.
 """
 
 import contextlib
@@ -53,8 +55,8 @@ CUDA_SOURCE = r"""
 //
 // Accumulators begin anew. A tensor core does not round its sums but truncates them, always towards zero, so errors
 // grow with K. After every 64 of K the accumulators are added to float32 registers and begin anew from zero. (After
-// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Up to K = 512, where SGEMM
-// itself has rounded little, it is every 32.)
+// every 32 the product takes 13% longer, after every 128 its error may be 1.5 times SGEMM's. Below K = 1024, where
+// SGEMM itself rounds less, it is every 32.)
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
@@ -480,7 +482,7 @@ template <int PIECES, bool TURNED, class Epilogue> static cudaError_t launch_mul
     const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
     if (error != cudaSuccess) return error;
     const unsigned tiles = unsigned(divide_up(a.rows, kTile) * divide_up(n, kTile));
-    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k <= 512 ? 1 : 2;
+    const int lines = int(pitch_of(k, PIECES) / kLine), anew = PIECES == 1 ? lines : k < 1024 ? 1 : 2;
     kernel<<<tiles, kThreads<PIECES>, kBytes, stream>>>(a, b, scales, int(scales_pitch), int(n), lines, anew, epilogue);
     return cudaGetLastError();
 }
