@@ -8,17 +8,18 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-Two ways, chosen in `ModelNew.forward`. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, autocast
+Two paths, chosen in `ModelNew.forward`. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, autocast
 too: <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice the SMs, output pixels a multiple of 4
-(with gradients >= 8 (9 in + 4)), eps >= 1e-6. Everything else goes the plain way: the Model's own layers.
+(with gradients >= 8 (9 in + 4)), eps >= 1e-6. Everything else goes the plain path: the Model's own layers.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
 gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
 and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H200 the floor is 0.31 ms, memory, and `python harness.py conv_sigmoid_group_norm --backward` measures 0.434 ms, 13.6x
-eager, also with gradients recorded, in bfloat16 0.355 ms; forward and backward 2.46 ms, 7.5x.
+H200 the floor is 0.31 ms, memory, and `python harness.py hopper/conv_sigmoid_group_norm --backward` measures 0.434 ms,
+13.6x eager, also with gradients recorded; forward and backward 2.46 ms, 7.5x. Medians of calls from a cold L2, H200:
+in bfloat16 0.35 and 1.97 ms.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ import types
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
@@ -48,37 +50,39 @@ CUDA_SOURCE = r"""
 // PTX wrappers: the one text for all kernel files. A file takes those it needs, unchanged.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(bar)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(bar)) : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
     asm volatile("{\n.reg .pred done;\n"
                  "WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}"
-                 ::"r"(shared_address(bar)), "r"(parity) : "memory");
+        :
+        : "r"(shared_address(bar)), "r"(parity)
+        : "memory");
 }
 __device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Barrier `id` (1 to 15) of `threads` threads of this block.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+    asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
 template <int N> __device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(N));
 }
 template <int N> __device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(N));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int IN_FLIGHT> __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(IN_FLIGHT) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(IN_FLIGHT) : "memory");
 }
 
 __device__ __forceinline__ float to_float(float v) { return v; }
@@ -90,10 +94,15 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale: bounded; NaN for NaN, by which `convolve` finds overflow; finite at 0.
-// To change it, edit this part and `_activate` in Python. t is kActivationFactor * z.
+// The activation v of z = (h + bias) * scale. To change it, edit this part and `_activate` in Python.
+// t is kActivationFactor * z. What the kernels rely on:
+//   - v is NaN where t is. A product that overflows fp16 becomes NaN, and `convolve` finds it by v: so no fminf, fmaxf
+//     or __saturatef on the way to v, which drop a NaN. (Then outputs of large x would be finite and wrong.)
+//   - v lies in [kLowest, kHighest]. A range that is too narrow gives wrong sums, or a kernel that never ends, as
+//     add_to_total tells; one that is too wide only costs digits of the sums.
+//   - v is finite at t = 0, the value of pixels that do not exist.
 
-constexpr float kLowest = 0.0f, kHighest = 1.0f;   // of v. Outside, sums of v are wrong: see add_to_total
+constexpr float kLowest = 0.0f, kHighest = 1.0f;
 constexpr double kRange = double(kHighest) - kLowest;
 constexpr float kActivationFactor = -1.44269504f;  // sigmoid(z) = 1 / (1 + 2^(-log2(e) z))
 __device__ __forceinline__ float exp2_approx(float t) {
@@ -105,6 +114,15 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     float v;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
+}
+// The forward's, given kForwardFactor * z. Of 16-bit types it takes one instruction of the special-function unit, not
+// two: sigmoid(z) = 1/2 + tanh(z / 2) / 2. It is off by at most 2^-12, less than what eager's roundings lose.
+template <typename T> constexpr float kForwardFactor = sizeof(T) == 4 ? kActivationFactor : 0.5f;
+template <typename T> __device__ __forceinline__ float forward_activation(float t) {
+    if (sizeof(T) == 4) return activation(t);
+    float v;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(v) : "f"(t));
+    return fmaf(0.5f, v, 0.5f);
 }
 // dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
@@ -128,7 +146,7 @@ __device__ __forceinline__ float activation_gradient(float t) {
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
-// The backward launches it with NORMALIZE false: then h + bias, not v, is held and written, in float32.
+// The backward launches it with NORMALIZE false: then h + bias, not v, is held and written, in x's type as in eager.
 //
 // The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
 // channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
@@ -145,8 +163,8 @@ constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
 constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
 constexpr int kMostIn = 8, kMostOut = 32;      // channels
 constexpr int kPlaces = 3;                     // samples whose v are in a block
-constexpr int kSteps = 5, kProducts = 9;       // A's fragments, of 2 taps; wgmmas of a task: 9 taps of hi and lo, / 2
-constexpr int kLine = 32;                      // 8-byte words a group's totals take: L2 serializes atomics on a line
+constexpr int kSteps = 5, kProducts = 9;  // A's fragments, of 2 taps; wgmmas of a task: 9 taps of hi and lo, / 2
+constexpr int kLine = 32;  // 8-byte words a group's totals take: L2 serializes atomics on a line
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -156,7 +174,7 @@ struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean 
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
     int bands, band_rows, teams;  // the last band may have fewer rows
-    int plane, x_plane;           // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
+    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
 };
 // The benchmark's, as compile-time constants: 0.96 of the time.
 __host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
@@ -164,7 +182,7 @@ __host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8
 struct ConvArguments : Plan {
     int samples;
     const void* x;  // of T
-    void* out;      // of T; of float where it is h + bias
+    void* out;  // of T
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
@@ -210,7 +228,10 @@ struct Walk {
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(total), "l"(fixed + (1ull << kTermsBit)) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;"
+        :
+        : "l"(total), "l"(fixed + (1ull << kTermsBit))
+        : "memory");
 }
 // A group's two totals, once they are complete. One load: two, one after the other, took 1.06 of the kernel's time.
 __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int terms) {
@@ -239,10 +260,12 @@ __device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint4& a, uint64_t b, bool keep) {
-    asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
+    asm volatile(
+        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16"
         " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22,"
         " %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0;\n}"
-        : D16(0), D16(16) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
+        : D16(0), D16(16)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(int(keep)));
 }
 
 // The sum over `lanes` (a power of two) neighbouring lanes, in each of them.
@@ -254,7 +277,7 @@ template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) 
 // Brings [from, from + bytes) into L2, address and length rounded down to 16 bytes.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
     const uintptr_t begin = uintptr_t(from) & ~uintptr_t(15);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(bytes & ~15u) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(begin), "r"(bytes & ~15u) : "memory");
 }
 
 // One vector store of four adjacent values, with the evict-first (streaming) hint.
@@ -286,7 +309,8 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     if (single) v[1] = rest_of(v[0]);
 #pragma unroll
     for (int k = 0; k < 4; ++k) split(v[2 * k], v[2 * k + 1], h[k], l[k]);
-    hi = make_uint4(h[0], h[1], h[2], h[3]), lo = make_uint4(l[0], l[1], l[2], l[3]);
+    hi = make_uint4(h[0], h[1], h[2], h[3]);
+    lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
 
 __device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in, int tap) {  // or 0
@@ -328,8 +352,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
 // Two warpgroups copy the band of x from global to shared memory, as fp16 hi and lo. A thread has every 256th pixel,
 // all channels, four at a time. Loads these, waits for x_empty, stores, wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
-__device__ __forceinline__ void bring(
-    const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
+__device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     fewer_registers<kProducerRegisters>();
     constexpr int kStride = 128 * kProducers, kPixels = 4;
     const int thread = threadIdx.x - 128 * kConsumers, pixels = (band.rows + 2) * p.width;
@@ -405,12 +428,13 @@ __device__ __forceinline__ void convolve_again(
                 h = fmaf(to_float(x[k % 9 / 3 * p.width + k % 3]), weight_at(p, c, k / 9, k % 9), h);
             }
             float value = valid ? h + bias_at(p, c) : 0.0f;
-            if (NORMALIZE) value = activation(value * p.scale[valid ? c : 0] * kActivationFactor);
+            if (NORMALIZE) value = forward_activation<T>(value * p.scale[valid ? c : 0] * kForwardFactor<T>);
             if (task == first_task && i == 0) all.anchor = anchor_of(value, value, valid);
             if (!valid) continue;
             v[row * p.columns + column + at] = value;
             const float difference = value - all.anchor;
-            all.sum += difference, all.square = fmaf(difference, difference, all.square);
+            all.sum += difference;
+            all.square = fmaf(difference, difference, all.square);
         }
     }
 }
@@ -451,9 +475,9 @@ __device__ __forceinline__ void convolve(
     const float weight_scale = shared.scales.weight[c];
     load_weights(p, weight_scale, c, a);
     const int own_channel = min(c, p.out_channels - 1);
-    const float factor = NORMALIZE ? kActivationFactor * p.scale[own_channel] : 1.0f;
+    const float factor = NORMALIZE ? kForwardFactor<T> * p.scale[own_channel] : 1.0f;
     const float offset = factor * bias_at(p, own_channel);
-    const auto activate = [](float t) { return NORMALIZE ? activation(t) : t; };
+    const auto activate = [](float t) { return NORMALIZE ? forward_activation<T>(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
@@ -498,7 +522,8 @@ __device__ __forceinline__ void convolve(
                     const float d0 = valid(j) ? pair[0] - all.anchor : 0.0f;
                     const float d1 = valid(j) ? pair[1] - all.anchor : 0.0f;
                     sum += d0 + d1;
-                    square = fmaf(d0, d0, square), square = fmaf(d1, d1, square);
+                    square = fmaf(d0, d0, square);
+                    square = fmaf(d1, d1, square);
                 }
                 if (first) mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
 #pragma unroll
@@ -508,7 +533,8 @@ __device__ __forceinline__ void convolve(
             };
             if (all_exist && column + kTile - 8 <= p.columns) finish(std::true_type{});
             else finish(std::false_type{});
-            all.sum += sum, all.square += square;
+            all.sum += sum;
+            all.square += square;
             count += min(kTile, p.columns - column);
         }
         if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
@@ -586,7 +612,6 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    using Out = std::conditional_t<NORMALIZE, T, float>;
     constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
@@ -597,7 +622,7 @@ __device__ __forceinline__ void write(
             const Norm n = NORMALIZE ? shared.norm[at.place][c] : Norm{0, 1, 0};
             const float* const v = held + (at.place * p.out_channels + c) * p.plane;
             const int64_t channel = int64_t(at.sample) * p.out_channels + c;
-            Out* const to = static_cast<Out*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
+            T* const to = static_cast<T*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
                 float4 four[kBatch];
@@ -727,21 +752,24 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 //   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// Operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products at a
-// time are summed from zero, then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
+// Float32 operands are split as in the forward, for mma.sync, without lo * lo. Of 16-bit types hi is all there is of x
+// and of the weights, and dh's hi is at least as exact as eager's dh: one product, not three (with h in 16 bits, too,
+// 0.87 of the time of forward and backward). Tensor cores truncate, so a few products at a time are summed from zero,
+// then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
 // Last, differentiate_plainly makes x's and the weights' gradients again of samples marked `plain` by `convolve`.
 //
 // Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
 // columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
 
-constexpr int kTaps = 9, kWarps = 8;   // of each role
+constexpr int kTaps = 9, kWarps = 8;  // of each role
+template <typename T> constexpr bool kSplit = sizeof(T) == 4;  // whether operands have lo
 constexpr int kMostColumns = 32 * kWarps;
 constexpr int kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
-constexpr int kSub = 8 * kWarps + 2;   // cells of a sub-row
-constexpr int kPlane = 4 * kSub;       // cells of a row of 8 channels, of hi or lo
-constexpr int kSlots = 4;              // rows of x in shared memory
+constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row
+constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
+constexpr int kSlots = 4;  // rows of x in shared memory
 constexpr double kDhFactor = 1 + 0x1p-24;  // of dh: without it x's gradient was too small, on average by as much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
@@ -757,9 +785,8 @@ struct alignas(16) Channel {
 };
 
 template <typename T> struct BackwardArguments : ConvArguments {
-    const T* grad;
-    const float* h;
-    T* grad_x;          // null: not wanted
+    const T *grad, *h;
+    T* grad_x;  // null: not wanted
     Channel* channels;  // (samples, out_channels)
     // (samples, bands, warps, sum_width): gradients' partial sums, of weights (out, in, 9), biases, scale, gamma, beta.
     float* sums;
@@ -775,28 +802,29 @@ struct Piece { int sample, first_row, last_row, begin; };
 
 template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 // h and grad of a warp of `make`: four channels, by pairs of columns. A lane reads only what its own cp.async wrote.
-template <typename T> struct alignas(16) Fetched {
-    float2 h[4][kMostColumns / 2];
-    Pair<T> grad[4][kMostColumns / 2];
-};
+template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
 
 struct alignas(16) GradientTile {
-    uint4 x[kSlots][2 * kPlane];     // of row: hi, lo
-    uint4 dh[2][4][2 * kPlane];      // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
-    uint4 weights[2][kTaps][32];     // of 16 output channels, tap, lane: as x's gradient needs them
+    uint4 x[kSlots][2 * kPlane];  // of row: hi, lo
+    uint4 dh[2][4][2 * kPlane];  // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
+    uint4 weights[2][kTaps][32];  // of 16 output channels, tap, lane: as x's gradient needs them
     Channel channels[kMostOut];
     Scales scales;
     float x_scale, grad_x_scale;
-    uint64_t full[2], empty[2];      // rows of dh, and the rows of x that they are multiplied by
+    uint64_t full[2], empty[2];  // rows of dh, and the rows of x that they are multiplied by
 };
 
 template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_t* to, const uint4* from) {
     if constexpr (TRANSPOSED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(shared_address(from))
+            : "memory");
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(from)) : "memory");
+            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+            : "r"(shared_address(from))
+            : "memory");
     }
 }
 // d += a * b of 16 rows by 16 of K by 8 columns.
@@ -822,7 +850,7 @@ __device__ __forceinline__ double2 sum_of_block(double2 own) {
 // A block for each group of a sample.
 template <typename T>
 __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_constant__ BackwardArguments<T> p) {
-    __shared__ double2 sums[kMostOut];         // of grad, and of grad * (v - mean) * rstd
+    __shared__ double2 sums[kMostOut];  // of grad, and of grad * (v - mean) * rstd
     __shared__ uint32_t largest[2][kMostOut];  // |grad| and |dv/dz|, as bits
     if (threadIdx.x < kMostOut) largest[0][threadIdx.x] = largest[1][threadIdx.x] = 0;
     const Statistics group = p.statistics[blockIdx.x];
@@ -830,13 +858,13 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     const int first_channel = int(first % p.out_channels);
     for (int c = 0; c < p.group_channels; ++c) {
         const float factor = kActivationFactor * p.scale[first_channel + c];
-        const float* const h = p.h + (first + c) * pixels;
+        const T* const h = p.h + (first + c) * pixels;
         const T* const grad = p.grad + (first + c) * pixels;
         double2 own = {};
         float own_grad = 0, own_slope = 0;
 #pragma unroll 8
         for (int i = threadIdx.x; i < pixels; i += kGroupThreads) {
-            const float t = h[i] * factor, of_grad = to_float(grad[i]);
+            const float t = to_float(h[i]) * factor, of_grad = to_float(grad[i]);
             own = {own.x + of_grad, own.y + of_grad * (activation(t) - group.mean)};
             own_grad = fmaxf(own_grad, fabsf(of_grad));
             own_slope = fmaxf(own_slope, fabsf(activation_gradient(t)));
@@ -891,7 +919,8 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
             return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
         };
         uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
-        split(scaled(o), scaled(o + 1), f.x, f.z), split(scaled(o + 8), scaled(o + 9), f.y, f.w);
+        split(scaled(o), scaled(o + 1), f.x, f.z);
+        split(scaled(o + 8), scaled(o + 9), f.y, f.w);
     }
     __syncthreads();
 }
@@ -910,7 +939,7 @@ __device__ __forceinline__ void make(
         for (int k = 0; k < 4 && row < end; ++k) {
             if (k >= channels || 2 * pair >= p.columns) continue;
             const int64_t at = begin + (k * plane + row * p.columns + 2 * pair);
-            __pipeline_memcpy_async(&fetched.h[k][pair], p.h + at, sizeof(float2));
+            __pipeline_memcpy_async(&fetched.h[k][pair], p.h + at, sizeof(Pair<T>));
             __pipeline_memcpy_async(&fetched.grad[k][pair], p.grad + at, sizeof(Pair<T>));
         }
         __pipeline_commit();
@@ -940,10 +969,9 @@ __device__ __forceinline__ void make(
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
                     const Channel& c = tile.channels[first + k];
-                    const float2 two = fetched.h[k][pair];
-                    const Pair<T> grads = fetched.grad[k][pair];
+                    const Pair<T> two = fetched.h[k][pair], grads = fetched.grad[k][pair];
                     for (int i = 0; i < 2; ++i) {
-                        const float h = i == 0 ? two.x : two.y;
+                        const float h = to_float(i == 0 ? two.a : two.b);
                         const float q = c.q(h, to_float(i == 0 ? grads.a : grads.b));
                         of_row[0][k] += q;
                         of_row[1][k] = fmaf(q, h, of_row[1][k]);
@@ -953,9 +981,10 @@ __device__ __forceinline__ void make(
                 for (int i = 0; i < 2; ++i) {
                     uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
                     uint2 hi, lo;
-                    split(dh[i][0], dh[i][1], hi.x, lo.x), split(dh[i][2], dh[i][3], hi.y, lo.y);
+                    split(dh[i][0], dh[i][1], hi.x, lo.x);
+                    split(dh[i][2], dh[i][3], hi.y, lo.y);
                     reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
-                    reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
+                    if (kSplit<T>) reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
                 }
             }
             fetch(row + 1, pair);
@@ -979,6 +1008,7 @@ __device__ __forceinline__ void make(
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
+template <bool SPLIT>
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll 1  // spills, when unrolled
@@ -986,7 +1016,8 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
         for (int half = 0; half < 2; ++half) {
             const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
-            load_matrices<true>(hi[half], from), load_matrices<true>(lo[half], from + kPlane);
+            load_matrices<true>(hi[half], from);
+            if (SPLIT) load_matrices<true>(lo[half], from + kPlane);
         }
 #pragma unroll
         for (int ky = 0; ky < 3; ++ky) {
@@ -994,10 +1025,10 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
             uint32_t b[2][4], odd[4];  // b: hi, lo of matrices 2 step + 0 to 3; odd: + 1, + 2 of hi, then of lo
             load_matrices<true>(b[0], matrix(2 * step + of));
-            load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
+            if (SPLIT) load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
             float sums[2][3][4] = {};
-            for (int k = 0; k < 18; ++k) {  // the smallest products first; six independent chains
+            for (int k = SPLIT ? 0 : 12; k < 18; ++k) {  // the smallest products first; six independent chains
                 const int kx = k % 3, half = k / 3 % 2, product = k / 6, lower = product == 1;
                 mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
             }
@@ -1008,6 +1039,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 
 // By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
+template <bool SPLIT>
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
     float of_row[3][2][4] = {};  // summed alone: to add to total, which is larger, rounds off more
@@ -1021,9 +1053,10 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
             for (int t = 0; t < 2; ++t) {
                 const int m = 2 * t - kx + of + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
-                load_matrices<false>(hi[t], from), load_matrices<false>(lo[t], from + kPlane);
+                load_matrices<false>(hi[t], from);
+                if (SPLIT) load_matrices<false>(lo[t], from + kPlane);
             }
-            for (int k = 0; k < 18; ++k) {
+            for (int k = SPLIT ? 0 : 12; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
                 const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
@@ -1057,8 +1090,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     const float grad_x_factor = 1 / tile.grad_x_scale;
     for (int row = piece.begin; row < piece.last_row; ++row) {
         mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
-        if (row < p.rows && p.grad_x != nullptr) add_to_x(tile, row, grad_x);
-        if (row < p.rows && row >= piece.first_row) add_to_weights(tile, row, weights);
+        if (row < p.rows && p.grad_x != nullptr) add_to_x<kSplit<T>>(tile, row, grad_x);
+        if (row < p.rows && row >= piece.first_row) add_to_weights<kSplit<T>>(tile, row, weights);
         mbarrier_arrive(&tile.empty[row & 1]);
         if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
     }
@@ -1099,7 +1132,7 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
     const auto dh = [&](int o, int row, int column) {
         const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
-        return p.channels[channel].dh(p.h[at], to_float(p.grad[at]));
+        return p.channels[channel].dh(to_float(p.h[at]), to_float(p.grad[at]));
     };
     const int thread = blockIdx.y * blockDim.x + threadIdx.x, threads = gridDim.y * blockDim.x;
     for (int i = thread; i < p.in_channels * image && p.grad_x != nullptr; i += threads) {
@@ -1129,14 +1162,14 @@ static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(size
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
-    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + 4 * pixels);
+    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + (sizes[8] == 0 ? 4 : 2) * pixels);
     *rows = sizes[0] * bands_of(sizes) * kWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     const ConvArguments conv = arguments_of(pointers, sizes, 0);
     auto* const channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
-    auto* const h = reinterpret_cast<float*>(channels + sizes[0] * sizes[4]);
+    auto* const h = reinterpret_cast<T*>(channels + sizes[0] * sizes[4]);
     const int weights = conv.out_channels * conv.in_channels * kTaps;
     BackwardArguments<T> p = {conv, static_cast<const T*>(pointers[10]), h, static_cast<T*>(pointers[11]), channels,
         static_cast<float*>(pointers[12]), weights, weights + 4 * conv.out_channels};
@@ -1210,8 +1243,11 @@ struct Arguments {
         : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
               at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
               int64_t(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin),
-              x.scalar_type() == at::kFloat ? 0 : x.scalar_type() == at::kHalf ? 1 : 2} {
-        add(aligned(x)), add(out);
+              x.scalar_type() == at::kFloat      ? 0
+                  : x.scalar_type() == at::kHalf ? 1
+                                                 : 2} {
+        add(aligned(x));
+        add(out);
         const bool converts = x.scalar_type() != at::kFloat;  // parameters have x's dtype; kernels take float32
         for (const Tensor& t : parameters) {
             add(converts ? at::empty(t.sizes(), t.options().dtype(at::kFloat)) : t.contiguous());
@@ -1337,10 +1373,11 @@ def _load(name: str, arch: str = "") -> str:
     return name
 
 
-NEEDS = "sm_90"  # the fast way's GPU; without one, nothing is built
+NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
 _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
 NAMESPACE = _load("hopper_conv_sigmoid_group_norm", "90a") if any(_SMS) else ""
+_OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 def _is_plain(module: nn.Module, kind: type) -> bool:
@@ -1367,7 +1404,7 @@ def _valid(tensors: tuple, groups: int) -> bool:
     """Whether the operators can take the network's tensors: those of a Hopper, contiguous, of one dtype or autocast."""
     x, weight, *vectors = tensors
     transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter) for t in tensors):
+    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
     device = x.device
     if not x.is_cuda or not _SMS[device.index] or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
@@ -1402,7 +1439,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, groups, eps, x, *parameters):
-        out, statistics = getattr(torch.ops, NAMESPACE).forward(x, parameters, groups, eps)
+        out, statistics = _OPERATORS.forward.default(x, parameters, groups, eps)
         ctx.groups, ctx.eps = groups, eps
         ctx.save_for_backward(x, *parameters, statistics)
         return out
@@ -1416,7 +1453,7 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
-        backward = getattr(torch.ops, NAMESPACE).backward
+        backward = _OPERATORS.backward.default
         of_x, of_parameters = backward(grad, tensors[0], tensors[1:], statistics, needs[0])
         parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
         found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
@@ -1437,6 +1474,11 @@ class ModelNew(nn.Module):
         self.group_norm = nn.GroupNorm(num_groups, out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.jit.is_scripting():
+            return self._run(x)
+        return self.group_norm(_activate(self.conv(x), self.bias, self.scale))  # for torch.jit.script
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm = self.conv, self.group_norm
         tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
         usual = self._is_usual() and _valid(tensors, norm.num_groups)
@@ -1449,7 +1491,7 @@ class ModelNew(nn.Module):
             tensors = tuple(t.float() for t in tensors)
         if recorded:
             return ConvSigmoidGroupNorm.apply(groups, eps, *tensors)
-        return getattr(torch.ops, NAMESPACE).forward(tensors[0], tensors[1:], groups, eps)[0]
+        return _OPERATORS.forward.default(tensors[0], tensors[1:], groups, eps)[0]
 
     def _is_usual(self) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
