@@ -801,6 +801,7 @@ CPP_SOURCE = r"""
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 namespace {
 using at::Tensor;
@@ -839,7 +840,6 @@ constexpr int kTileChannels = 4;
 constexpr int kTileVectors = 3;
 constexpr int kTilePixels = kTileVectors * kLanes;
 constexpr int64_t kBandPixels = 1024;    // 4 KiB a channel
-constexpr int64_t kBytesAtOnce = 1 << 20;  // of out, a thread: groups that wait in its cache to be normalised
 constexpr int64_t kTapsOfASum = 72;      // more taps are added as sums of so many: rounding errors grow with a sum
 constexpr int64_t kMostTaps = 160;       // with more, PyTorch's convolution is as fast
 constexpr int64_t kGrain = 32768;        // values that are worth a thread
@@ -939,7 +939,7 @@ struct DirectConvolution {
 
     int64_t channels() const { return outs / groups; }
     int64_t tiles() const { return at::divup(channels(), kTileChannels); }
-    int64_t band_rows() const { return std::max<int64_t>(1, kBandPixels / width); }
+    int64_t band_rows() const { return std::clamp<int64_t>(kBandPixels / width, 1, rows); }
     int64_t bands() const { return at::divup(rows, band_rows()); }
 
     // scratch: kTilePixels values, since a tile may begin before its band, then the long rows of four channels.
@@ -1025,27 +1025,31 @@ Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t gro
     conv.out = out.mutable_data_ptr<float>();
 
     const int64_t slices = x.size(0) * groups;
-    const int64_t pixels = conv.rows * conv.columns;
     const int64_t bands = conv.tiles() * conv.bands();  // of a slice
     const int64_t band_values = kTileChannels * conv.band_rows() * conv.width;
-    const int64_t slice_bytes = conv.channels() * pixels * sizeof(float);
-    const int64_t at_once = at::get_num_threads() * std::max<int64_t>(1, kBytesAtOnce / slice_bytes);
-    std::vector<Sums> sums(std::min(slices, at_once) * bands);
-    for (int64_t first = 0; first < slices; first += at_once) {
-        const int64_t count = std::min(at_once, slices - first);
-        at::parallel_for(0, count * bands, kGrain / band_values + 1, [&](int64_t begin, int64_t end) {
-            std::vector<float> scratch(band_values + (kTileChannels + 1) * kTilePixels);
-            for (int64_t i = begin; i < end; ++i) {
-                sums[i] = conv.make_band(first + i / bands, i % bands / conv.bands(), i % conv.bands(), scratch.data());
+    const int64_t pixels = conv.rows * conv.columns;
+    std::vector<Sums> sums(slices * bands);
+    const auto make_bands = [&](int64_t begin, int64_t end) {
+        const std::unique_ptr<float[]> scratch(new float[band_values + (kTileChannels + 1) * kTilePixels]);
+        for (int64_t i = begin; i < end; ++i) {
+            sums[i] = conv.make_band(i / bands, i % bands / conv.bands(), i % conv.bands(), scratch.get());
+        }
+    };
+    const auto normalize_channels = [&](int64_t begin, int64_t end) {  // of all samples' channels
+        for (int64_t i = begin; i < end; ++i) {
+            conv.normalize_channel(i / conv.outs, i % conv.outs, &sums[i / conv.channels() * bands], eps);
+        }
+    };
+    if (slices >= 4 * at::get_num_threads()) {  // a thread makes whole slices, and finds each in its cache again
+        at::parallel_for(0, slices, kGrain / (bands * band_values) + 1, [&](int64_t begin, int64_t end) {
+            for (int64_t slice = begin; slice < end; ++slice) {
+                make_bands(slice * bands, (slice + 1) * bands);
+                normalize_channels(slice * conv.channels(), (slice + 1) * conv.channels());
             }
         });
-        at::parallel_for(0, count * conv.channels(), kGrain / pixels + 1, [&](int64_t begin, int64_t end) {
-            for (int64_t i = begin; i < end; ++i) {
-                const int64_t channel = first * conv.channels() + i;  // of all samples'
-                const Sums* of_bands = &sums[i / conv.channels() * bands];
-                conv.normalize_channel(channel / conv.outs, channel % conv.outs, of_bands, eps);
-            }
-        });
+    } else {
+        at::parallel_for(0, slices * bands, kGrain / band_values + 1, make_bands);
+        at::parallel_for(0, slices * conv.channels(), kGrain / pixels + 1, normalize_channels);
     }
     return out;
 }
@@ -1285,7 +1289,11 @@ def fits(tensors: tuple, groups: int) -> bool:
     if x.is_cpu:
         return True
     most = 32 if x.dtype == torch.float32 else 16  # with more input channels cuDNN's tensor cores win
-    small = x.shape[0] * channels * rows * columns < 2**39 and x.shape[2] * x.shape[3] < 2**31
+    small = (
+        x.shape[0] * channels * rows * columns < 2**39
+        and x.shape[0] * channels < 2**30
+        and x.shape[2] * x.shape[3] < 2**31
+    )
     return size in ((1, 1), (3, 3)) and x.shape[1] <= most and small
 
 
