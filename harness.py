@@ -205,7 +205,8 @@ class Judge:
                 case.listen()
                 if not after:
                     measure(case, pair, at_stake[0])
-            except Rejected as error:
+            except (Rejected, torch.OutOfMemoryError) as raised:
+                error = raised if isinstance(raised, Rejected) else Rejected("too little memory", kind="memory")
                 if error.kind == "memory" and case.device == "cuda" and (case.batch or 0) > 1:
                     runs[0].batch = case.batch
                     return seconds, False

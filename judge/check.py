@@ -31,6 +31,7 @@ from judge.answers import (
     LOADED,
     POISONED,
     RANDOM,
+    REPEATED,
     REUSED,
     THREADS,
     TRAINING,
@@ -50,6 +51,7 @@ ERROR_RATIO = 2.0
 ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
 STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
+LARGE_BYTES = 2 << 30  # an answer beyond which no request is put that takes many of them at once
 NAMED = 4  # parameters at most, in a reason
 
 # Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
@@ -173,6 +175,7 @@ class Case:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     made_from: int = 0  # the seed of its weights
     own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
+    is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)
     errors: dict[str, Errors] = field(default_factory=dict)
@@ -412,6 +415,7 @@ def comparable(case: Case) -> None:
         with coarsest:
             again = answers_of(case.model, [case.inputs(0)], Request(""))[0]
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
+    case.is_large = sum(x.nbytes for x in first.tensors().values()) > LARGE_BYTES
     case.known()  # which draws inputs by seeds of their own
     for name, leaf in first.leaves.items():
         if not isinstance(leaf, (torch.Tensor, int, complex, str, type(None))):
@@ -491,12 +495,15 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     must = request.gates == 2 and request.mode != "train"
     if THREADS in request.how and any(REUSED in why for why in case.no_dropin):
         return
+    if case.is_large and (THREADS in request.how or REPEATED in request.how or (request.batch or 0) > 2 * case.batch):
+        return
     errors = {name: each for name, each in case.errors.items()}
     try:
         put(case, request, must)
         if request.mode == "train" and (wrong := over_limit(case)):
             reject(request, wrong)
-    except Rejected as error:
+    except (Rejected, torch.OutOfMemoryError) as raised:
+        error = raised if isinstance(raised, Rejected) else Rejected(last_line(raised), kind="memory")
         if error.kind == "raised" and request.refusal == "no drop-in":
             case.lacks(f"refuses {request.when}: {error}")
         elif error.kind in ("raised", "crashed"):
@@ -510,7 +517,7 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
         elif error.kind in ("wrong", "doubt") and request.values == "no drop-in":
             case.lacks(str(error.args[0]))
         else:
-            raise
+            raise error from raised
     if request.mode == "train":
         case.errors = errors
     settle(case.device)

@@ -97,7 +97,7 @@ def main() -> None:
     ]
     shares = [names[i :: asked.processes] for i in range(asked.processes)]
     started = [
-        subprocess.Popen([*command, "--out", part, *share], stdout=subprocess.DEVNULL)
+        subprocess.Popen([*command[:3], *share, *command[3:], "--out", part], stdout=subprocess.DEVNULL)
         for part, share in zip(parts, shares)
         if share
     ]
