@@ -958,9 +958,9 @@ bool is_split(const at::Tensor& x, int64_t n, bool tf32) {
     return x.scalar_type() == at::kFloat && !tf32 && product_pays(x.size(0), n, x.size(1), 2);
 }
 // Tensor cores truncate: this h, and with it 1 / rstd, is on average so much of itself too small, measured for K of 128
-// to 20000. (Accumulators begin anew more often where K is at most 512.) In z that cancels, but it would make all of h's
+// to 20000. (Accumulators begin anew more often where K is below 1024.) In z that cancels, but it would make all of h's
 // gradients too large.
-float truncation_of(int64_t k) { return (k <= 512 ? 0.33f : 1.13f) * 0x1p-23f; }
+float truncation_of(int64_t k) { return (k < 1024 ? 0.33f : 1.13f) * 0x1p-23f; }
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
     double eps, bool tf32, bool recorded) {
