@@ -1480,10 +1480,14 @@ class ModelNew(nn.Module):
 
     def _run(self, x: torch.Tensor) -> torch.Tensor:
         conv, norm = self.conv, self.group_norm
-        tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
-        usual = self._is_usual() and _valid(tensors, norm.num_groups)
-        recorded = usual and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if not usual or not _fits(x, conv.weight, recorded):
+        fits = self._is_usual()
+        if fits:
+            tensors = (x, conv.weight, conv.bias, self.bias, self.scale, norm.weight, norm.bias)
+            fits = _valid(tensors, norm.num_groups)
+        if fits:
+            recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            fits = _fits(x, conv.weight, recorded)
+        if not fits:
             return norm(_activate(conv(x), self.bias, self.scale))
         groups, eps = norm.num_groups, norm.eps
         autocast = torch.is_autocast_enabled(x.device.type)
