@@ -8,7 +8,7 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 Two paths, chosen in `ModelNew.forward`:
 - our kernels, for what `fits`: on NVIDIA GPUs of compute capability 7.5 or newer 3x3 and 1x1 convolutions of few input
   channels, any height, width and number of output channels; float32, float16, bfloat16, autocast, with gradients or
-  without. On CPUs float32 without gradients.
+  without. On CPUs float32 without gradients, and 16 bits where the CPU has no instructions for them.
 - otherwise the Model's own layers.
 
 The forward reads x once and writes out once: v stays in registers. With gradients it is the same; x, the parameters,
@@ -92,10 +92,11 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // Two blocks share a multiprocessor: while one waits or stores the other convolves.
 //
 // A thread has four channels (a quad) of 16 pixels: four rows of two pairs of columns, the second pair half a tile to
-// the right of the first, so that the lanes of a warp read and write neighbouring pairs. A warp has one quad:
+// the right of the first, so that neighbouring lanes read and write neighbouring pairs. A warp has one quad:
 //
-//   columns of the tile   0 1   2 3   4 5  ...           half, half + 1   half + 2 ...
-//   lane                  0     1     2                  0                1
+//   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
+//   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
+//   rows 4 to 7           lane 8      9 ...      15         8       9   ...      15
 
 constexpr int kThreads = 256;       // of a block; two blocks run on a multiprocessor
 constexpr int kWarps = kThreads / 32;
@@ -269,8 +270,8 @@ __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, 
         ++line;
     }
 }
-// Starts to copy input channels from `first` on of the tile's part of x; zeros outside the image. Where the GPU can
-// (compute capability 8.0 on), the copy goes on while the thread does something else.
+// By a block: starts to copy the tile's part of x, of the input channels from `first` on; zeros outside the image. From
+// compute capability 8.0 on (cp.async) the copy goes on while the thread does something else.
 template <typename T, int PACK, int K>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
     const int lines = lines_of<K>(p);
