@@ -657,7 +657,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads)
 
 // With z as above and d = grad * y, which is z's gradient:
 //     grad_y = grad * (z + y) + d;    grad_h = rstd * (d - mean(d) - z * mean(d z))
-// A group of threads owns a row. `truncated`: rstd is too large by this fraction, see truncation_of. grad_y may be null.
+// A group of threads owns a row. rstd is too large by the fraction `truncated` (see truncation_of). grad_y may be null.
 template <typename T> __global__ void __launch_bounds__(kRowThreads) row_gradients(const T* h, const T* y,
     const T* grad, T* grad_h, T* grad_y, int64_t m, int n, float eps, float truncated, int group) {
     using Held = HeldRows<T, 3>;
