@@ -404,7 +404,10 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
     `at_once`: the sets are asked for at the same time, each by a thread of its own.
     """
     with torch.no_grad():
-        first = [tree_map_only(torch.Tensor, torch.clone, call(*inputs)) for inputs in sets]
+        first = [
+            tree_map_only(torch.Tensor, torch.clone, call(*tree_map_only(torch.Tensor, torch.clone, inputs)))
+            for inputs in sets
+        ]
     found, most = list(first), [0.0] * len(sets)
     start = threading.Barrier(len(sets))
 
@@ -412,7 +415,7 @@ def least_like(call: Callable, sets: list, at_once: bool, switches: Switches) ->
         switches.put_back()  # some are a thread's own; they are told when the next request begins
         with torch.no_grad():
             start.wait()
-            now = call(*sets[i])
+            now = call(*tree_map_only(torch.Tensor, torch.clone, sets[i]))
             pairs = zip(dense(now), dense(first[i]))
             apart = max((furthest(a, b) for a, b in pairs if a.shape == b.shape and not same_bits(a, b)), default=0.0)
         if apart > most[i]:
