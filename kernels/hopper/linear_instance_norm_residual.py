@@ -1016,22 +1016,22 @@ template <typename T, class Numbers> __global__ void __launch_bounds__(512)
     each([&](int i) { sums[i] = float(column_sums[i]); });
 }
 // ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
-struct ForwardPointers {
+struct LinearPointers {
     const float *x, *weight, *bias;
     float* h;
     RowScale* scales;
     int* exponents;
     __half* pieces;
 };
-template <class Numbers> static cudaError_t launch_forward(
-    const ForwardPointers& p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+template <class Numbers> static cudaError_t launch_h(
+    const LinearPointers& p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const StoreLinear epilogue = {{p.x, p.weight, p.bias, p.h, int(m), int(n), int(k), p.scales, p.exponents}};
     return launch_linear<Numbers>(epilogue, p.pieces, stream);
 }
 // h, of float32. Products of 16-bit types are cuBLAS's: ours took 1.1 of its time.
 extern "C" int linear_forward(
-    bool tf32, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
-    const auto launch = tf32 ? launch_forward<OneProduct<__half, float>> : launch_forward<ThreeProducts>;
+    bool tf32, const LinearPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
+    const auto launch = tf32 ? launch_h<OneProduct<__half, float>> : launch_h<ThreeProducts>;
     return launch(*p, m, n, k, stream);
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16, 3 float32 where TF32 is allowed. n is a multiple of 8.
@@ -1152,15 +1152,14 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
     if (of_weight) find(true, x);
 }
 
-struct ForwardPointers {
+struct LinearPointers {
     const float *x, *weight, *bias;
     float* h;
     void* scales;
     int* exponents;
     void* pieces;
 };
-extern "C" int linear_forward(
-    bool tf32, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
+extern "C" int linear_forward(bool tf32, const LinearPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream);
 extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream);
 extern "C" int64_t row_blocks(int64_t m, int64_t n);
@@ -1183,7 +1182,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
         const at::Tensor scales = at::empty({n + m, 2}, x.options()), pieces = pieces_of(m + n, k, tf32, x);
         const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
-        const ForwardPointers p = {floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
+        const LinearPointers p = {floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
             found.data_ptr<int>(), pieces.data_ptr()};
         check_launch(linear_forward(tf32, &p, m, n, k, current_stream()));
     } else {

@@ -1080,15 +1080,15 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
 }
 // ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
 
-struct ForwardPointers {
+struct SwishPointers {
     const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
     void *out, *h;
     RowScale* scales;
     int* exponents;
     __half* pieces;
 };
-template <class Numbers, typename T> static cudaError_t launch_forward(
-    const ForwardPointers& p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+template <class Numbers, typename T> static cudaError_t launch_swish(
+    const SwishPointers& p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
     const auto as = [](const void* pointer) { return static_cast<const T*>(pointer); };
     const LinearProduct<T> product = {as(p.x), as(p.weight), as(p.linear_bias), static_cast<T*>(p.out), int(m), int(n),
         int(k), p.scales, p.exponents};
@@ -1097,11 +1097,11 @@ template <class Numbers, typename T> static cudaError_t launch_forward(
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16, 3 float32 where TF32 is allowed.
 extern "C" int linear_swish_group_norm(
-    int dtype, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
-    const auto launch = dtype == 0 ? launch_forward<ThreeProducts, float>
-        : dtype == 1               ? launch_forward<OneProduct<__half, __half>, __half>
-        : dtype == 2               ? launch_forward<OneProduct<__nv_bfloat16, __nv_bfloat16>, __nv_bfloat16>
-                                   : launch_forward<OneProduct<__half, float>, float>;
+    int dtype, const SwishPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
+    const auto launch = dtype == 0 ? launch_swish<ThreeProducts, float>
+        : dtype == 1               ? launch_swish<OneProduct<__half, __half>, __half>
+        : dtype == 2               ? launch_swish<OneProduct<__nv_bfloat16, __nv_bfloat16>, __nv_bfloat16>
+                                   : launch_swish<OneProduct<__half, float>, float>;
     return launch(*p, m, n, k, eps, stream);
 }
 // Where G is not split, a block has the warps that its columns take, so that an SM has many blocks if rows are short.
@@ -1226,14 +1226,14 @@ void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::
     if (of_weight) find(true, x);
 }
 
-struct ForwardPointers {
+struct SwishPointers {
     const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
     void *out, *h, *scales;
     int* exponents;
     void* pieces;
 };
 extern "C" int linear_swish_group_norm(
-    int dtype, const ForwardPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
+    int dtype, const SwishPointers* p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream);
 extern "C" int64_t gradient_blocks(int64_t m, int64_t n);
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
@@ -1253,7 +1253,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const bool scaled = x.scalar_type() == at::kFloat;
     const at::Tensor ready[] = {
         aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
-    ForwardPointers p = {ready[0].data_ptr(), ready[1].data_ptr(), ready[2].data_ptr(), ready[3].data_ptr(),
+    SwishPointers p = {ready[0].data_ptr(), ready[1].data_ptr(), ready[2].data_ptr(), ready[3].data_ptr(),
         ready[4].data_ptr(), ready[5].data_ptr(), out.data_ptr(), recorded ? h.data_ptr() : nullptr};
     at::Tensor scales, found, pieces;
     if (scaled) {
