@@ -1321,7 +1321,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform.
+    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
 
     A FakeTensor is what torch.export, not strict, runs a module with.
     """
@@ -1329,7 +1329,7 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
     if torch._C._are_functorch_transforms_active() or not ordinary:
         return False
-    here = x.is_cuda and x.device.index in _HOPPERS
+    here = x.is_cpu or x.is_cuda and torch.version.cuda
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1396,6 +1396,8 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
         return False
     weight, bias = linear.weight, linear.bias
     if not _are_plain(x, weight, bias, y) or x.dim() != 2 or weight.dim() != 2:
+        return False
+    if not x.is_cuda or x.device.index not in _HOPPERS:
         return False
     n = weight.shape[0]
     shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n)

@@ -1398,7 +1398,7 @@ def _is_plain(module: nn.Module, kind: type) -> bool:
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether these are ordinary tensors of one Hopper and one of the dtypes, with no autocast or transform.
+    """Whether these are ordinary tensors of one device and one of the dtypes, with no autocast or transform.
 
     A FakeTensor is what torch.export, not strict, runs a module with.
     """
@@ -1406,7 +1406,7 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
     ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
     if torch._C._are_functorch_transforms_active() or not ordinary:
         return False
-    here = x.is_cuda and x.device.index in _HOPPERS
+    here = x.is_cpu or x.is_cuda and torch.version.cuda
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
         return False
@@ -1460,6 +1460,8 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
         return False
     weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
     if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
+        return False
+    if not x.is_cuda or x.device.index not in _HOPPERS:
         return False
     n, groups, recorded = weight.shape[0], norm.num_groups, _is_recorded(x, weight, *vectors)
     if any(v.shape != weight.shape[:1] for v in vectors) or n != 64 * groups or recorded and n > 8192:
