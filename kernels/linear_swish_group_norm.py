@@ -14,8 +14,8 @@ kernel does the rest, behind this product or cuBLAS's. The backward: one kernel 
 then two products. On a CPU: PyTorch's product, and groups finished by threads; 16 bits in float32 where that is faster.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split. `python
-harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.4 ms, 3.4x, with backward
-7.6 ms, 3.1x; TF32 allowed 0.93 ms, 3.7x; bfloat16 0.57 ms, 4.8x, with backward 2.0 ms, 3.5x. By cuBLAS's product, as on
+harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.5 ms, 3.3x, with backward
+7.7 ms, 3.0x; TF32 allowed 0.94 ms, 3.6x; bfloat16 0.58 ms, 4.7x, with backward 2.1 ms, 3.5x. By cuBLAS's product, as on
 compute capability 8.6, float32 5.9 ms, 1.4x.
 """
 
