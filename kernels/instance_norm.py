@@ -59,13 +59,9 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 // Whole packs are loaded; the neighbours' values are left out of the sums, and are not written.
 
 template <typename T> constexpr int kPack = 16 / sizeof(T);
-template <typename T> struct alignas(16) Pack {
-    T value[kPack<T>];
-};
+template <typename T> struct alignas(16) Pack { T value[kPack<T>]; };
 // What is at one place of a slice: a pack of x and, in the backward (OPERANDS = 2), one of g.
-template <typename T, int OPERANDS> struct Place {
-    Pack<T> of[OPERANDS];
-};
+template <typename T, int OPERANDS> struct Place { Pack<T> of[OPERANDS]; };
 
 template <typename T> struct Task {
     const T* from[2];  // x, and in the backward g: `slices` contiguous slices of n values
@@ -80,7 +76,7 @@ template <typename T> struct Task {
 __device__ __forceinline__ void copy_async(void* shared, const void* from) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
 #else
     *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
 #endif
@@ -360,9 +356,7 @@ template <int OPERANDS> struct alignas(16) Sums {
     }
 };
 
-__device__ __forceinline__ float median(float a, float b, float c) {
-    return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
-}
+__device__ __forceinline__ float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 // A thread's places: first, first + stride, ..., while below `end`.
 template <typename T, int OPERANDS, int ITEMS, bool RAGGED>
@@ -496,7 +490,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) norm_in_many_blocks(const T
         }
         if (phase != kSum && threadIdx.x < 32) {
             Sums<OPERANDS> sums = {};
-            for (int p = threadIdx.x; p < parts.count; p += 32) sums.add(wait_for<OPERANDS>(published + p * 2 * OPERANDS));
+            for (int p = threadIdx.x; p < parts.count; p += 32)
+                sums.add(wait_for<OPERANDS>(published + p * 2 * OPERANDS));
             __syncwarp();
             sums.add_over_lanes();
             if (threadIdx.x == 0) shared_norm = norm_of(sums, anchor, task);
@@ -557,7 +552,8 @@ static cudaError_t launch_many(Task<T> task, int64_t places, int64_t* needs) {
         return cudaLaunchCooperativeKernel(kernel, grid, kThreads, arguments, staged, task.stream);
     };
     if (count <= resident) {
-        if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream)) return error;  // kEmpty
+        if (const cudaError_t error = cudaMemsetAsync(task.workspace, 0xff, bytes, task.stream))
+            return error;  // kEmpty
         if (launch(kBoth) == cudaSuccess) return cudaSuccess;
         cudaGetLastError();  // no error: in a small partition of a GPU fewer blocks are resident
     }
@@ -691,7 +687,7 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     const int64_t n = x.size(-1) * x.size(-2);
     const float* const from = input.const_data_ptr<float>();
     float* const to = y.mutable_data_ptr<float>();
-    // Streaming takes 0.7 to 0.95 of the time for outputs that no cache holds; but from 32 MiB on, where malloc gets new
+    // Streaming takes 0.7 to 0.95 of the time for outputs that no cache holds; from 32 MiB on, where malloc gets new
     // pages, which the kernel has just zeroed in the cache, 1.25.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
@@ -723,14 +719,17 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     if (x.numel() == 0) return out;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
     const auto run = [&](void* workspace, int64_t* needs) {
-        const int error = instance_norm(type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2,
+        const int error = instance_norm(type == at::kFloat ? 0
+                : type == at::kHalf                        ? 1
+                                                           : 2,
             grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps, workspace,
             needs, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
     };
     int64_t bytes = 0;
     run(nullptr, &bytes);
-    run(at::empty({bytes}, x.options().dtype(at::kByte)).data_ptr(), nullptr);
+    const at::Tensor workspace = at::empty({bytes}, x.options().dtype(at::kByte));
+    run(workspace.data_ptr(), nullptr);
     return out;
 }
 #endif

@@ -122,7 +122,9 @@ def main() -> None:
     with matplotlib.rc_context(settings):
         for ending, colours in COLOURS.items():
             figures = {direction: draw_direction(direction, colours) for direction in summary.DIRECTIONS}
-            for name, figure in (figures | {"sweep": draw_sweep(colours)}).items():
+            if summary.SWEPT:
+                figures["sweep"] = draw_sweep(colours)
+            for name, figure in figures.items():
                 path = options.folder / f"{name}{ending}.{'png' if options.png else 'svg'}"
                 page = {"": "#ffffff", "_dark": "#0d1117"}[ending] if options.png else "none"
                 metadata = {} if options.png else {"metadata": {"Date": None}}
