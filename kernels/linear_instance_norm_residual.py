@@ -15,8 +15,8 @@ backward: `row_gradients` reads h, y and the output's gradient once and writes y
 dX = G W and dW = G^T x by the same product. Read "The rows" first, "The product" when you want to know how it is done.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times; 0.37 GB, and 0.6 GB for the split. H200,
-against eager: float32 1.3 ms, 2.1x, with the backward 3.7 ms, 2.2x; TF32 0.354 ms, 1.20x, 1.11x; bfloat16 0.186 ms,
-1.24x, 1.28x (python harness.py linear_instance_norm_residual).
+against eager: float32 1.25 ms, 2.23x, with the backward 3.75 ms, 2.20x; TF32 0.352 ms, 1.21x, 1.11x; bfloat16 0.187 ms,
+1.24x, 1.16x (python harness.py linear_instance_norm_residual --backward).
 """
 
 import contextlib

@@ -16,8 +16,8 @@ accuracy of float32 or, where TF32 is allowed, as one; those of 16-bit types are
 plain path: the Model's own layers.
 
 At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
-read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.72 ms, 3.85x eager; with the backward 2.20, 3.74x.
-Medians of calls from a cold L2, H200: where TF32 is allowed 0.34 and 1.06 ms (by cuBLAS 0.36 and 1.37).
+read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms, 3.93x eager; with the backward 2.15, 3.83x;
+where TF32 is allowed 0.337 and 1.06 ms, 1.27x and 1.40x.
 """
 
 import contextlib

@@ -17,9 +17,8 @@ layers.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, of float32 done three times in fp16: 1.1 ms at cuBLAS's rate.
 First, split_rows reads 0.15 GB of x and W and writes 0.15 GB of pieces. `python harness.py
-hopper/linear_swish_group_norm --backward`, H200: 1.22 ms, 6.7x eager; with backward 4.30 ms, 5.4x. Medians of calls
-from a cold L2, H200: where TF32 is allowed 0.64 and 2.20 ms (by cuBLAS and a tail 0.96 and 3.50); in bfloat16 0.49 and
-1.56 ms (0.54 and 1.55).
+hopper/linear_swish_group_norm --backward`, H200: 1.22 ms, 6.7x eager; with backward 4.29 ms, 5.4x; where TF32 is
+allowed 0.63 and 2.13 ms, 5.4x and 4.4x; in bfloat16 0.48 and 1.55 ms, 5.8x and 4.5x.
 """
 
 import contextlib
