@@ -14,9 +14,9 @@ kernel does the rest, behind this product or cuBLAS's. The backward: one kernel 
 then two products. On a CPU: PyTorch's product, and groups finished by threads; 16 bits in float32 where that is faster.
 
 At the benchmark shape, 32768 x 1024 to 4096: 275 GFLOP, done three times; 0.69 GB, and 0.3 GB for the split. `python
-harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.37 ms, 3.47x, with backward
-7.43 ms, 3.12x; TF32 allowed 0.91 ms, 3.77x; bfloat16 0.545 ms, 5.07x, with backward 1.77 ms, 4.01x. By cuBLAS's
-product, as on compute capability 8.6, an earlier text took 5.9 ms in float32, 1.4x.
+harness.py linear_swish_group_norm --backward` times it. On an H200, against eager: float32 2.37 ms, 3.47x, with
+backward 7.43 ms, 3.12x; TF32 allowed 0.91 ms, 3.77x; bfloat16 0.545 ms, 5.07x, with backward 1.77 ms, 4.01x. By
+cuBLAS's product, as on compute capability 8.6, an earlier text took 5.9 ms in float32, 1.4x.
 """
 
 import contextlib
