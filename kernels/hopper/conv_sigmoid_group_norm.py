@@ -156,7 +156,7 @@ __device__ __forceinline__ float activation_gradient(float t) {
 // bring scales x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at
 // most 2^-25. Where it overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
 
-constexpr int kTile = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
+constexpr int kTaskPixels = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
 constexpr int kWriters = 6;                    // warps; two more post and gather
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
@@ -187,7 +187,7 @@ struct ConvArguments : Plan {
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
     // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
-    uint32_t *largest, *plain;
+    uint32_t *largest, *remade;
     float eps;
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
 };
@@ -211,7 +211,7 @@ static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of
 struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
 
 // A role's loop over its team's samples: the sample, the place of its v, and the mbarrier parities to wait for.
-struct Walk {
+struct SampleCursor {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
     __device__ __forceinline__ void next(const ConvArguments& p) {
@@ -287,7 +287,7 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, float a,
     __stcs(reinterpret_cast<Words*>(to), *reinterpret_cast<const Words*>(values));
 }
 
-__device__ __forceinline__ void split(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
+__device__ __forceinline__ void split_two(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
     const __half2 h = __floats2half2_rn(a, b);
     const float2 f = __half22float2(h);
     const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
@@ -308,7 +308,7 @@ __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, 
     for (int k = 0; k < kMostIn; ++k) v[k] = to_float(x[k]) * scale;
     if (single) v[1] = rest_of(v[0]);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) split(v[2 * k], v[2 * k + 1], h[k], l[k]);
+    for (int k = 0; k < 4; ++k) split_two(v[2 * k], v[2 * k + 1], h[k], l[k]);
     hi = make_uint4(h[0], h[1], h[2], h[3]);
     lo = make_uint4(l[0], l[1], l[2], l[3]);
 }
@@ -362,8 +362,8 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
         return x + (int64_t(sample) * p.in_channels + channel) * image;
     };
     const float scale = shared.scales.input;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        const int later = at.sample + p.teams;
+    for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p)) {
+        const int later = cursor.sample + p.teams;
         const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.92 of the time; for 16-bit types it would be 1.06
         if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
         unsigned largest = 0;  // as bits, of which NaN's are the largest
@@ -371,7 +371,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
         for (int begin = thread; begin - thread < pixels; begin += kPixels * kStride) {
             T raw[kPixels][kMostIn];
             const int left = pixels - begin;
-            const T* from = band_of(at.sample, 0) + begin;
+            const T* from = band_of(cursor.sample, 0) + begin;
 #pragma unroll
             for (int c = 0; c < kMostIn; ++c) {
 #pragma unroll
@@ -380,7 +380,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
                 }
                 from += c < p.in_channels - 1 ? image : 0;  // again the last: weights are 0, or see load_weights
             }
-            if (begin == thread) mbarrier_wait(&shared.x_empty, at.x_parity ^ 1);
+            if (begin == thread) mbarrier_wait(&shared.x_empty, cursor.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + begin;
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
@@ -392,7 +392,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
         }
         if constexpr (!NORMALIZE) {
             largest = __reduce_max_sync(~0u, largest);
-            if (thread % 32 == 0) atomicMax(p.largest + at.sample, largest);
+            if (thread % 32 == 0) atomicMax(p.largest + cursor.sample, largest);
         }
         fence_async_proxy();  // before x_full: wgmma (async proxy) will see this thread's stores (generic proxy)
         mbarrier_arrive(&shared.x_full);
@@ -416,9 +416,9 @@ __device__ __forceinline__ void convolve_again(
     all.sum = all.square = 0;
 #pragma unroll 1
     for (int task = first_task; task < band.tasks; task += kConsumers) {
-        const int row = task % band.rows, column = task / band.rows * kTile;
+        const int row = task % band.rows, column = task / band.rows * kTaskPixels;
 #pragma unroll 1
-        for (int i = 0; i < kTile / 4; ++i) {
+        for (int i = 0; i < kTaskPixels / 4; ++i) {
             const int at = i / 2 * 8 + i % 2, here = column + threadIdx.x % 4 * 2 + at;
             const bool valid = c < p.out_channels && here < p.columns;
             float h = 0;
@@ -455,7 +455,7 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
                 const float w = weight_at(p, c, p.in_channels == 1 && in < 3 ? 0 : in, tap) * scale;
                 return p.in_channels == 1 && in == 2 ? rest_of(w) : w;
             };
-            split(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
+            split_two(weight(in), weight(in + 1), words[2 * half], words[2 * half + 1]);
         }
         a[step] = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -485,15 +485,15 @@ __device__ __forceinline__ void convolve(
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        float* const v = held + (at.place * p.out_channels + c) * p.plane + 2 * t;
+    for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p)) {
+        float* const v = held + (cursor.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
         int count = 0, task = first_task, row = first_task, column = 0;  // of the task's first pixel
-        mbarrier_wait(&shared.x_full, at.x_parity);
+        mbarrier_wait(&shared.x_full, cursor.x_parity);
         for (; task < band.tasks; task += kConsumers, row += kConsumers) {
-            for (; row >= band.rows; row -= band.rows) column += kTile;
+            for (; row >= band.rows; row -= band.rows) column += kTaskPixels;
             const uint32_t x_at = x_begin + row * p.width + column;
-            float d[kTile / 2];
+            float d[kTaskPixels / 2];
             const bool first = task == first_task, last = task + kConsumers >= band.tasks;
             barrier_sync(own_turn, 256);
             wgmma_fence();
@@ -505,16 +505,17 @@ __device__ __forceinline__ void convolve(
             barrier_arrive(next_turn, 256);
             wgmma_wait<0>();  // .aligned, so here: later warps diverge on all_exist
 #pragma unroll
-            for (int i = 0; i < kTile / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
+            for (int i = 0; i < kTaskPixels / 2; ++i)
+                asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
             if (last) mbarrier_arrive(&shared.x_empty);
             float sum = 0, square = 0;
             const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
                 float* const to = v + row * p.columns + column;
                 const auto valid = [&](int j) {
-                    return (decltype(inside)::value && j < kTile / 8 - 1) || 8 * j < columns - column;
+                    return (decltype(inside)::value && j < kTaskPixels / 8 - 1) || 8 * j < columns - column;
                 };
 #pragma unroll
-                for (int j = 0; j < kTile / 8; ++j) {
+                for (int j = 0; j < kTaskPixels / 8; ++j) {
                     float* const pair = d + 4 * j;
                     pair[0] = activate(fmaf(pair[0] + pair[2], slope, offset));
                     pair[1] = activate(fmaf(pair[1] + pair[3], slope, offset));
@@ -525,36 +526,36 @@ __device__ __forceinline__ void convolve(
                     square = fmaf(d0, d0, square);
                     square = fmaf(d1, d1, square);
                 }
-                if (first) mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
+                if (first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
 #pragma unroll
-                for (int j = 0; j < kTile / 8; ++j) {
+                for (int j = 0; j < kTaskPixels / 8; ++j) {
                     if (valid(j)) *reinterpret_cast<float2*>(to + 8 * j) = make_float2(d[4 * j], d[4 * j + 1]);
                 }
             };
-            if (all_exist && column + kTile - 8 <= p.columns) finish(std::true_type{});
+            if (all_exist && column + kTaskPixels - 8 <= p.columns) finish(std::true_type{});
             else finish(std::false_type{});
             all.sum += sum;
             all.square += square;
-            count += min(kTile, p.columns - column);
+            count += min(kTaskPixels, p.columns - column);
         }
         if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
             mbarrier_arrive(&shared.x_empty);
-            mbarrier_wait(&shared.v_empty[at.place], at.parity ^ 1);
+            mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
         }
         // NaN where x * scales.input exceeds fp16's range, and where x, a parameter or scales.input is not finite.
         if (__any_sync(~0u, !(all.square < INFINITY))) {
-            convolve_again<T, NORMALIZE>(p, band, at.sample, first_task, c, v, all);
-            if constexpr (!NORMALIZE) p.plain[at.sample] = 1;
+            convolve_again<T, NORMALIZE>(p, band, cursor.sample, first_task, c, v, all);
+            if constexpr (!NORMALIZE) p.remade[cursor.sample] = 1;
         }
         first_task = task - band.tasks;
         all.sum = sum_of_lanes(all.sum, 4);
         all.square = sum_of_lanes(all.square, 4);
         if (t == 0) {
             const float difference = all.sum / count;
-            shared.made[at.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
+            shared.made[cursor.place][warpgroup][c] = {all.anchor + difference, all.square - all.sum * difference};
         }
-        if (threadIdx.x % 128 == 0) shared.counts[at.place][warpgroup] = count;
-        mbarrier_arrive(&shared.v_full[at.place]);
+        if (threadIdx.x % 128 == 0) shared.counts[cursor.place][warpgroup] = count;
+        mbarrier_arrive(&shared.v_full[cursor.place]);
     }
 }
 
@@ -562,23 +563,23 @@ __device__ __forceinline__ void convolve(
 // the totals in global memory. Waits for v_full; when it has read `made`, it arrives at norm_full, as `gather` does.
 __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     const int c = threadIdx.x % 32;
-    for (Walk at; at.sample < p.samples; at.next(p)) {
+    for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p)) {
         double2 own = {};  // the sums of the band's u and u^2
-        mbarrier_wait(&shared.v_full[at.place], at.parity);
+        mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
         for (int k = 0; k < kConsumers; ++k) {
-            const Moments some = shared.made[at.place][k][c];
-            const int count = shared.counts[at.place][k];
+            const Moments some = shared.made[cursor.place][k][c];
+            const int count = shared.counts[cursor.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - kLowest;
             own = {own.x + count * mean, own.y + (count * mean * mean + some.square)};
         }
-        mbarrier_arrive(&shared.norm_full[at.place]);  // `made` is read, and by this arrival the writers see v
+        mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read, and by this arrival the writers see v
         double2 all = own;
         for (int i = 1; i < p.group_channels; ++i) {
             all = {all.x + __shfl_down_sync(~0u, own.x, i), all.y + __shfl_down_sync(~0u, own.y, i)};
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
-            const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
+            const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
             add_to_total(p.totals + group * kLine, all.x / kRange, p.to_fixed);
             add_to_total(p.totals + group * kLine + 1, all.y / (kRange * kRange), p.to_fixed);
         }
@@ -592,16 +593,16 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // the last channel's: several lanes, the same values
     const float gamma = p.gamma[c], beta = p.beta[c];
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
-    for (Walk at; at.sample < p.samples; at.next(p)) {
-        const int64_t group = int64_t(at.sample) * p.groups + c / p.group_channels;
+    for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p)) {
+        const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
         const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
         const double u = sum_of_total(of_v) * share, mean = kLowest + u * kRange;  // u: the mean of `post`'s u
         const double variance = (sum_of_total(of_square) * share - u * u) * (kRange * kRange);
         const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
         const float rounded = float(mean), factor = gamma / sqrtf(float(spread)), middle = centred ? rounded : 0.0f;
         const float offset = isfinite(factor) ? float(beta - (mean - middle) * factor) : NAN;  // as ATen
-        shared.norm[at.place][c] = {middle, factor, offset};
-        mbarrier_arrive(&shared.norm_full[at.place]);
+        shared.norm[cursor.place][c] = {middle, factor, offset};
+        mbarrier_arrive(&shared.norm_full[cursor.place]);
         // Where no writer waits: in double, rounded once, as all of a group's gradients have its error in common.
         if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
     }
@@ -615,13 +616,13 @@ __device__ __forceinline__ void write(
     constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
-    for (Walk at; at.sample < p.samples; at.next(p), c -= p.out_channels) {
-        mbarrier_wait(&(NORMALIZE ? shared.norm_full : shared.v_full)[at.place], at.parity);
+    for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p), c -= p.out_channels) {
+        mbarrier_wait(&(NORMALIZE ? shared.norm_full : shared.v_full)[cursor.place], cursor.parity);
 #pragma unroll 1
         for (; c < p.out_channels; c += kWriters) {
-            const Norm n = NORMALIZE ? shared.norm[at.place][c] : Norm{0, 1, 0};
-            const float* const v = held + (at.place * p.out_channels + c) * p.plane;
-            const int64_t channel = int64_t(at.sample) * p.out_channels + c;
+            const Norm n = NORMALIZE ? shared.norm[cursor.place][c] : Norm{0, 1, 0};
+            const float* const v = held + (cursor.place * p.out_channels + c) * p.plane;
+            const int64_t channel = int64_t(cursor.sample) * p.out_channels + c;
             T* const to = static_cast<T*>(p.out) + (channel * p.rows + band.first_row) * p.columns;
 #pragma unroll 1
             for (int begin = lane; begin - lane < fours; begin += kBatch * 32) {
@@ -638,7 +639,7 @@ __device__ __forceinline__ void write(
                 }
             }
         }
-        mbarrier_arrive(&shared.v_empty[at.place]);
+        mbarrier_arrive(&shared.v_empty[cursor.place]);
     }
 }
 
@@ -662,7 +663,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     prepare_scales<NORMALIZE>(p, shared.scales);
     const int first_row = blockIdx.x * p.band_rows, left = p.rows - first_row;
     const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
-    const Band band = {first_row, rows, (p.columns + kTile - 1) / kTile * rows};
+    const Band band = {first_row, rows, (p.columns + kTaskPixels - 1) / kTaskPixels * rows};
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
     const int other = warp - 4 * (kConsumers + kProducers);
@@ -691,7 +692,7 @@ static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
         p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
         p.x_plane = (p.band_rows + 2) * p.width;
         // A task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
-        return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTile * 16);
+        return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTaskPixels * 16);
     };
     int rows = 2;
     while (rows < p.rows && plan(rows + 2) <= shared_bytes && int64_t(p.bands) * p.samples >= sms) rows += 2;
@@ -763,7 +764,7 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
 
 constexpr int kTaps = 9, kWarps = 8;  // of each role
-template <typename T> constexpr bool kSplit = sizeof(T) == 4;  // whether operands have lo
+template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether operands have lo
 constexpr int kMostColumns = 32 * kWarps;
 constexpr int kRowsThreads = 64 * kWarps;
 constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
@@ -773,13 +774,15 @@ constexpr int kSlots = 4;  // rows of x in shared memory
 constexpr double kDhFactor = 1 + 0x1p-24;  // of dh: without it x's gradient was too small, on average by as much
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
-// Of a channel of a sample: v = activation(h * factor), q = (gamma * grad - grad_mean - (v - mean) * pull) * dv/dz,
-// dh = q * rstd * scale; fp16 holds q * to_half = dh * dh_scale. of_gamma, of_beta: its share of these gradients.
+// Of a channel of a sample. With v = activation(h * factor) and
+//     q = (gamma * grad - grad_mean - (v - mean) * grad_per_v) * dv/dz
+// dh is q * rstd * scale, and shared memory holds dh * dh_scale = q * to_half in fp16. of_gamma and of_beta are the
+// sample's shares of the gradients of gamma and beta.
 struct alignas(16) Channel {
-    float factor, mean, gamma, grad_mean, pull, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
+    float factor, mean, gamma, grad_mean, grad_per_v, scale, rstd, dh_scale, of_gamma, of_beta, to_half, unused;
     __device__ __forceinline__ float q(float h, float grad) const {
         const float t = h * factor;
-        return fmaf(gamma, grad, -fmaf(activation(t) - mean, pull, grad_mean)) * activation_gradient(t);
+        return fmaf(gamma, grad, -fmaf(activation(t) - mean, grad_per_v, grad_mean)) * activation_gradient(t);
     }
     __device__ __forceinline__ float dh(float h, float grad) const { return q(h, grad) * rstd * scale; }
 };
@@ -878,20 +881,22 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     }
     const int c = threadIdx.x, o = first_channel + c;
     if (c >= p.group_channels) return;
-    double grad_mean = 0, pull = 0;
+    double grad_mean = 0, grad_per_v = 0;
     for (int i = 0; i < p.group_channels; ++i) {
         grad_mean += sums[i].x * p.gamma[first_channel + i];
-        pull += sums[i].y * p.gamma[first_channel + i];
+        grad_per_v += sums[i].y * p.gamma[first_channel + i];
     }
     const double n = double(p.group_channels) * pixels;
-    pull *= group.rstd / n;
-    grad_mean = isfinite(pull) ? grad_mean / n - group.rest * pull : NAN;
+    grad_per_v *= group.rstd / n;
+    grad_mean = isfinite(grad_per_v) ? grad_mean / n - group.rest * grad_per_v : NAN;
     const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
-    const float most_q = fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(pull));
-    const double push = double(group.rstd) * scale, most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(most * fabs(push)));  // 2^-111: so to_half is finite
-    p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(pull), scale,
-        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(push * dh_scale * kDhFactor)};
+    const float most_q =
+        fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(grad_per_v));
+    const double dh_per_q = double(group.rstd) * scale,
+                 most = fmaxf(most_q * __uint_as_float(largest[1][c]), 0x1p-111f);
+    const float dh_scale = scale_below_overflow(float(most * fabs(dh_per_q)));  // 2^-111: so to_half is finite
+    p.channels[first + c] = {kActivationFactor * scale, group.mean, gamma, float(grad_mean), float(grad_per_v), scale,
+        group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(dh_per_q * dh_scale * kDhFactor)};
 }
 
 // All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
@@ -919,8 +924,8 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
             return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
         };
         uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
-        split(scaled(o), scaled(o + 1), f.x, f.z);
-        split(scaled(o + 8), scaled(o + 9), f.y, f.w);
+        split_two(scaled(o), scaled(o + 1), f.x, f.z);
+        split_two(scaled(o + 8), scaled(o + 9), f.y, f.w);
     }
     __syncthreads();
 }
@@ -981,10 +986,10 @@ __device__ __forceinline__ void make(
                 for (int i = 0; i < 2; ++i) {
                     uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
                     uint2 hi, lo;
-                    split(dh[i][0], dh[i][1], hi.x, lo.x);
-                    split(dh[i][2], dh[i][3], hi.y, lo.y);
+                    split_two(dh[i][0], dh[i][1], hi.x, lo.x);
+                    split_two(dh[i][2], dh[i][3], hi.y, lo.y);
                     reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
-                    if (kSplit<T>) reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
+                    if (kHasLow<T>) reinterpret_cast<uint2*>(cell + kPlane)[first / 4 % 2] = lo;
                 }
             }
             fetch(row + 1, pair);
@@ -1008,7 +1013,7 @@ __device__ __forceinline__ void make(
 
 // By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
 // 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
-template <bool SPLIT>
+template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll 1  // spills, when unrolled
@@ -1017,7 +1022,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         for (int half = 0; half < 2; ++half) {
             const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
             load_matrices<true>(hi[half], from);
-            if (SPLIT) load_matrices<true>(lo[half], from + kPlane);
+            if (HAS_LOW) load_matrices<true>(lo[half], from + kPlane);
         }
 #pragma unroll
         for (int ky = 0; ky < 3; ++ky) {
@@ -1025,10 +1030,10 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
             uint32_t b[2][4], odd[4];  // b: hi, lo of matrices 2 step + 0 to 3; odd: + 1, + 2 of hi, then of lo
             load_matrices<true>(b[0], matrix(2 * step + of));
-            if (SPLIT) load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
+            if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
             float sums[2][3][4] = {};
-            for (int k = SPLIT ? 0 : 12; k < 18; ++k) {  // the smallest products first; six independent chains
+            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {  // the smallest products first; six independent chains
                 const int kx = k % 3, half = k / 3 % 2, product = k / 6, lower = product == 1;
                 mma16(sums[half][kx], product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
             }
@@ -1039,7 +1044,7 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 
 // By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
 // 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
-template <bool SPLIT>
+template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
     float of_row[3][2][4] = {};  // summed alone: to add to total, which is larger, rounds off more
@@ -1054,9 +1059,9 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
                 const int m = 2 * t - kx + of + 4;
                 const uint4* const from = dh + m % 4 * kSub + cell + m / 4;
                 load_matrices<false>(hi[t], from);
-                if (SPLIT) load_matrices<false>(lo[t], from + kPlane);
+                if (HAS_LOW) load_matrices<false>(lo[t], from + kPlane);
             }
-            for (int k = SPLIT ? 0 : 12; k < 18; ++k) {
+            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {
                 const int t = k % 2, ky = k / 2 % 3, product = k / 6;
                 const uint4 w = tile.weights[half][3 * ky + kx][lane];
                 mma16(sums[ky][t], product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
@@ -1090,8 +1095,8 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     const float grad_x_factor = 1 / tile.grad_x_scale;
     for (int row = piece.begin; row < piece.last_row; ++row) {
         mbarrier_wait(&tile.full[row & 1], (row - piece.begin) / 2 & 1);
-        if (row < p.rows && p.grad_x != nullptr) add_to_x<kSplit<T>>(tile, row, grad_x);
-        if (row < p.rows && row >= piece.first_row) add_to_weights<kSplit<T>>(tile, row, weights);
+        if (row < p.rows && p.grad_x != nullptr) add_to_x<kHasLow<T>>(tile, row, grad_x);
+        if (row < p.rows && row >= piece.first_row) add_to_weights<kHasLow<T>>(tile, row, weights);
         mbarrier_arrive(&tile.empty[row & 1]);
         if (p.grad_x != nullptr) store_grad_x(p, piece, row, grad_x_factor, grad_x);
     }
@@ -1102,7 +1107,7 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
         const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);  // 0 * inf is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
             const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = p.plain[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;
+            const float value = p.remade[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;
             if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
@@ -1128,7 +1133,7 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
     const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
-    if (!p.plain[sample]) return;
+    if (!p.remade[sample]) return;
     const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
     const auto dh = [&](int o, int row, int column) {
         const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;

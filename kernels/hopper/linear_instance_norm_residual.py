@@ -92,7 +92,7 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files. ----
-// Of float32 there are two ways, and a third of 16-bit types. They differ in `Numbers`, a template parameter.
+// Of float32 there are two ways, and a third of 16-bit types. They differ in `Scheme`, a template parameter.
 //
 // ThreeProducts: as accurate as float32. Each row of x (m, k) and W (n, k) is scaled by a power of two that brings its
 // largest value (if >= 2^-112) to [2^14, 2^15). Each scaled value v becomes two fp16 numbers, its pieces: hi = fp16(v),
@@ -125,15 +125,15 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // rows, one in 10^6 of ordinary data, are "doubtful": the finisher makes them again in float32, from x and W.
 // Infinities give NaN: an infinite hi has lo = inf - inf.
 
-constexpr int kTile = 128;
+constexpr int kTileColumns = 128;
 constexpr int kLine = 64;        // numbers: 128 bytes, the widest swizzle of TMA and wgmma
 constexpr int kBand = 2048;      // rows of tiles that are taken column by column, so that operands are still in L2
 constexpr int kMultiplyThreads = 512;
 struct ThreeProducts {
     using Value = __half;
-    using Sum = float;
-    static constexpr int kPieces = 2, kTerms = kLine / kPieces;  // numbers that stand for a value; values in a line
-    static constexpr int kRows = 128;                            // of x in a tile
+    using SlotValue = float;
+    static constexpr int kPieces = 2, kLineK = kLine / kPieces;  // numbers that stand for a value; values in a line
+    static constexpr int kTileRows = 128;                            // of x in a tile
     static constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%): lines come in fours
     static constexpr int kSlots = 4;   // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f, kDoubt = 0x1p14f;  // see Range
@@ -141,9 +141,9 @@ struct ThreeProducts {
 };
 template <typename T, typename S> struct OneProduct {
     using Value = T;
-    using Sum = S;  // how sums wait in slots: T rounds them as eager does, and a tile's fit in the slots
-    static constexpr int kPieces = 1, kTerms = kLine;
-    static constexpr int kRows = 256;  // with 128, lines would take more of L2's bandwidth than the products leave
+    using SlotValue = S;  // how sums wait in slots: T rounds them as eager does, and a tile's fit in the slots
+    static constexpr int kPieces = 1, kLineK = kLine;
+    static constexpr int kTileRows = 256;  // with 128, lines would take more of L2's bandwidth than the products leave
     static constexpr int kStages = 3;  // of 48 KiB
     static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // of 80 KiB in all; a tile has 8
     static constexpr float kCoarse = 0x1p-14f, kDoubt = 0x1p1f;
@@ -161,14 +161,14 @@ __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
 // An atomic minimum of exponents, all below 1024, in a word zeroed beforehand: it holds the largest 1024 - exponent.
-__device__ __forceinline__ void take_smallest(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
+__device__ __forceinline__ void note_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Values of a row, k, rounded up to whole lines.
-template <class Numbers> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
-    return divide_up(k, Numbers::kTerms) * Numbers::kTerms;
+template <class Scheme> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
+    return divide_up(k, Scheme::kLineK) * Scheme::kLineK;
 }
-struct Sum {
+struct Add {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 struct Max {
@@ -187,18 +187,18 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     return v;
 }
 // COUNT neighbouring values (4 or 8) from k on, already scaled, into the pieces of their row, a store for each piece.
-template <class Numbers, int COUNT>
+template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
-    constexpr int kTerms = Numbers::kTerms;
+    constexpr int kLineK = Scheme::kLineK;
     Pack<__half, COUNT> hi, lo;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         hi.value[i] = __float2half_rn(v[i]);
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
     }
-    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kTerms * kLine + k % kTerms);
+    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kLineK * kLine + k % kLineK);
     to[0] = hi;
-    if (Numbers::kPieces == 2) to[kTerms / COUNT] = lo;
+    if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
 // Of a row of x or W. output = sum * both rows' unscale; it is doubtful if |sum| < both rows' doubt.
 struct RowScale { float unscale, doubt; };
@@ -224,7 +224,7 @@ struct Operand {
 constexpr int kSplitThreads = 256, kSplitItems = 8;
 // `group` threads, whole warps, own a row of x, and from block blocks_x on one of W. Rows of up to 8192 values
 // wait in registers between the search for the largest and the split; longer ones are read twice.
-template <class Numbers> __global__ void __launch_bounds__(kSplitThreads, 3)
+template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
     const Operand& own = blockIdx.x < blocks_x ? x : w;
@@ -232,7 +232,7 @@ template <class Numbers> __global__ void __launch_bounds__(kSplitThreads, 3)
     const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
     const int64_t row = block * (kSplitThreads / group) + threadIdx.x / group;
     const bool exists = row < own.rows;
-    const int padded = int(padded_k<Numbers>(own.k)), quads = padded / 4;
+    const int padded = int(padded_k<Scheme>(own.k)), quads = padded / 4;
     const float4* values = reinterpret_cast<const float4*>(own.values + row * own.k);
     float4 held[kSplitItems];
     const auto load = [&](int first) {
@@ -264,21 +264,21 @@ template <class Numbers> __global__ void __launch_bounds__(kSplitThreads, 3)
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float scaled = v[j] * scale_1 * scale_2;
-                coarse += fabsf(scaled) < Numbers::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
+                coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && at < quads) store_pieces<Numbers>(own.pieces + row * padded * Numbers::kPieces, at * 4, v);
+            if (exists && at < quads) store_pieces<Scheme>(own.pieces + row * padded * Scheme::kPieces, at * 4, v);
         }
     }
     if (own.scales == nullptr) return;
-    coarse = reduce_group(coarse, group, warp_values, Sum());
+    coarse = reduce_group(coarse, group, warp_values, Add());
     if (lane != 0 || !exists) return;
-    RowScale result = {power_of_two(-exponent), coarse * Numbers::kDoubt};
+    RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
     if (largest == 0) result.doubt = -INFINITY;  // the sums are 0, whatever finite row meets this one
     own.scales[row] = result;
     own.exponents[row] = exponent;
-    if (own.smallest != nullptr) take_smallest(own.smallest, exponent);
+    if (own.smallest != nullptr) note_exponent(own.smallest, exponent);
 }
 
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
@@ -304,13 +304,13 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, in
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 }
-template <class Numbers> struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
-    unsigned char a[Numbers::kRows * 128], b[kTile * 128];
+template <class Scheme> struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
+    unsigned char a[Scheme::kTileRows * 128], b[kTileColumns * 128];
 };
-template <class Numbers> struct MultiplyShared {
-    static constexpr int kStages = Numbers::kStages, kSlots = Numbers::kSlots;
-    Stage<Numbers> stages[kStages];
-    Pack<typename Numbers::Sum, 4> slots[kSlots][64 * 64 / 4];
+template <class Scheme> struct MultiplyShared {
+    static constexpr int kStages = Scheme::kStages, kSlots = Scheme::kSlots;
+    Stage<Scheme> stages[kStages];
+    Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
 template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
@@ -323,35 +323,35 @@ template <int COUNT> struct Ring {  // a place in a ring, and the parity of the 
     }
 };
 struct Corner { int row, column; };
-template <class Numbers> struct Tiles {  // of an output (m, n)
-    static constexpr int kRows = Numbers::kRows, kBandTiles = kBand / kRows;
+template <class Scheme> struct Tiles {  // of an output (m, n)
+    static constexpr int kTileRows = Scheme::kTileRows, kBandTiles = kBand / kTileRows;
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
-        : across((n + kTile - 1) / kTile), down((m + kRows - 1) / kRows), count(across * down) {}
+        : across((n + kTileColumns - 1) / kTileColumns), down((m + kTileRows - 1) / kTileRows), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
         const int band = tile / (kBandTiles * across), inside = tile % (kBandTiles * across);
         const int height = min(kBandTiles, down - band * kBandTiles);
-        return {(band * kBandTiles + inside % height) * kRows, inside / height * kTile};
+        return {(band * kBandTiles + inside % height) * kTileRows, inside / height * kTileColumns};
     }
 };
 
-template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers> __device__ __forceinline__ void producer(
-    MultiplyShared<Numbers>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Numbers>& tiles,
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void producer(
+    MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
-    Ring<Numbers::kStages> ring;
+    Ring<Scheme::kStages> ring;
     const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {  // a line of 128 rows
         uint64_t* bar = &shared.full[ring.place];
-        if (mn_major) tensor_load(to, map, 0, line * Numbers::kTerms, row / 32 * Numbers::kPieces, bar);
+        if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
         else tensor_load(to, map, line * kLine, row, 0, bar);
     };
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
         for (int line = 0; line < lines; ++line, ring.advance()) {
-            Stage<Numbers>& stage = shared.stages[ring.place];
+            Stage<Scheme>& stage = shared.stages[ring.place];
             mbarrier_wait(&shared.empty[ring.place], ring.phase ^ 1);
             mbarrier_expect(&shared.full[ring.place], sizeof(stage));
 #pragma unroll
-            for (int row = 0; row < Numbers::kRows; row += 128) {
+            for (int row = 0; row < Scheme::kTileRows; row += 128) {
                 load(MN_MAJOR_A, stage.a + row * 128, map_a, line, corner.row + row);
             }
             load(MN_MAJOR_B, stage.b, map_b, line, corner.column);
@@ -427,7 +427,7 @@ template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>
     }
 }
 
-template <class Numbers> __device__ __forceinline__ void free_stage(MultiplyShared<Numbers>& shared, int s) {
+template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
     // A warp waits for its own quarter of a wgmma, so each arrives.
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
 }
@@ -497,17 +497,17 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
     keep_below_wait(upper);
     keep_below_wait(lower);
 }
-template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers> __device__ __forceinline__ void consumer(
-    MultiplyShared<Numbers>& shared, const Tiles<Numbers>& tiles, int lines, int warpgroup) {
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void consumer(
+    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
-    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * Numbers::kRows / 2 * 128);
+    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * Scheme::kTileRows / 2 * 128);
     const uint64_t b = tile_descriptor<MN_MAJOR_B>(shared.stages[0].b);
     float sum[64], part[64] = {};
-    Ring<Numbers::kStages> ring;
-    Ring<Numbers::kSlots> slot;
+    Ring<Scheme::kStages> ring;
+    Ring<Scheme::kSlots> slot;
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
-        if (Numbers::kPieces == 2) {
+        if (Scheme::kPieces == 2) {
             // Warpgroup 1 begins a tile a little later than 0. Then one's float32 adds run while the other's products
             // do; at the same time both would leave the tensor cores idle. Of tiles of 4 lines 0 may be one ahead: two
             // barriers.
@@ -516,23 +516,23 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers> __device__ __forceinl
         }
         sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sum, part);
 #pragma unroll
-        for (int s = 0; s < Numbers::kRows / 64; ++s, slot.advance(2)) {
+        for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
             mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
             leave_sums(shared.slots[slot.place] + warp * 256, (s < 2 ? sum : part) + 32 * (s % 2));
             mbarrier_arrive(&shared.ready[slot.place]);
         }
     }
 }
-template <class Numbers, class Epilogue> __device__ __forceinline__ void finisher(
-    MultiplyShared<Numbers>& shared, const Tiles<Numbers>& tiles, const Epilogue& epilogue) {
+template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher(
+    MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, const Epilogue& epilogue) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    Ring<Numbers::kSlots> slot;
+    Ring<Scheme::kSlots> slot;
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
-        for (int s = 0; s < Numbers::kRows / 32; ++s, slot.advance()) {
+        for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot.advance()) {
             // The consumers in turn; of each, 64 rows' left and right half, then the next 64 rows'.
-            const int row = corner.row + s % 2 * (Numbers::kRows / 2) + s / 4 * 64 + warp * 16;
+            const int row = corner.row + s % 2 * (Scheme::kTileRows / 2) + s / 4 * 64 + warp * 16;
             const int column = corner.column + s / 2 % 2 * 64;
             const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
             const auto scales = epilogue.load(first);  // before the wait, which hides it
@@ -545,15 +545,15 @@ template <class Numbers, class Epilogue> __device__ __forceinline__ void finishe
     }
 }
 
-template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers, class Epilogue>
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue>
 __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_constant__ CUtensorMap map_a,
     const __grid_constant__ CUtensorMap map_b, int lines, const Epilogue epilogue) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char dynamic_shared[];
-    using Shared = MultiplyShared<Numbers>;
+    using Shared = MultiplyShared<Scheme>;
     Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const Tiles<Numbers> tiles(epilogue.m, epilogue.n);
+    const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
         for (int s = 0; s < Shared::kStages; ++s) {
             mbarrier_init(&shared.full[s], 1);
@@ -567,20 +567,20 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
     __syncthreads();
     if (warpgroup == 3) {
-        fewer_registers<Numbers::kProducerRegisters>();
+        fewer_registers<Scheme::kProducerRegisters>();
         if (threadIdx.x % 128 == 0) producer<MN_MAJOR_A, MN_MAJOR_B>(shared, &map_a, &map_b, tiles, lines);
     } else if (warpgroup == 2) {
-        more_registers<Numbers::kFinisherRegisters>();
+        more_registers<Scheme::kFinisherRegisters>();
         finisher(shared, tiles, epilogue);
     } else {
-        more_registers<Numbers::kConsumerRegisters>();
+        more_registers<Scheme::kConsumerRegisters>();
         consumer<MN_MAJOR_A, MN_MAJOR_B>(shared, tiles, lines, warpgroup);
     }
 #endif
 }
 // Stores a thread's part of a slot; n is a multiple of 4. STREAMING: it leaves L2 first; operands stay.
 template <bool STREAMING, typename T>
-__device__ __forceinline__ void store_part(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
+__device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
     using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -672,7 +672,7 @@ template <typename T> struct LinearProduct {
             sum[2] = fmaf(a[at].z, b[at].z, sum[2]);
             sum[3] = fmaf(a[at].w, b[at].w, sum[3]);
         }
-        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Sum());
+        return reduce_group((sum[0] + sum[1]) + (sum[2] + sum[3]), 32, nullptr, Add());
     }
 };
 // ---- Launching the product. Functions that launch kernels return a cudaError_t, to the C++ as an int. ----
@@ -690,24 +690,24 @@ extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_byte
     return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 // Splits rows of x and of W, of the same length. W may have no rows.
-template <class Numbers> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
+template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
     int group = 32;
-    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k<Numbers>(x.k)) group *= 2;
+    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k<Scheme>(x.k)) group *= 2;
     const int rows = kSplitThreads / group;  // of a block
     const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
-    split_rows<Numbers><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
+    split_rows<Scheme><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
 // The numbers of a (rows, columns) matrix, `row` of them a row, and their TMA map. A box is a line of 128 rows or,
-// MN_MAJOR, kTerms rows (k) of 4 strips of 32 columns, of each piece. What is out of bounds is filled with zeros.
+// MN_MAJOR, kLineK rows (k) of 4 strips of 32 columns, of each piece. What is out of bounds is filled with zeros.
 struct Matrix {
     const void* values;
     int64_t rows, columns, row;
 };
-template <class Numbers> static Matrix pieces_of(const void* values, int64_t rows, int64_t columns) {
-    return {values, rows, columns, padded_k<Numbers>(columns) * Numbers::kPieces};
+template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64_t rows, int64_t columns) {
+    return {values, rows, columns, padded_k<Scheme>(columns) * Scheme::kPieces};
 }
-template <bool MN_MAJOR, class Numbers> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
+template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
         cudaDriverEntryPointQueryResult found;
@@ -716,11 +716,11 @@ template <bool MN_MAJOR, class Numbers> static cudaError_t make_map(CUtensorMap*
     }();
     const cuuint64_t values = matrix.row, rows = matrix.rows, strides[2] = {values * 2, 64};
     const cuuint64_t sizes[3] = {MN_MAJOR ? 32 : values, rows, MN_MAJOR ? values / 32 : 1};
-    const cuuint32_t box[3] = {MN_MAJOR ? 32u : kLine, MN_MAJOR ? unsigned(Numbers::kTerms) : 128u,
-        MN_MAJOR ? unsigned(4 * Numbers::kPieces) : 1u};
+    const cuuint32_t box[3] = {MN_MAJOR ? 32u : kLine, MN_MAJOR ? unsigned(Scheme::kLineK) : 128u,
+        MN_MAJOR ? unsigned(4 * Scheme::kPieces) : 1u};
     const cuuint32_t steps[3] = {1, 1, 1};
     if (encode == nullptr) return cudaErrorNotSupported;
-    const bool bfloat = std::is_same_v<typename Numbers::Value, __nv_bfloat16>;
+    const bool bfloat = std::is_same_v<typename Scheme::Value, __nv_bfloat16>;
     const CUresult result = encode(map, bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
         const_cast<void*>(matrix.values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         MN_MAJOR ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
@@ -728,43 +728,44 @@ template <bool MN_MAJOR, class Numbers> static cudaError_t make_map(CUtensorMap*
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
-template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Numbers, class Epilogue> static cudaError_t launch_multiply(
+template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
     const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
-    const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Numbers, Epilogue>;
-    constexpr int kShared = sizeof(MultiplyShared<Numbers>);
+    const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Scheme, Epilogue>;
+    constexpr int kShared = sizeof(MultiplyShared<Scheme>);
     static_assert(kShared <= 227 * 1024, "a block's shared memory");
-    cudaError_t error = make_map<MN_MAJOR_A, Numbers>(&map_a, a);
-    if (error == cudaSuccess) error = make_map<MN_MAJOR_B, Numbers>(&map_b, b);
+    cudaError_t error = make_map<MN_MAJOR_A, Scheme>(&map_a, a);
+    if (error == cudaSuccess) error = make_map<MN_MAJOR_B, Scheme>(&map_b, b);
     if (error == cudaSuccess) {
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     }
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(epilogue.m, Numbers::kRows) * divide_up(epilogue.n, kTile), sms = sm_count();
+    const int64_t tiles = divide_up(epilogue.m, Scheme::kTileRows) * divide_up(epilogue.n, kTileColumns),
+                  sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
-    const int lines_at_once = Numbers::kPieces == 2 ? Numbers::kStages : 1;
-    const int lines = int(divide_up(terms, Numbers::kTerms * lines_at_once) * lines_at_once);
+    const int lines_at_once = Scheme::kPieces == 2 ? Scheme::kStages : 1;
+    const int lines = int(divide_up(terms, Scheme::kLineK * lines_at_once) * lines_at_once);
     kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
 // All launches of h = x W^T + b: of float32 the splits, then the product with its epilogue.
-template <class Numbers, class Epilogue> static cudaError_t launch_linear(
+template <class Scheme, class Epilogue> static cudaError_t launch_linear(
     const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
     if constexpr (!Epilogue::kScaled) {
         const Matrix x = {epilogue.x, m, k, k}, w = {epilogue.weight, n, k, k};
-        return launch_multiply<false, false, Numbers>(x, w, k, epilogue, stream);
+        return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
         int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
-        __half* const pieces_w = pieces + m * padded_k<Numbers>(k) * Numbers::kPieces;
+        __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
         const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n, exponents + n, nullptr};
         const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
         cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
-        if (error == cudaSuccess) error = launch_split<Numbers>(x, w, stream);
+        if (error == cudaSuccess) error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
-        const Matrix a = pieces_of<Numbers>(pieces, m, k), b = pieces_of<Numbers>(pieces_w, n, k);
-        return launch_multiply<false, false, Numbers>(a, b, k, epilogue, stream);
+        const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k), b = matrix_of_pieces<Scheme>(pieces_w, n, k);
+        return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
     }
 }
 
@@ -784,15 +785,15 @@ struct SplitGradient {  // device memory that the kernels of a backward share
     int* smallest;  // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0
 };
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
-template <class Numbers> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
+template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
     const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits, b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
-        constexpr int kTerms = Numbers::kTerms;
-        __half* const piece = to.pieces + i * padded_k<Numbers>(n) * Numbers::kPieces + j / kTerms * kLine + j % kTerms;
-        for (int k = 0; k < kLine; k += kTerms) piece[k] = __hmul(piece[k], __float2half(power_of_two(b)));
+        constexpr int kLineK = Scheme::kLineK;
+        __half* const piece = to.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces + j / kLineK * kLine + j % kLineK;
+        for (int k = 0; k < kLine; k += kLineK) piece[k] = __hmul(piece[k], __float2half(power_of_two(b)));
     }
 }
 // The epilogue of dX, or of dW: unscales row i by 2^-(smallest_of(common) + rows[i]).
@@ -816,35 +817,35 @@ struct StoreGradient {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
 #pragma unroll
         for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
-        store_part<true>(out, v, corner, m, n);
+        store_values<true>(out, v, corner, m, n);
     }
 };
 
 // dX = G W, or dW = G^T x. G is split already; splits `other` (W or x) to `pieces`, then multiplies.
-template <class Numbers> static cudaError_t launch_gradient(bool of_weight, const float* other, __half* pieces,
+template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const float* other, __half* pieces,
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
     const int64_t terms = of_weight ? m : n;
     Operand split = {other, pieces, terms, int(k)};
     split.common = of_weight ? grad.smallest : grad.forward + n + m;
     split.less = of_weight ? grad.rows : grad.columns;
-    const cudaError_t error = launch_split<Numbers>(split, {}, stream);
+    const cudaError_t error = launch_split<Scheme>(split, {}, stream);
     if (error != cudaSuccess) return error;
     const int* const unscale_by = of_weight ? grad.columns : grad.rows;  // dW's rows are G's columns
     const StoreGradient epilogue = {split.common, unscale_by, out, int(of_weight ? n : m), int(k)};
-    const Matrix a = pieces_of<Numbers>(grad.pieces, m, n), b = pieces_of<Numbers>(pieces, terms, k);
-    return of_weight ? launch_multiply<true, true, Numbers>(a, b, terms, epilogue, stream)
-                     : launch_multiply<false, true, Numbers>(a, b, terms, epilogue, stream);
+    const Matrix a = matrix_of_pieces<Scheme>(grad.pieces, m, n), b = matrix_of_pieces<Scheme>(pieces, terms, k);
+    return of_weight ? launch_multiply<true, true, Scheme>(a, b, terms, epilogue, stream)
+                     : launch_multiply<false, true, Scheme>(a, b, terms, epilogue, stream);
 }
-extern "C" int linear_gradient(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
+extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
-    const auto launch = tf32 ? launch_gradient<OneProduct<__half, float>> : launch_gradient<ThreeProducts>;
+    const auto launch = tf32 ? launch_dx_or_dw<OneProduct<__half, float>> : launch_dx_or_dw<ThreeProducts>;
     return launch(of_weight, other, pieces, out, m, n, k, *grad, stream);
 }
 // ---- The rows of linear_instance_norm_residual ----
 struct StoreLinear : LinearProduct<float> {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
-        store_part<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
+        store_values<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
     }
 };
 // out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, _finish_plainly.
@@ -876,7 +877,7 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
     });
-    mean = reduce_group(mean, group, warp_values, Sum());
+    mean = reduce_group(mean, group, warp_values, Add());
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         float pack_rest = 0, pack_squares = 0;  // a pack's own sums: small terms added to a large total would be lost
         for (int j = 0; j < V; ++j) {
@@ -887,8 +888,8 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
         rest += pack_rest;
         squares += pack_squares;
     });
-    rest = reduce_group(rest, group, warp_values, Sum()) * share;  // what the rounding of the mean left over
-    squares = reduce_group(squares, group, warp_values, Sum()) * share;
+    rest = reduce_group(rest, group, warp_values, Add()) * share;  // what the rounding of the mean left over
+    squares = reduce_group(squares, group, warp_values, Add()) * share;
     if (isinf(squares)) rest = 0;  // rstd is 0 then; an infinite rest would make NaN of it
     const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);  // fmaxf drops a NaN; h - mean or rest has it
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>& own_y, int at) {
@@ -900,12 +901,12 @@ template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
         reinterpret_cast<Pack<T, V>*>(out + row * n)[at] = result;
     });
 }
-// A block of row_gradients holds a row in registers, kColumns neighbouring columns a thread. It has the fewest warps, a
-// power of two, that cover the row, so that an SM has many blocks if rows are short.
-constexpr int kColumns = 16;
+// A block of row_gradients holds a row in registers, kThreadColumns neighbouring columns a thread. It has the fewest
+// warps, a power of two, that cover the row, so that an SM has many blocks if rows are short.
+constexpr int kThreadColumns = 16;
 static int row_threads(int64_t n) {
     int threads = 32;
-    while (threads * kColumns < n) threads *= 2;
+    while (threads * kThreadColumns < n) threads *= 2;
     return threads;
 }
 extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each writes one row of partial sums
@@ -913,71 +914,71 @@ extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each writes one row of
     return m < most ? m : most;
 }
 // Reads a thread's columns of a row to v, 0 beyond n. n is a multiple of 8.
-template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kColumns], int n) {
+template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kThreadColumns], int n) {
     constexpr int V = 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < kColumns; i += V) {
-        const int column = threadIdx.x * kColumns + i;
+    for (int i = 0; i < kThreadColumns; i += V) {
+        const int column = threadIdx.x * kThreadColumns + i;
         Pack<T, V> pack = {};
         if (column < n) pack = *reinterpret_cast<const Pack<T, V>*>(from + column);
         for (int j = 0; j < V; ++j) v[i + j] = to_float(pack.value[j]);
     }
 }
-template <typename T> __device__ __forceinline__ void write_columns(T* to, const float (&v)[kColumns], int n) {
+template <typename T> __device__ __forceinline__ void write_columns(T* to, const float (&v)[kThreadColumns], int n) {
     constexpr int V = 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < kColumns; i += V) {
-        const int column = threadIdx.x * kColumns + i;
+    for (int i = 0; i < kThreadColumns; i += V) {
+        const int column = threadIdx.x * kThreadColumns + i;
         Pack<T, V> pack;
         for (int j = 0; j < V; ++j) pack.value[j] = from_float<T>(v[i + j]);
         if (column < n) *reinterpret_cast<Pack<T, V>*>(to + column) = pack;
     }
 }
 // Scales, splits and stores a row of G; v is 0 beyond n.
-template <class Numbers> __device__ __forceinline__ void store_split_row(
-    const float (&v)[kColumns], int row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * kColumns, padded = int(padded_k<Numbers>(n));
+template <class Scheme> __device__ __forceinline__ void store_split_row(
+    const float (&v)[kThreadColumns], int row, int n, const SplitGradient& to, float* warp_values) {
+    const int first = threadIdx.x * kThreadColumns, padded = int(padded_k<Scheme>(n));
     float largest = 0;
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
+    for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
     largest = reduce_group(largest, blockDim.x, warp_values, Max());
     const int exponent = scale_exponent(largest);
 #pragma unroll
-    for (int i = 0; i < kColumns; i += 8) {
+    for (int i = 0; i < kThreadColumns; i += 8) {
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
         if (first + i >= padded) continue;
-        store_pieces<Numbers>(to.pieces + int64_t(row) * padded * Numbers::kPieces, first + i, eight);
+        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    take_smallest(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kMostExponents);
+    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kMostExponents);
 }
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z mean(d z))
-// Of float32 G goes to `to`, as Numbers' pieces, for linear_gradient, or nowhere: the kernel is launched twice, for G
-// and, once the products need it no longer, for grad_y. Of 16-bit types (Numbers is void) G goes to `whole`, for ATen's
+// Of float32 G goes to `to`, as Scheme' pieces, for linear_dx_or_dw, or nowhere: the kernel is launched twice, for G
+// and, once the products need it no longer, for grad_y. Of 16-bit types (Scheme is void) G goes to `whole`, for ATen's
 // products. G's sums over a block's rows, for the bias's gradient, go to partials[block]. A block owns every
 // gridDim.x-th row, a thread the same columns of each.
 // The tensor cores truncate. So the h of ThreeProducts is on average too small by kTruncated of itself, as measured for
 // K of 128 to 20000, and so is 1 / rstd. In z both cancel, but G would be too large: see `restored`.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
-template <typename T, class Numbers> __global__ void __launch_bounds__(512)
+template <typename T, class Scheme> __global__ void __launch_bounds__(512)
     row_gradients(const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_y,
         float* __restrict__ partials, int64_t rows, int n, float eps, const SplitGradient to, T* __restrict__ whole) {
     __shared__ float warp_values[512 / 32];
     const float share = 1.0f / n;
-    const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Sum()); };
+    const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Add()); };
     const auto each = [&](const auto& use) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            if (int(threadIdx.x) * kColumns + i < n) use(i);
+        for (int i = 0; i < kThreadColumns; ++i) {
+            if (int(threadIdx.x) * kThreadColumns + i < n) use(i);
         }
     };
-    double column_sums[kColumns] = {};
+    double column_sums[kThreadColumns] = {};
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: first h; own_y: y, then grad_y; g: grad, d, G
-        float z[kColumns], own_y[kColumns], g[kColumns], mean = 0, rest = 0, of_d = 0, of_dz = 0;
+        float z[kThreadColumns], own_y[kThreadColumns], g[kThreadColumns], mean = 0, rest = 0, of_d = 0, of_dz = 0;
         float parts[4] = {};  // of the squares: shorter sums, so that each is rounded fewer times
         read_columns(h + row * n, z, n);
         read_columns(y + row * n, own_y, n);
@@ -1004,15 +1005,15 @@ template <typename T, class Numbers> __global__ void __launch_bounds__(512)
         if (grad_y != nullptr) write_columns(grad_y + row * n, own_y, n);
         of_d = sum_of(of_d) * share;
         of_dz = sum_of(of_dz) * share;
-        const float restored = std::is_same_v<Numbers, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
+        const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
         each([&](int i) {
             g[i] = restored * (g[i] - of_d - z[i] * of_dz);
             column_sums[i] += g[i];
         });
-        if constexpr (std::is_void_v<Numbers>) write_columns(whole + row * n, g, n);
-        else if (to.pieces != nullptr) store_split_row<Numbers>(g, row, n, to, warp_values);
+        if constexpr (std::is_void_v<Scheme>) write_columns(whole + row * n, g, n);
+        else if (to.pieces != nullptr) store_split_row<Scheme>(g, row, n, to, warp_values);
     }
-    float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kColumns;
+    float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
     each([&](int i) { sums[i] = float(column_sums[i]); });
 }
 // ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
@@ -1023,10 +1024,10 @@ struct LinearPointers {
     int* exponents;
     __half* pieces;
 };
-template <class Numbers> static cudaError_t launch_h(
+template <class Scheme> static cudaError_t launch_h(
     const LinearPointers& p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const StoreLinear epilogue = {{p.x, p.weight, p.bias, p.h, int(m), int(n), int(k), p.scales, p.exponents}};
-    return launch_linear<Numbers>(epilogue, p.pieces, stream);
+    return launch_linear<Scheme>(epilogue, p.pieces, stream);
 }
 // h, of float32. Products of 16-bit types are cuBLAS's: ours took 1.1 of its time.
 extern "C" int linear_forward(
@@ -1120,10 +1121,10 @@ struct GradientPointers {  // the kernels' SplitGradient
     int *columns, *rows, *smallest;
 };
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
-extern "C" int linear_gradient(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
+extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
 // Room for a matrix's numbers: two for a float32 or, with TF32, one; rows in whole lines of 64.
-at::Tensor pieces_of(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
+at::Tensor empty_pieces(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
     return at::empty({rows, tf32 ? (k + 63) / 64 * 64 : (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
@@ -1134,18 +1135,18 @@ float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
 // dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
-void product_gradients(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32, bool of_x,
+void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32, bool of_x,
     bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
-    const at::Tensor g = pieces_of(m, n, tf32, x), own = at::zeros({n + m + 1}, exponents.options());
+    const at::Tensor g = empty_pieces(m, n, tf32, x), own = at::zeros({n + m + 1}, exponents.options());
     int *const columns = own.data_ptr<int>(), *const rows = columns + n;
     const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
     const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
-        const at::Tensor pieces = pieces_of(other.size(0), k, tf32, x), ready = aligned(other);
+        const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x), ready = aligned(other);
         const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
-        check_launch(linear_gradient(
+        check_launch(linear_dx_or_dw(
             tf32, weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
     };
     if (of_x) find(false, weight);
@@ -1180,7 +1181,7 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     at::Tensor product = recorded ? h : out;  // row_norm_residual reads it and, if not recorded, writes out there
     if (x.scalar_type() == at::kFloat) {
         const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        const at::Tensor scales = at::empty({n + m, 2}, x.options()), pieces = pieces_of(m + n, k, tf32, x);
+        const at::Tensor scales = at::empty({n + m, 2}, x.options()), pieces = empty_pieces(m + n, k, tf32, x);
         const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
         const LinearPointers p = {floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
             found.data_ptr<int>(), pieces.data_ptr()};
@@ -1213,7 +1214,7 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
         if (needs[2] && split != last) results[2] = parts.sum(at::IntArrayRef{0}, false, at::kDouble).to(x.options());
         return error;
     };
-    if (split) product_gradients(x, weight, exponents, tf32, needs[0], needs[1], results, find);
+    if (split) make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find);
     if (!split || needs[3]) check_launch(find(nullptr));  // y's gradient last: 7% less memory for 1.02 of the time
     if (!split && needs[0]) results[0] = g.mm(weight);
     if (!split && needs[1]) results[1] = g.t().mm(x);
