@@ -229,16 +229,17 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
 def hidden_time(samples: Samples, device: str) -> str | None:
     """Says where the candidate's turns take longer than its own clock claims, by more than eager's do: its clock or an
     answer is not what it seems. Looked at are the turns whose claims are the smaller half, the candidate's and eager's:
-    they decide the median. Three quarters of them must exceed three quarters of eager's by what is allowed, or the
-    lower quartile eager's by three times as much: what else runs makes turns longer, never shorter. Once this may be
-    a disturbance; who calls measures again.
+    they decide the median. Their lower quartile and their median must both exceed eager's, by what is allowed and by
+    twice as much as eager's own two are apart: what else runs makes turns longer, by chance more of the one's than of
+    the other's. Once this may be a disturbance all the same; who calls measures again.
     """
     new, eager = (statistics.quantiles(of_the_fast(samples, name), n=4) for name in ("new", "eager"))
     claimed = samples.calls * statistics.median(samples.ms["new"])
     allowed = HIDDEN_SHARE * claimed + FLUSH_SHARE * eager[1] + HIDDEN_MS[device] * samples.calls
-    if max(new[0] - eager[2], (new[0] - eager[0]) / 3) <= allowed:
+    longer = min(new[0] - eager[0], new[1] - eager[1])
+    if longer <= allowed + 2 * (eager[1] - eager[0]):
         return None
-    seen = f"in which the judge's clock sees {new[1] - eager[1]:.3f} ms more than in eager's turns"
+    seen = f"in which the judge's clock sees {longer:.3f} ms more than in eager's turns"
     return f"its own clock says {claimed:.3f} ms for the calls of a turn, {seen}"
 
 
