@@ -97,7 +97,7 @@ def test_gradients_in_any_layout(case, dtype, layout, what, device):
 
 @first_cases
 def test_gradcheck_takes_them(case, device, deterministic):
-    """In float64, where ATen computes, with its deterministic kernels. It also asks what becomes of a gradient that is undefined."""
+    """In float64, by ATen's deterministic kernels. It also asks what becomes of a gradient that is undefined."""
     _, new, inputs = build(case, device, torch.float64)
     tensors = differentiable(new, inputs)
     function = lambda *values: output_of(new, dict(zip(tensors, values, strict=True)), inputs)  # noqa: E731
