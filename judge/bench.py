@@ -195,8 +195,14 @@ def timed_answers(kept: dict[str, Kept]) -> Iterator[tuple]:
 
 
 def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
-    """MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
-    samples, spot = Samples(), secret.randrange(MIN_ROUNDS)
+    samples, flushes = get_ready(case, ring, seconds)
+    rounds(case, ring, seconds, samples, flushes)
+    return samples
+
+
+def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
+    """Each contender is given what is timed, which may make it compile; how often a GPU's cache is flushed."""
+    samples = Samples()
     for name, worker in list(case.workers.items()):
         try:
             samples.ready[name] = worker.ask("ready", seconds=seconds / 10, **ring.ready)
@@ -209,8 +215,12 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
     samples.calls = max(1, min(ring.most_calls, int(LONGEST_TURN_MS / max(ms))))
     # A process that was stopped takes several times as long to launch its first call: the flush is to outlast that.
     launch_us = min(5 * max(host_us) + 1000, LONGEST_FLUSH_US)
-    flushes = math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 0
-    deadline = time.perf_counter() + seconds * len(case.workers)
+    return samples, math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 0
+
+
+def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: int) -> None:
+    """MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
+    deadline, spot = time.perf_counter() + seconds * len(case.workers), secret.randrange(MIN_ROUNDS)
     for turn in range(MAX_ROUNDS):
         if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
@@ -223,7 +233,6 @@ def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
             except Rejected as failed:
                 case.drop(name, failed)
                 del samples.ms[name], samples.beyond[name]
-    return samples
 
 
 def hidden_time(samples: Samples, device: str) -> str | None:

@@ -6,9 +6,8 @@
 
 FOLDER holds L_TTT_ref.py, L_TTT_new.py and published.json, the factors that were claimed. RECORDS is a folder: each
 candidate's verdict is a file of its own, written as soon as it is known, and one that is there is not judged again.
-Each pair is judged in float32 against eager and torch.compile by a process of its own, with a folder of its own for
-what it builds. Several are judged at a time on one GPU; while one is timed, the others' requests wait (`Turns`). None
-of the candidates' code is kept.
+Each pair is judged in float32 against eager and torch.compile. Several judges share one GPU; while one of them times a
+candidate, the requests of the others wait (`Turns`). None of the candidates' code is kept.
 """
 
 import argparse
@@ -16,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -37,9 +37,9 @@ from judge.roofline import Ceilings  # noqa: E402
 from judge.source import Pair, Problem, load, make  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SECONDS, TIMEOUT = 0.3, 30.0
-# Of each turn fewer calls than the harness makes: two hundred candidates are many.
-bench.MOST_CALLS = 3
+# Two hundred candidates are many: less is timed than the harness times.
+SECONDS, TIMEOUT = 0.2, 30.0
+bench.MIN_ROUNDS, bench.MOST_CALLS = 12, 3
 
 
 class Turns:
@@ -98,26 +98,38 @@ def build(folder: Path, name: str) -> None:
         module(*problem.inputs(problem.batch, DEVICE, torch.float32, 0))
 
 
-def judge(folder: Path, name: str, out: Path, baselines: tuple[str, ...]) -> None:
-    if "class " not in (folder / f"{name}_new.py").read_text():
-        (out / f"{name}.json").write_text(json.dumps({"status": "no code published", "why": [], "speedup": {}}))
-        return
-    turns, begin = Turns(out), time.monotonic()
+def judge(judging: Judge, pair: Pair) -> dict:
+    if "class " not in pair.new_path.read_text():
+        return {"status": "no code published", "why": [], "speedup": {}}
+    try:
+        (run,) = judging.judge(pair)
+    except Exception as error:
+        return {"status": "the judge failed", "why": [f"{type(error).__name__}: {error}"], "speedup": {}}
+    record = {"status": run.status, "why": run.reasons or run.no_dropin, "speedup": run.speedup, "batch": run.batch}
+    return record | {"ms": run.ms, "notes": run.notes, "interference": run.interference, "roof": run.roof}
+
+
+def judge_all(asked: argparse.Namespace) -> None:
+    """Those that no other judge has claimed."""
+    turns, deadline, claims = Turns(asked.claims), time.monotonic() + asked.limit, asked.claims
     check.put = within(turns.with_others, check.put)
-    bench.take_rounds = within(turns.alone, bench.take_rounds)
+    bench.rounds = within(turns.alone, bench.rounds)
     ceilings = Ceilings(DEVICE, ("float32",))
-    vars(ceilings).update(json.loads((out / "ceilings").read_text()))
+    vars(ceilings).update(json.loads((claims / "ceilings").read_text()))
+    baselines = tuple(asked.baselines.split(","))
     options = Options(device=DEVICE, require="right", baselines=baselines, seconds=SECONDS, timeout=TIMEOUT)
     with contextlib.closing(Judge(options, ceilings, lambda text: None)) as judging:
-        try:
-            (run,) = judging.judge(pair_of(folder, name))
-            record = {"status": run.status, "why": run.reasons or run.no_dropin, "speedup": run.speedup}
-            record |= {"ms": run.ms, "notes": run.notes, "interference": run.interference, "roof": run.roof}
-        except Exception as error:
-            record = {"status": "the judge failed", "why": [f"{type(error).__name__}: {error}"], "speedup": {}}
-    record["seconds"] = round(time.monotonic() - begin, 1)
-    print(name, json.dumps(record), flush=True)
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        for name in asked.names:
+            if time.monotonic() > deadline:
+                break
+            try:
+                (claims / name).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            begin = time.monotonic()
+            record = judge(judging, pair_of(asked.folder, name)) | {"seconds": round(time.monotonic() - begin, 1)}
+            print(name, json.dumps(record), flush=True)
+            (asked.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def table(folder: Path, out: Path) -> list[str]:
@@ -135,16 +147,14 @@ def table(folder: Path, out: Path) -> list[str]:
     return [", ".join(f"{count} {status}" for status, count in counts.most_common()), "", *lines]
 
 
-def in_own_process(name: str, asked: argparse.Namespace, deadline: float) -> None:
-    """One candidate; what it builds and writes lies in a folder of its own."""
-    if time.monotonic() > deadline:
-        return
-    builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir())) / "public" / name
-    builds.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(builds), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    command = [sys.executable, __file__, asked.folder.resolve(), name, "--out", asked.out.resolve(), "--one"]
-    command += ["--baselines", asked.baselines] + ["--build"] * asked.build
-    subprocess.run(command, env=environment, cwd=builds, timeout=max(1.0, deadline - time.monotonic() + 60))
+def folder_of_its_own(path: Path, folder: Path) -> None:
+    """Candidates that call their extensions alike are not to build in one folder."""
+    text = path.read_text()
+    if "load_inline" in text:
+        builds = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tempfile.gettempdir())) / "public" / path.stem
+        builds.mkdir(parents=True, exist_ok=True)
+        text = f"import os\nos.environ['TORCH_EXTENSIONS_DIR'] = {str(builds)!r}\n{text}"
+    (folder / path.name).write_text(text)
 
 
 def main() -> None:
@@ -157,27 +167,42 @@ def main() -> None:
     parser.add_argument("--baselines", default="eager,compile")
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)  # of the judges that share a GPU
     asked = parser.parse_intermixed_args()
     if asked.table:
         print("\n".join(table(asked.folder, asked.out)))
-    elif asked.one and asked.build:
+        return
+    if asked.claims and asked.build:
         build(asked.folder, asked.names[0])
-    elif asked.one:
-        judge(asked.folder, asked.names[0], asked.out, tuple(asked.baselines.split(",")))
-    else:
-        deadline = time.monotonic() + asked.limit
-        asked.out.mkdir(parents=True, exist_ok=True)
-        if not asked.build:
-            ceilings = Ceilings(DEVICE, ("float32",))
-            ceilings.measure()
-            figures = {"copy_bandwidth": ceilings.copy_bandwidth, "matrix_rate": ceilings.matrix_rate}
-            (asked.out / "ceilings").write_text(json.dumps(figures))
-        # The largest networks, of the highest level, first: the last to end are then short ones.
-        every = sorted((path.name.removesuffix("_new.py") for path in asked.folder.glob("*_new.py")), reverse=True)
-        left = [name for name in asked.names or every if asked.build or not (asked.out / f"{name}.json").exists()]
-        with ThreadPoolExecutor(asked.processes) as pool:
-            list(pool.map(partial(in_own_process, asked=asked, deadline=deadline), left))
+        return
+    if asked.claims:
+        judge_all(asked)
+        return
+    # The largest networks, of the highest level, first: the last to end are then short ones.
+    every = sorted((path.name.removesuffix("_new.py") for path in asked.folder.glob("*_new.py")), reverse=True)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in asked.names or every if asked.build or not (asked.out / f"{name}.json").exists()]
+    # Many processes on few cores: none takes more than two.
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    with tempfile.TemporaryDirectory() as folder:
+        claims = Path(folder)
+        for name in names:
+            shutil.copy(pair_of(asked.folder, name).model_path, claims)
+            folder_of_its_own(pair_of(asked.folder, name).new_path, claims)
+        command = [sys.executable, __file__, claims, "--out", asked.out.resolve(), "--claims", claims]
+        if asked.build:
+            run = partial(subprocess.run, timeout=asked.limit)
+            with ThreadPoolExecutor(asked.processes) as pool:
+                list(pool.map(run, [[*command, "--build", name] for name in names]))
+            return
+        ceilings = Ceilings(DEVICE, ("float32",))
+        ceilings.measure()
+        figures = {"copy_bandwidth": ceilings.copy_bandwidth, "matrix_rate": ceilings.matrix_rate}
+        (claims / "ceilings").write_text(json.dumps(figures))
+        command += ["--limit", str(asked.limit), "--baselines", asked.baselines, *names]
+        started = [subprocess.Popen(command, env=environment, cwd=claims) for _ in range(asked.processes)]
+        for process in started:
+            process.wait()
 
 
 if __name__ == "__main__":
