@@ -92,79 +92,115 @@ template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { retur
 template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 
 // ---- The product x W^T on the 16-bit tensor cores. The same text in both linear files. ----
-// Of float32 there are two ways, and a third of 16-bit types. They differ in `Scheme`, a template parameter.
 //
-// ThreeProducts: as accurate as float32. Each row of x (m, k) and W (n, k) is scaled by a power of two that brings its
-// largest value (if >= 2^-112) to [2^14, 2^15). Each scaled value v becomes two fp16 numbers, its pieces: hi = fp16(v),
-// off by 2^-12 v at most, and lo = fp16(v - hi). The product is hi hi + hi lo + lo hi; the scales are taken out of the
-// sum. lo lo is dropped: it is at most 2^-12 * 2^-12 = 2^-24 of the product, which is what rounding to float32 loses.
-// The tensor cores truncate when they add. So each sum over 64 of K starts at zero, takes the small products first, and
-// is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
-// OneProduct<__half, float> of float32, where TF32 is allowed: hi hi alone. fp16 has TF32's 11 bits, at twice its rate;
-// the row scales make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
-// OneProduct<T, T> of 16-bit T: the operands as they are in memory, no scales.
+// There are two ways for float32 and one for 16-bit types. A `Scheme`, which is a template parameter, names the way.
 //
-// split_rows writes float32's pieces to device memory. A line is 64 numbers of a row: 32 of K, hi then lo, or 64 of K.
-// `multiply` is persistent: a block computes every gridDim.x-th tile. In shared memory a stage holds a line of all rows
-// of a tile, of x and of W. A slot holds 64 x 64 sums. A block's four warpgroups:
+// ThreeProducts: float32, about as accurate as float32 arithmetic. split_rows multiplies each row of x (m, k) and of
+// W (n, k) by the power of two that brings its largest value to [2^14, 2^15). Then it stores each scaled value v as two
+// fp16 numbers, its pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so
+// |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
 //
-//     3, one thread  producer   wait empty[s]  TMA brings a line of both operands to stage s          -> full[s]
-//     0 and 1        consumers  wait full[s]   multiply it, half of the tile's rows each              -> empty[s]
-//                               wait taken[t]  write their sums, 64 x 64 at a time, to slot t         -> ready[t]
-//     2              finisher   wait ready[t]  reads the sums of slot t                               -> taken[t]
-//                                              unscales them, applies the epilogue, stores
+//     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
-// So the epilogue of a tile runs while the next tile is multiplied. Slots form one ring: consumers 0 and 1 fill them in
-// turn (0, 1, 0, 1, ...), and the finisher empties them in that order.
+// without the last term, and the finisher divides the sum by both rows' scales. The dropped lo lo' is at most 2^-22 of
+// v v', 2^-24.5 rms, and of either sign, so that over K products such errors partly cancel. Float32 arithmetic loses up
+// to 2^-24 of the whole sum at each of its K additions.
 //
-// Range. From 2^-14 on fp16 has 11 bits; below, it rounds to multiples of 2^-24, so it is off by up to 2^-25. A scaled
-// value is "coarse" if that is more than its 22 bits (hi and lo) or 11 bits (hi alone) lose: below 2^-2, or 2^-14. Its
-// partner in the product is below 2^15. So c coarse values in the two rows of an output move its sum by less than
-// c * 2^-25 * 2^15 = c * 2^-10. That is within the sum's own precision, 2^-24 or TF32's 2^-11 of it, where the sum is
-// at least c * 2^14, or c * 2. Each row has its share of this bound, its `doubt`. Sums below the doubt of their two
-// rows, one in 10^6 of ordinary data, are "doubtful": the finisher makes them again in float32, from x and W.
-// Infinities give NaN: an infinite hi has lo = inf - inf.
+// The tensor cores do not round their sums, they truncate them. Therefore each sum over 64 of K starts at zero, takes
+// the small products first, and is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
+// What is left of it: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000.
+//
+// OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
+// and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
+// OneProduct<T, T>: 16-bit T. TMA reads the operands as they are in memory, and there are no scales.
+//
+// A line is 64 neighbouring numbers of a row of pieces, 128 bytes. kLineK is how many of K it holds:
+//
+//     ThreeProducts, 32 of K:   | hi of k 0 to 31 | lo of k 0 to 31 |        OneProduct, 64 of K:   | hi of k 0 to 63 |
+//
+// `multiply` runs one block a multiprocessor, and block i computes every gridDim.x-th tile of the output from i on. Of
+// shared memory, stage s holds one line of all the tile's rows of x and of W. Slot t holds 64 x 64 finished sums.
+//
+//     warpgroup   role        waits for    does                                                           signals
+//     3           producer    empty[s]     one thread starts TMA copies of a line of x and W to stage s   full[s]
+//     0 and 1     consumers   full[s]      each multiplies the line for half of the tile's rows of x      empty[s]
+//                             taken[t]     each stores its sums, 64 x 64 at a time, to slot t             ready[t]
+//     2           finisher    ready[t]     loads the sums of slot t to registers                          taken[t]
+//                                          unscales them, applies the epilogue, stores the output
+//
+// So the epilogue of a tile runs while the next tile is multiplied. The slots are one ring. The consumers fill it in
+// turn, and the finisher empties it in the same order. Number s of a tile's slots holds
+//
+//     the sums of consumer s % 2,  of the block s / 4 of 64 of its rows,  of the left or right 64 columns: s / 2 % 2
+//
+// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, so a rounding may err by 2^-25. A scaled
+// value is "coarse" if 2^-25 is more than its pieces lose otherwise: below 2^-2 with hi and lo, which lose 2^-23 of it,
+// and below 2^-14 with hi alone, which loses 2^-11 of it. Its partner in the product is below 2^15. So if two rows have
+// c coarse values between them, their sum errs by less than c * 2^-25 * 2^15 = c * 2^-10 on their account. The sum may
+// err by 2^-24 of itself as float32 (by 2^-11 as TF32), which is more where it is at least c * 2^14 (c * 2). split_rows
+// stores each row's coarse values times 2^14 (times 2) as its `doubt`. If a sum is below the doubt of its two rows, the
+// finisher computes it again in float32, from x and W. Of uniform or normal random operands with K up to 8192 fewer
+// than one in 10^6 sums are (an estimate: scaled, they spread over 2^29 and more, and few rows have a coarse value). An
+// infinity becomes NaN with ThreeProducts, because its lo is inf - inf.
+//
+// To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
+// rows are 128 or 256, because each of the two consumers has the m of one such instruction, 64, or of two. A TMA box
+// has 128 rows (make_map, producer). The 64 columns of a slot are a group of linear_swish_group_norm's, whose epilogue
+// needs a whole group.
 
 constexpr int kTileColumns = 128;
-constexpr int kLine = 64;        // numbers: 128 bytes, the widest swizzle of TMA and wgmma
-constexpr int kBand = 2048;      // rows of tiles that are taken column by column, so that operands are still in L2
+constexpr int kLine = 64;    // numbers: 128 bytes, the widest swizzle of TMA and wgmma
+constexpr int kBand = 2048;  // rows of x: their tiles are taken column by column, so that L2 holds their pieces (8 MB
+// where K is 1024) until the last column of tiles has used them
 constexpr int kMultiplyThreads = 512;
 struct ThreeProducts {
     using Value = __half;
     using SlotValue = float;
-    static constexpr int kPieces = 2, kLineK = kLine / kPieces;  // numbers that stand for a value; values in a line
-    static constexpr int kTileRows = 128;                            // of x in a tile
-    static constexpr int kStages = 4;  // of 32 KiB. The loop over them is unrolled (worth 1-4%): lines come in fours
-    static constexpr int kSlots = 4;   // of 16 KiB
-    static constexpr float kCoarse = 0x1p-2f, kDoubt = 0x1p14f;  // see Range
-    static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;
+    static constexpr int kPieces = 2;  // numbers that stand for a value
+    static constexpr int kLineK = kLine / kPieces;  // values in a line
+    static constexpr int kTileRows = 128;  // of x
+    static constexpr int kStages = 4;  // of 32 KiB. Lines come in fours: the loop over them is unrolled,
+    // which is worth 1 to 4% of the time
+    static constexpr int kSlots = 4;  // of 16 KiB
+    static constexpr float kCoarse = 0x1p-2f;  // see Range
+    static constexpr float kDoubt = 0x1p14f;  // of a row, for each coarse value
+    static constexpr int kConsumerRegisters = 168, kFinisherRegisters = 152, kProducerRegisters = 24;  // of a thread
 };
 template <typename T, typename S> struct OneProduct {
     using Value = T;
-    using SlotValue = S;  // how sums wait in slots: T rounds them as eager does, and a tile's fit in the slots
-    static constexpr int kPieces = 1, kLineK = kLine;
-    static constexpr int kTileRows = 256;  // with 128, lines would take more of L2's bandwidth than the products leave
+    // What sums are in the slots. T rounds each sum before the finisher adds the bias in float32: one rounding more
+    // than eager's addmm, which adds the bias first. All later steps are in float32, where eager rounds after each.
+    using SlotValue = S;
+    static constexpr int kPieces = 1;
+    static constexpr int kLineK = kLine;
+    static constexpr int kTileRows = 256;  // with 128 the loads of lines through L2 would take longer than the products
     static constexpr int kStages = 3;  // of 48 KiB
-    static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // of 80 KiB in all; a tile has 8
-    static constexpr float kCoarse = 0x1p-14f, kDoubt = 0x1p1f;
+    static constexpr int kSlots = sizeof(S) == 4 ? 5 : 10;  // of 80 KiB in all. A tile has 8
+    static constexpr float kCoarse = 0x1p-14f;
+    static constexpr float kDoubt = 0x1p1f;
     static constexpr int kConsumerRegisters = 160, kFinisherRegisters = 152, kProducerRegisters = 40;
 };
-template <class N> constexpr bool kRegistersFit =
-    2 * N::kConsumerRegisters + N::kFinisherRegisters + N::kProducerRegisters <= 65536 / 128;
-static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>, "a thread of each warpgroup");
-constexpr float kLargestUnscale = 0x1p60f;  // outputs of rows beyond it are doubtful: they might overflow
+template <class Scheme> constexpr bool kRegistersFit =
+    2 * Scheme::kConsumerRegisters + Scheme::kFinisherRegisters + Scheme::kProducerRegisters <= 65536 / 128;
+static_assert(kRegistersFit<ThreeProducts> && kRegistersFit<OneProduct<__half, float>>,
+    "a multiprocessor has 65536 registers, for 128 threads of each warpgroup");
+// Scaled sums are below 2^15 * 2^15 * K < 2^54. Times an inverse scale of up to 2^60 they are finite. Rows of larger
+// inverse scales have infinite doubt: multiply_rows computes all their sums.
+constexpr float kLargestUnscale = 0x1p60f;
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) < INFINITY; }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(127 + exponent) << 23); }
-// Brings `largest`, if >= 2^-112, to [2^14, 2^15). At most 126: 2^-149 becomes 2^-23, scale and 1 / scale are normal.
+// The exponent of the scale that brings `largest` to [2^14, 2^15). It is 126 at most, so that the scale and its inverse
+// are normal numbers: then a largest value below 2^-112 stays below 2^14, and 2^-149 becomes 2^-23.
 __device__ __forceinline__ int scale_exponent(float largest) {
     return min(14 + 127 - int(__float_as_uint(largest) >> 23), 126);
 }
-// An atomic minimum of exponents, all below 1024, in a word zeroed beforehand: it holds the largest 1024 - exponent.
+// The smallest of many exponents, in a word of memory that is zeroed beforehand. The word holds 1024 - exponent, which
+// is positive as all exponents are between -252 and 252: so the smallest exponent is the largest word, and 0 is none.
 __device__ __forceinline__ void note_exponent(int* word, int exponent) { atomicMax(word, 1024 - exponent); }
 __device__ __forceinline__ int smallest_of(const int* word) { return 1024 - *word; }
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-// Values of a row, k, rounded up to whole lines.
+// k, the length of a row, rounded up to whole lines.
 template <class Scheme> __host__ __device__ constexpr int64_t padded_k(int64_t k) {
     return divide_up(k, Scheme::kLineK) * Scheme::kLineK;
 }
@@ -174,7 +210,8 @@ struct Add {
 struct Max {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
-// Op over the v of `group` threads, a power of two. Whole warps call; beyond 32 the whole block. warp_values: 1 a warp.
+// Combines the v of `group` neighbouring threads, a power of two, by op, and returns the result to each of them. Up to
+// 32 threads whole warps call it, beyond the whole block, with warp_values in shared memory, one for each warp.
 template <class Op> __device__ __forceinline__ float reduce_group(float v, int group, float* warp_values, Op op) {
     for (int offset = min(group, 32) / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     if (group <= 32) return v;
@@ -182,11 +219,13 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = v;
     __syncthreads();
     const int warps = group / 32;
-    v = warp_values[threadIdx.x / group * warps + threadIdx.x % warps];
+    const int first_warp = threadIdx.x / group * warps;
+    v = warp_values[first_warp + threadIdx.x % warps];
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// COUNT neighbouring values (4 or 8) from k on, already scaled, into the pieces of their row, a store for each piece.
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from k on. Stores their hi, and kLineK numbers on their
+// lo.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
     constexpr int kLineK = Scheme::kLineK;
@@ -196,91 +235,107 @@ __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v
         hi.value[i] = __float2half_rn(v[i]);
         lo.value[i] = __float2half_rn(v[i] - __half2float(hi.value[i]));
     }
-    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(row + k / kLineK * kLine + k % kLineK);
+    __half* const line = row + k / kLineK * kLine;
+    auto* const to = reinterpret_cast<Pack<__half, COUNT>*>(line + k % kLineK);
     to[0] = hi;
     if (Scheme::kPieces == 2) to[kLineK / COUNT] = lo;
 }
-// Of a row of x or W. output = sum * both rows' unscale; it is doubtful if |sum| < both rows' doubt.
+// Of a row of x or W: the inverse of its scale, and its doubt (see Range). The output of a row of x and a row of W is
+// their sum times both inverses. The sum is doubtful if its magnitude is below both rows' doubts together.
 struct RowScale { float unscale, doubt; };
-// Exponents of scales are at most 126, so a sum of two, of G's row and of x's, is at most 252. A scale of 2^-252 makes
-// 0 in fp16 of every float.
-constexpr int kMostExponents = 126 + 126, kLeastExponent = -252;
+// In the backward an exponent of a scale may be the sum or difference of two, each 126 at most. 2^252 and 2^-252 are no
+// float32 numbers, so such a scale is applied as two factors, of half the exponent each. At 2^-252 every float32 number
+// becomes 0 in fp16.
+constexpr int kLargestExponent = 126 + 126, kLeastExponent = -252;
 // What split_rows reads and writes.
 struct Operand {
     const float* values;
     __half* pieces;
     int64_t rows;
     int k;
-    // Forward: row i is scaled by its maximum. Writes scales[i], exponents[i] and, of W, the smallest exponent.
+    // Forward: row i is scaled to its own largest value. split_rows writes scales[i] and exponents[i]. Of W it also
+    // writes the smallest exponent.
     RowScale* scales;
     int *exponents, *smallest;
-    // Backward, scales null: row i is scaled by 2^(smallest_of(common) - less[i]), or by its maximum if that is less.
-    const int *common, *less;
+    // Backward, where scales is null: the exponent of row i is smallest_of(base) - offsets[i], or less, if otherwise
+    // its largest value would be above 2^15.
+    const int *base, *offsets;
     __device__ __forceinline__ int exponent(int64_t row, float largest) const {
-        const int own = scale_exponent(largest);
-        return scales != nullptr ? own : max(min(smallest_of(common) - less[row], own), kLeastExponent);
+        const int of_largest = scale_exponent(largest);
+        if (scales != nullptr) return of_largest;
+        return max(min(smallest_of(base) - offsets[row], of_largest), kLeastExponent);
     }
 };
-constexpr int kSplitThreads = 256, kSplitItems = 8;
-// `group` threads, whole warps, own a row of x, and from block blocks_x on one of W. Rows of up to 8192 values
-// wait in registers between the search for the largest and the split; longer ones are read twice.
+constexpr int kSplitThreads = 256;
+constexpr int kSplitQuads = 8;  // float4s that a thread keeps in registers: 256 * 8 * 4 = 8192 values for a whole block
+// Row by row x and, from block blocks_x on, W. `group` neighbouring threads, one to eight whole warps, own a row. They
+// read it to their registers, find its largest value, and split it from there. If it has more than 8192 values, they
+// read it twice.
 template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
     split_rows(const __grid_constant__ Operand x, const __grid_constant__ Operand w, int group, unsigned blocks_x) {
     __shared__ float warp_values[kSplitThreads / 32];
-    const Operand& own = blockIdx.x < blocks_x ? x : w;
-    const int lane = threadIdx.x % group, step = group * kSplitItems;
-    const int64_t block = blockIdx.x < blocks_x ? blockIdx.x : blockIdx.x - blocks_x;
+    const bool is_x = blockIdx.x < blocks_x;
+    const Operand& operand = is_x ? x : w;
+    const int64_t block = is_x ? blockIdx.x : blockIdx.x - blocks_x;
     const int64_t row = block * (kSplitThreads / group) + threadIdx.x / group;
-    const bool exists = row < own.rows;
-    const int padded = int(padded_k<Scheme>(own.k)), quads = padded / 4;
-    const float4* values = reinterpret_cast<const float4*>(own.values + row * own.k);
-    float4 held[kSplitItems];
+    const bool exists = row < operand.rows;
+    const int lane = threadIdx.x % group;
+    const int step = group * kSplitQuads;
+    const int padded = int(padded_k<Scheme>(operand.k));
+    const int quads = padded / 4;
+    const float4* values = reinterpret_cast<const float4*>(operand.values + row * operand.k);
+    float4 held[kSplitQuads];
     const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kSplitItems; ++i) {
+        for (int i = 0; i < kSplitQuads; ++i) {
             const int at = first + lane + i * group;
-            held[i] = exists && at < own.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
+            held[i] = exists && at < operand.k / 4 ? values[at] : make_float4(0, 0, 0, 0);
         }
     };
-    float largest = 0, coarse = 0;  // the largest of the finite values; how many are coarse
+    float largest = 0;  // of the finite values
+    float coarse = 0;  // how many values are
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
-        for (int i = 0; i < kSplitItems; ++i) {
+        for (int i = 0; i < kSplitQuads; ++i) {
             for (float v : {held[i].x, held[i].y, held[i].z, held[i].w}) {
                 largest = fmaxf(largest, is_finite(v) ? fabsf(v) : 0);
             }
         }
     }
     largest = reduce_group(largest, group, warp_values, Max());
-    const int exponent = exists ? own.exponent(row, largest) : 0;
-    const float scale_1 = power_of_two(exponent / 2), scale_2 = power_of_two(exponent - exponent / 2);
+    const int exponent = exists ? operand.exponent(row, largest) : 0;
+    const float half_scale = power_of_two(exponent / 2);
+    const float other_half = power_of_two(exponent - exponent / 2);
     for (int first = 0; first < quads; first += step) {
         if (quads > step) load(first);
 #pragma unroll
-        for (int i = 0; i < kSplitItems; ++i) {
+        for (int i = 0; i < kSplitQuads; ++i) {
             const int at = first + lane + i * group;
             float v[4] = {held[i].x, held[i].y, held[i].z, held[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float scaled = v[j] * scale_1 * scale_2;
+                const float scaled = v[j] * half_scale * other_half;
                 coarse += fabsf(scaled) < Scheme::kCoarse && v[j] != 0 ? 1.0f : 0.0f;
                 v[j] = scaled;
             }
-            if (exists && at < quads) store_pieces<Scheme>(own.pieces + row * padded * Scheme::kPieces, at * 4, v);
+            if (exists && at < quads) {
+                store_pieces<Scheme>(operand.pieces + row * padded * Scheme::kPieces, at * 4, v);
+            }
         }
     }
-    if (own.scales == nullptr) return;
+    if (operand.scales == nullptr) return;
     coarse = reduce_group(coarse, group, warp_values, Add());
     if (lane != 0 || !exists) return;
     RowScale result = {power_of_two(-exponent), coarse * Scheme::kDoubt};
     if (result.unscale > kLargestUnscale) result.doubt = INFINITY;
-    if (largest == 0) result.doubt = -INFINITY;  // the sums are 0, whatever finite row meets this one
-    own.scales[row] = result;
-    own.exponents[row] = exponent;
-    if (own.smallest != nullptr) note_exponent(own.smallest, exponent);
+    if (largest == 0) result.doubt = -INFINITY;  // a row of zeros: its sums are 0, whatever finite row it meets
+    operand.scales[row] = result;
+    operand.exponents[row] = exponent;
+    if (operand.smallest != nullptr) note_exponent(operand.smallest, exponent);
 }
 
+// Starts a copy by TMA: the box at (x, y, z) of the map's tensor, to shared memory. `bar` counts its bytes.
 __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, int x, int y, int z, uint64_t* bar) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4}], [%5];"
@@ -288,24 +343,30 @@ __device__ __forceinline__ void tensor_load(void* to, const CUtensorMap* map, in
         : "r"(shared_address(to)), "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(bar))
         : "memory");
 }
-// d = a * b^T + (keep ? d : 0), m64n128k16, a and b in shared memory, K-major or MN-major (wgmma's imm-trans).
+// d = a * b^T + (keep ? d : 0), by a warpgroup: 64 rows, 128 columns, 16 of K. a and b are descriptors of shared
+// memory, K-major or MN-major (see tile_descriptor). Operands of the asm statement: %0 to %63 are d, %64 a, %65 b, %66
+// keep, %67 and %68 tell whether a and b are MN-major. The two constants before them are factors of a and b: 1, not -1.
 #define F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define F16(d, i) F4(d, i), F4(d, i + 4), F4(d, i + 8), F4(d, i + 12)
-#define WGMMA(type)                                                                                                    \
-    asm volatile(                                                                                                      \
-        "{\n.reg .pred keep;\nsetp.ne.b32 keep, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type   \
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
-        "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55," \
-        "%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n}"                                         \
-        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                                \
+#define WGMMA(type)                                                                                                 \
+    asm volatile("{\n"                                                                                              \
+                 ".reg .pred keep;\n"                                                                               \
+                 "setp.ne.b32 keep, %66, 0;\n"                                                                      \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type                                       \
+                 " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25," \
+                 "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49," \
+                 "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, %64, %65, keep, 1, 1, %67, %68;\n"      \
+                 "}"                                                                                                \
+        : F16(d, 0), F16(d, 16), F16(d, 32), F16(d, 48)                                                             \
         : "l"(a), "l"(b), "r"(keep), "n"(int(MN_MAJOR_A)), "n"(int(MN_MAJOR_B)))
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T = __half>
 __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, int keep) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) WGMMA("bf16");
     else WGMMA("f16");
 }
-template <class Scheme> struct Stage {  // a swizzled tile begins at a multiple of 1024 bytes
-    unsigned char a[Scheme::kTileRows * 128], b[kTileColumns * 128];
+template <class Scheme> struct Stage {  // a and b begin at multiples of 1024 bytes, as the swizzles need it
+    unsigned char a[Scheme::kTileRows * 128];
+    unsigned char b[kTileColumns * 128];
 };
 template <class Scheme> struct MultiplyShared {
     static constexpr int kStages = Scheme::kStages, kSlots = Scheme::kSlots;
@@ -313,7 +374,7 @@ template <class Scheme> struct MultiplyShared {
     Pack<typename Scheme::SlotValue, 4> slots[kSlots][64 * 64 / 4];
     uint64_t full[kStages], empty[kStages], ready[kSlots], taken[kSlots];
 };
-template <int COUNT> struct Ring {  // a place in a ring, and the parity of the round
+template <int COUNT> struct Ring {  // a place in a ring of COUNT, and the parity of the round
     int place = 0, phase = 0;
     __device__ __forceinline__ void advance(int by = 1) {
         place += by;
@@ -324,14 +385,16 @@ template <int COUNT> struct Ring {  // a place in a ring, and the parity of the 
 };
 struct Corner { int row, column; };
 template <class Scheme> struct Tiles {  // of an output (m, n)
-    static constexpr int kTileRows = Scheme::kTileRows, kBandTiles = kBand / kTileRows;
+    static constexpr int kRows = Scheme::kTileRows;
+    static constexpr int kBandTiles = kBand / kRows;
     int across, down, count;
     __device__ __forceinline__ Tiles(int m, int n)
-        : across((n + kTileColumns - 1) / kTileColumns), down((m + kTileRows - 1) / kTileRows), count(across * down) {}
+        : across((n + kTileColumns - 1) / kTileColumns), down((m + kRows - 1) / kRows), count(across * down) {}
     __device__ __forceinline__ Corner find(int tile) const {
-        const int band = tile / (kBandTiles * across), inside = tile % (kBandTiles * across);
-        const int height = min(kBandTiles, down - band * kBandTiles);
-        return {(band * kBandTiles + inside % height) * kTileRows, inside / height * kTileColumns};
+        const int first_down = tile / (kBandTiles * across) * kBandTiles;  // the band's first row of tiles
+        const int in_band = tile % (kBandTiles * across);
+        const int height = min(kBandTiles, down - first_down);
+        return {(first_down + in_band % height) * kRows, in_band / height * kTileColumns};
     }
 };
 
@@ -339,7 +402,8 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     MultiplyShared<Scheme>& shared, const CUtensorMap* map_a, const CUtensorMap* map_b, const Tiles<Scheme>& tiles,
     int lines) {
     Ring<Scheme::kStages> ring;
-    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {  // a line of 128 rows
+    // A box: a line of 128 rows. make_map tells the order of the coordinates.
+    const auto load = [&](bool mn_major, void* to, const CUtensorMap* map, int line, int row) {
         uint64_t* bar = &shared.full[ring.place];
         if (mn_major) tensor_load(to, map, 0, line * Scheme::kLineK, row / 32 * Scheme::kPieces, bar);
         else tensor_load(to, map, line * kLine, row, 0, bar);
@@ -358,49 +422,79 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
         }
     }
 }
-// wgmma's descriptor of an operand's part of a stage (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory
-// Layout"): in units of 16 bytes the address in bits 0-13, the leading byte offset in 16-29, the stride byte offset in
-// 32-45; the swizzle in 62-63.
-//   K-major: 128 bytes a row, 128-byte swizzle (1). Atoms are 8 rows: a stride of 1024 bytes. The leading offset is not
-//   used. 16 of K are 32 bytes, 2 units; lo lies 64 bytes, 4 units, behind hi.
-//   MN-major: strips of 32 rows, 64 bytes a k, 64-byte swizzle (2). Atoms are 8 k, 512 bytes: the stride. A strip is
-//   4096 bytes, 64 k or 32 k of hi and then of lo: the leading offset. 16 of K are 1024 bytes, 64 units; from hi to lo
-//   it is 128 units.
+// How an operand lies in a stage. "Row" is a row of the tile for a, a column of it for b.
+//
+// K-major: in device memory the values of K of a row are neighbours, as in x and W of the forward. TMA writes the line
+// of a row as 128 bytes, and row after row, with the 128-byte swizzle: chunk c of 16 bytes goes to place c ^ row % 8.
+//
+//     row 0    | hi of k 0-31, 64 bytes | lo of k 0-31 |          from hi to lo 64 bytes; 16 of K on 32 bytes
+//     row 1    | hi of k 0-31           | lo of k 0-31 |          eight rows, 1024 bytes, are an atom of the swizzle
+//     ...
+//
+// MN-major: in device memory rows of the tile (M or N) are neighbours, for one k. For example W (n, k) in dX = G W,
+// where the sum goes over W's rows. TMA cuts the 64 numbers of a line into strips of 32 of one piece, 64 bytes, and
+// writes for each strip one k after the other, with the 64-byte swizzle. (With the 128-byte swizzle, hi and lo of a k
+// would share an atom, and no descriptor could name one of them alone.)
+//
+//     in device memory, for each k:    | hi of rows 0-31 | lo of rows 0-31 | hi of rows 32-63 | lo of rows 32-63 | ...
+//     in a stage:   byte     0    hi of rows 0-31     k 0 | k 1 | ... | k 31      64 bytes each; 16 of K on 1024 bytes
+//                   byte  2048    lo of rows 0-31     k 0 | k 1 | ... | k 31      eight k, 512 bytes, are an atom
+//                   byte  4096    hi of rows 32-63    ...
+//
+// With one piece there is no lo: in K-major a row holds 64 of K, and in MN-major the strip of rows 0-31 has 64 k, 4096
+// bytes. So in each layout 64 rows take 8192 bytes.
+//
+// wgmma's descriptor (PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout") counts in units of 16 bytes:
+//     bits 0-13: the address    16-29: the leading byte offset    32-45: the stride byte offset    62-63: the swizzle
+// K-major: the stride leads to the next atom, and the leading offset is not used. MN-major: the stride leads to the
+// next atom of a strip, and the leading offset to the next strip of the same piece.
 template <bool MN_MAJOR> __device__ __forceinline__ uint64_t tile_descriptor(const void* tile) {
-    const uint64_t address = (shared_address(tile) & 0x3ffff) >> 4;
-    return MN_MAJOR ? address | uint64_t(4096 >> 4) << 16 | uint64_t(512 >> 4) << 32 | uint64_t(2) << 62
-                    : address | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+    constexpr uint64_t kLeading = MN_MAJOR ? 4096 / 16 : 1;
+    constexpr uint64_t kStride = MN_MAJOR ? 512 / 16 : 1024 / 16;
+    constexpr uint64_t kSwizzle = MN_MAJOR ? 2 : 1;  // 2: of 64 bytes, 1: of 128 bytes
+    const uint64_t address = (shared_address(tile) & 0x3ffff) / 16;
+    return address | kLeading << 16 | kStride << 32 | kSwizzle << 62;
 }
-template <bool MN_MAJOR> constexpr int kStepOfK = MN_MAJOR ? 64 : 2;
-template <bool MN_MAJOR> constexpr int kStepToLow = MN_MAJOR ? 128 : 4;
-// The products of a line of hi and lo, 16 of K at a time: the small ones, hi lo and lo hi, and the large ones, hi hi.
+template <bool MN_MAJOR> constexpr int kStepOfK = (MN_MAJOR ? 1024 : 32) / 16;  // of a descriptor, 16 of K on
+template <bool MN_MAJOR> constexpr int kStepToLow = (MN_MAJOR ? 2048 : 64) / 16;  // from hi to lo
+// The products of a line of hi and lo, 32 of K: the small ones, hi lo' and lo hi', and the large ones, hi hi'.
 template <bool A, bool B>
 __device__ __forceinline__ void multiply_small(float (&d)[64], uint64_t a, uint64_t b, int keep) {
-    constexpr int kStepA = kStepOfK<A>, kStepB = kStepOfK<B>, kLowA = kStepToLow<A>, kLowB = kStepToLow<B>;
-    wgmma<A, B>(d, a + kLowA, b, keep);
-    wgmma<A, B>(d, a, b + kLowB, 1);
-    wgmma<A, B>(d, a + kLowA + kStepA, b + kStepB, 1);
-    wgmma<A, B>(d, a + kStepA, b + kLowB + kStepB, 1);
+    constexpr int kStepA = kStepOfK<A>, kStepB = kStepOfK<B>;
+    const uint64_t a_low = a + kStepToLow<A>, b_low = b + kStepToLow<B>;
+    wgmma<A, B>(d, a_low, b, keep);
+    wgmma<A, B>(d, a, b_low, 1);
+    wgmma<A, B>(d, a_low + kStepA, b + kStepB, 1);
+    wgmma<A, B>(d, a + kStepA, b_low + kStepB, 1);
 }
 template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (&d)[64], uint64_t a, uint64_t b) {
     wgmma<A, B>(d, a, b, 1);
     wgmma<A, B>(d, a + kStepOfK<A>, b + kStepOfK<B>, 1);
 }
-// A warp's 16 x 64 sums, a quarter of a slot, are 8 lines of 32 packs of four. wgmma leaves lane 4 q + t, for each j of
-// 0 to 7, the columns c = 8 j + 2 t and c + 1 of rows q and q + 8. It writes them as pack (4 q + t) ^ place_of(j) of
-// line j. So a line is, if place_of(j) is 0:
+// A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns; octet j has columns 8 j to 8 j
+// + 7. wgmma leaves in lane 4 q + t, of each octet, the columns 8 j + 2 t and 8 j + 2 t + 1 of rows q and q + 8. The
+// lane stores these four sums as one pack, number 4 q + t of the octet, which has 32:
 //
-//     columns 8 j + (0, 1)   (2, 3)       (4, 5)       (6, 7)
-//            | pack 0      | pack 1     | pack 2     | pack 3     |   rows 0 and 8
-//            | pack 4      | pack 5     | pack 6     | pack 7     |   rows 1 and 9     ...
+//     columns 8 j +      0, 1     2, 3     4, 5     6, 7
+//     rows 0 and 8       pack 0   pack 1   pack 2   pack 3
+//     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
-// The finisher's lane wants four neighbouring columns, 4 e to 4 e + 3, of a row q: of line j = e / 2 the packs of
-// t = 2 (e % 2) and of the next t. The eight lanes of a row, e = 0 to 7, read four lines at once; without place_of they
-// would meet in the same banks. Bit 1 of a pack's number is e % 2, and bit 2 is q % 2. place_of moves j's two bits to
-// bits 0 and 2: eight packs of 16 bytes in eight different bank groups. Of packs of 8 bytes two rows are read at once:
-// bits 0 and 3 instead.
+// A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are in two packs of octet e /
+// 2: of t = 2 (e % 2), and the next. The eight lanes of a row, e from 0 to 7, load the first of their two packs at
+// once: packs 0 and 2 of octets 0 to 3 for row 0. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the
+// same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
+//
+//     place       0    1    2    3    4    5    6    7
+//     octet 0    [0]   1   [2]   3    4    5    6    7      place_of 0
+//     octet 1     1   [0]   3   [2]   5    4    7    6      place_of 1
+//     octet 2     4    5    6    7   [0]   1   [2]   3      place_of 4
+//     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5        [ ]: what is loaded at once, each at a
+//                                                                             place of its own
+// Packs of 8 bytes, of 16-bit sums, share banks only modulo 16, and two rows are loaded at once, 4 numbers apart: so
+// j's second bit moves bit 3 of the place, not bit 2.
 template <typename S> __device__ __forceinline__ int place_of(int j) {
-    return (j & 1) | (j & 2) << (sizeof(S) == 4 ? 1 : 2);
+    constexpr int kShift = sizeof(S) == 4 ? 1 : 2;
+    return (j & 1) | (j & 2) << kShift;
 }
 template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
@@ -411,15 +505,29 @@ template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to,
         to[j * 32 + (threadIdx.x % 32 ^ place_of<S>(j))] = four;
     }
 }
-// v[r][i]: row lane / 8 + 4 r, column 4 e + i with e = lane % 8 or, from i = 4 on, 32 + 4 e + i - 4.
+// A lane of the finisher has, of a warp's 16 x 64 sums, four rows of eight columns each, v[r][i]:
+//
+//     columns      0-3       4-7      ...  28-31     32-35    36-39    ...  60-63
+//     row 0        lane 0    lane 1   ...  lane 7    lane 0   lane 1   ...  lane 7        v[0][0-3] and v[0][4-7]
+//     row 1        lane 8    lane 9   ...  lane 15   lane 8   lane 9   ...  lane 15       v[0][0-3] and v[0][4-7]
+//     ...
+//     row 4        lane 0    lane 1   ...                                                 v[1][0-3] and v[1][4-7]
+//
+// So its rows are lane / 8 + 4 r, and its columns are 4 e to 4 e + 3 and the same 32 further on, with e = lane % 8. A
+// pack has two columns of rows q and q + 8, which are v[r] and v[r + 2].
 template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>* from, float (&v)[4][8]) {
-    const int e = threadIdx.x % 8, row = threadIdx.x % 32 / 8;
+    const int e = threadIdx.x % 8;
+    const int row = threadIdx.x % 32 / 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int next_pair = i & 1, next_half = i / 2 & 1, next_rows = i / 4;  // 2 columns, 32 columns, 4 rows on
-        const int j = next_half * 4 + e / 2, number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
+        const int next_pair = i & 1;  // of columns
+        const int next_half = i / 2 & 1;  // 32 columns on
+        const int next_rows = i / 4;  // 4 rows on
+        const int j = next_half * 4 + e / 2;
+        const int number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
         const Pack<S, 4> four = from[j * 32 + (number ^ place_of<S>(e / 2))];
-        const int r = next_rows, c = next_half * 4 + next_pair * 2;
+        const int r = next_rows;
+        const int c = next_half * 4 + next_pair * 2;
         v[r][c] = to_float(four.value[0]);
         v[r][c + 1] = to_float(four.value[1]);
         v[r + 2][c] = to_float(four.value[2]);
@@ -427,19 +535,21 @@ template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>
     }
 }
 
+// Each warp waits only for its own quarter of a wgmma. So each of the eight warps arrives at `empty`.
 template <class Scheme> __device__ __forceinline__ void free_stage(MultiplyShared<Scheme>& shared, int s) {
-    // A warp waits for its own quarter of a wgmma, so each arrives.
     if (threadIdx.x % 32 == 0) mbarrier_arrive(&shared.empty[s]);
 }
-__device__ __forceinline__ void keep_below_wait(float (&v)[64]) {  // the compiler must not read v before it
+// Keeps the compiler from reading v before the wait for the wgmma that writes it.
+__device__ __forceinline__ void keep_below_wait(float (&v)[64]) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(v[i])::"memory");
 }
-// A tile's sums of three products, by a warpgroup: 64 rows. `part` holds those of two lines, 64 of K.
+// Three products, by a warpgroup: the sums of 64 rows of a tile. `recent` holds those over the last two lines, 64 of K.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_products(
     MultiplyShared<ThreeProducts>& shared, Ring<ThreeProducts::kStages>& ring, int lines, uint64_t a, uint64_t b,
-    float (&sum)[64], float (&part)[64]) {
-    constexpr int kStages = ThreeProducts::kStages, kStep = sizeof(shared.stages[0]) / 16;
+    float (&sum)[64], float (&recent)[64]) {
+    constexpr int kStages = ThreeProducts::kStages;
+    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;  // of a descriptor
 #pragma unroll
     for (int i = 0; i < 64; ++i) sum[i] = 0;
 #pragma unroll 1
@@ -449,45 +559,47 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B> __device__ __forceinline__ void sum_
             const int next = s + 1;
             mbarrier_wait(&shared.full[s], ring.phase);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(part, a + s * kStep, b + s * kStep, 0);
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(recent, a + s * kStageStep, b + s * kStageStep, 0);
             mbarrier_wait(&shared.full[next], ring.phase);
             wgmma_fence();
-            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(part, a + next * kStep, b + next * kStep, 1);
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(part, a + s * kStep, b + s * kStep);
+            multiply_small<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep, 1);
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + s * kStageStep, b + s * kStageStep);
             wgmma_commit();
-            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(part, a + next * kStep, b + next * kStep);
+            multiply_large<MN_MAJOR_A, MN_MAJOR_B>(recent, a + next * kStageStep, b + next * kStageStep);
             wgmma_commit();
             wgmma_wait<1>();
             free_stage(shared, s);
             wgmma_wait<0>();
             free_stage(shared, next);
-            keep_below_wait(part);
+            keep_below_wait(recent);
 #pragma unroll
-            for (int i = 0; i < 64; ++i) sum[i] += part[i];
+            for (int i = 0; i < 64; ++i) sum[i] += recent[i];
         }
     }
 }
-// A tile's sums of one product, by a warpgroup: 64 upper and 64 lower rows, added up by the tensor cores alone, as
-// cuBLAS does: what they truncate is small beside what rounding to 11 bits loses.
+// One product, by a warpgroup: the sums of 128 rows of a tile, 64 upper and 64 lower ones. The tensor cores alone add
+// them up, as in cuBLAS. What they truncate is small beside what rounding the operands to 11 bits loses.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ __forceinline__ void sum_products(
     MultiplyShared<OneProduct<T, S>>& shared, Ring<OneProduct<T, S>::kStages>& ring, int lines, uint64_t a, uint64_t b,
     float (&upper)[64], float (&lower)[64]) {
-    constexpr int kStep = sizeof(shared.stages[0]) / 16, kLower = 64 * 128 / 16;
+    constexpr int kStageStep = sizeof(shared.stages[0]) / 16;
+    constexpr int kLower = 64 * 128 / 16;  // 64 rows on, in either layout
     constexpr int kStepA = kStepOfK<MN_MAJOR_A>, kStepB = kStepOfK<MN_MAJOR_B>;
     int before = 0;
 #pragma unroll 1
     for (int line = 0; line < lines; ++line) {
-        const uint64_t at_a = a + ring.place * kStep, at_b = b + ring.place * kStep;
+        const uint64_t stage_a = a + ring.place * kStageStep;
+        const uint64_t stage_b = b + ring.place * kStageStep;
         mbarrier_wait(&shared.full[ring.place], ring.phase);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // 16 of K
             const int keep = k > 0 ? 1 : line;
-            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, at_a + k * kStepA, at_b + k * kStepB, keep);
-            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(lower, at_a + k * kStepA + kLower, at_b + k * kStepB, keep);
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + k * kStepA, stage_b + k * kStepB, keep);
+            wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(lower, stage_a + k * kStepA + kLower, stage_b + k * kStepB, keep);
         }
         wgmma_commit();
-        wgmma_wait<1>();  // the line before is done
+        wgmma_wait<1>();  // until the line before this one is multiplied
         if (line > 0) free_stage(shared, before);
         before = ring.place;
         ring.advance();
@@ -500,25 +612,30 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinline__ void consumer(
     MultiplyShared<Scheme>& shared, const Tiles<Scheme>& tiles, int lines, int warpgroup) {
     const int warp = threadIdx.x / 32 % 4;
-    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * Scheme::kTileRows / 2 * 128);
+    const uint64_t a = tile_descriptor<MN_MAJOR_A>(shared.stages[0].a + warpgroup * (Scheme::kTileRows / 2) * 128);
     const uint64_t b = tile_descriptor<MN_MAJOR_B>(shared.stages[0].b);
-    float sum[64], part[64] = {};
+    float sums[64];  // of the first 64 rows
+    float more[64] = {};  // with one product those of the other 64 rows; with three what sum_products calls recent
     Ring<Scheme::kStages> ring;
     Ring<Scheme::kSlots> slot;
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if (Scheme::kPieces == 2) {
-            // Warpgroup 1 begins a tile a little later than 0. Then one's float32 adds run while the other's products
-            // do; at the same time both would leave the tensor cores idle. Of tiles of 4 lines 0 may be one ahead: two
-            // barriers.
+            // Warpgroup 0 arrives here and goes on. 1 waits for this arrival, its only delay. So in each tile 0's first
+            // products are queued before 1's, and later one warpgroup adds in float32 while the tensor cores multiply
+            // for the other. If both began at once, both would add at once, and the tensor cores would idle.
+            //
+            // There are two barriers, as 0 may be ahead of 1 by the ring, 4 lines. A tile of 4 lines it may have ended,
+            // and arrive for the next one, before 1 has begun. ring.phase is then another, and so is the barrier.
             if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
             else barrier_arrive(1 + ring.phase, 256);
         }
-        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sum, part);
+        sum_products<MN_MAJOR_A, MN_MAJOR_B>(shared, ring, lines, a, b, sums, more);
 #pragma unroll
         for (int s = 0; s < Scheme::kTileRows / 64; ++s, slot.advance(2)) {
+            const float* const from = s < 2 ? sums : more;
             mbarrier_wait(&shared.taken[slot.place], slot.phase ^ 1);
-            leave_sums(shared.slots[slot.place] + warp * 256, (s < 2 ? sum : part) + 32 * (s % 2));
+            leave_sums(shared.slots[slot.place] + warp * 256, from + 32 * (s % 2));
             mbarrier_arrive(&shared.ready[slot.place]);
         }
     }
@@ -531,16 +648,16 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
         const Corner corner = tiles.find(tile);
 #pragma unroll 1
         for (int s = 0; s < Scheme::kTileRows / 32; ++s, slot.advance()) {
-            // The consumers in turn; of each, 64 rows' left and right half, then the next 64 rows'.
-            const int row = corner.row + s % 2 * (Scheme::kTileRows / 2) + s / 4 * 64 + warp * 16;
-            const int column = corner.column + s / 2 % 2 * 64;
-            const Corner first = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
-            const auto scales = epilogue.load(first);  // before the wait, which hides it
+            const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the top
+            const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
+            const int column = corner.column + right * 64;
+            const Corner own = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
+            const auto scales = epilogue.load(own);  // takes its time while the thread waits for the sums
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             take_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, first, scales);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, own, scales);
         }
     }
 }
@@ -578,23 +695,26 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     }
 #endif
 }
-// Stores a thread's part of a slot; n is a multiple of 4. STREAMING: it leaves L2 first; operands stay.
+// Stores a thread's 4 x 8 values of a slot (see take_sums); n is a multiple of 4. STREAMING: what is stored leaves L2
+// first, and the operands stay there.
 template <bool STREAMING, typename T>
 __device__ __forceinline__ void store_values(T* out, const float (&v)[4][8], const Corner& corner, int m, int n) {
     using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int row = corner.row + i / 2 * 4, column = corner.column + i % 2 * 32;
+        const int r = i / 2, half = i % 2;
+        const int row = corner.row + r * 4, column = corner.column + half * 32;
         if (row >= m || column >= n) continue;
         Pack<T, 4> four;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) four.value[j] = from_float<T>(v[i / 2][i % 2 * 4 + j]);
+        for (int j = 0; j < 4; ++j) four.value[j] = from_float<T>(v[r][half * 4 + j]);
         Words* to = reinterpret_cast<Words*>(out + int64_t(row) * n + column);
         if (STREAMING) __stcs(to, reinterpret_cast<const Words&>(four));
         else *to = reinterpret_cast<const Words&>(four);
     }
 }
-// A thread's eight values of a vector of n columns: from `column` on, and from 32 further on.
+// Loads what a thread needs of a vector of n columns: four values from `column` on, and four from 32 columns further
+// on.
 template <typename T> __device__ __forceinline__ void load_eight(const T* vector, int column, int n, float (&to)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i += 4) {
@@ -603,21 +723,22 @@ template <typename T> __device__ __forceinline__ void load_eight(const T* vector
         for (int j = 0; j < 4; ++j) to[i + j] = to_float(four.value[j]);
     }
 }
-// What an epilogue of h = x W^T + bias begins with. T: of x, W and h.
+// What an epilogue of h = x W^T + bias begins with. x, W and h are of type T.
 template <typename T> struct LinearProduct {
     static constexpr bool kScaled = sizeof(T) == 4;  // 16-bit operands are multiplied as they are
     const T *x, *weight, *bias;
     T* out;
     int m, n, k;
-    RowScale* scales;  // of W's rows, then of x's
-    int* exponents;  // of both for the backward, then the smallest of W's
+    RowScale* scales;  // of W's n rows, then of x's m
+    int* exponents;  // of W's n rows, then of x's m, for the backward; then the smallest of W's
     struct Scales {
         alignas(16) RowScale rows[4], columns[8];
         alignas(16) float bias[8];
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
-        const RowScale *columns = this->scales, *rows = columns + n;
+        const RowScale* const columns = this->scales;
+        const RowScale* const rows = columns + n;
         load_eight(bias, corner.column, n, scales.bias);
         if constexpr (kScaled) {
 #pragma unroll
@@ -631,7 +752,7 @@ template <typename T> struct LinearProduct {
         }
         return scales;
     }
-    // From sums to h.
+    // Makes h of a thread's sums: takes the scales out and adds the bias.
     __device__ __forceinline__ void unscale(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         if constexpr (kScaled) {
             unscale_floats(v, corner, scales);
@@ -641,27 +762,30 @@ template <typename T> struct LinearProduct {
         }
     }
     __device__ __forceinline__ void unscale_floats(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
-        unsigned doubtful = 0;
+        unsigned doubtful = 0;  // bit 8 r + i: the sum v[r][i] is
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            float& own = v[i / 8][i % 8];
+            float& value = v[i / 8][i % 8];
             const RowScale &row = scales.rows[i / 8], &column = scales.columns[i % 8];
-            if (fabsf(own) < row.doubt + column.doubt) doubtful |= 1u << i;
-            own = fmaf(own * row.unscale, column.unscale, scales.bias[i % 8]);
+            if (fabsf(value) < row.doubt + column.doubt) doubtful |= 1u << i;
+            value = fmaf(value * row.unscale, column.unscale, scales.bias[i % 8]);
         }
-        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {  // the warp makes one after the other
-            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffs(doubtful) - 1, owner);
-            const int row = __shfl_sync(~0u, corner.row, owner) + which / 8 * 4;
-            const int column = __shfl_sync(~0u, corner.column, owner) + which % 8 / 4 * 32 + which % 4;
+        // The warp computes the doubtful sums of its lanes again, one at a time.
+        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
+            const int owner = __ffs(lanes) - 1;
+            const int bit = __shfl_sync(~0u, __ffs(doubtful) - 1, owner);
+            const int row = __shfl_sync(~0u, corner.row, owner) + bit / 8 * 4;
+            const int column = __shfl_sync(~0u, corner.column, owner) + bit % 8 / 4 * 32 + bit % 4;
             const float sum = row < m && column < n ? multiply_rows(row, column) : 0;
 #pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                if (threadIdx.x % 32 == owner && i == which) v[i / 8][i % 8] = sum + scales.bias[i % 8];
+            for (int k = 0; k < 32; ++k) {  // registers have no index, so each is asked whether it is meant
+                if (threadIdx.x % 32 == owner && k == bit) v[k / 8][k % 8] = sum + scales.bias[k % 8];
             }
-            if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;
+            if (threadIdx.x % 32 == owner) doubtful &= doubtful - 1;  // clears the lowest bit
         }
     }
-    __device__ __forceinline__ float multiply_rows(int64_t row, int64_t column) const {  // a warp, in float32
+    // By a warp: the product of a row of x and a row of W, in float32.
+    __device__ __forceinline__ float multiply_rows(int64_t row, int64_t column) const {
         const auto* a = reinterpret_cast<const float4*>(x + row * k);
         const auto* b = reinterpret_cast<const float4*>(weight + column * k);
         float sum[4] = {};
@@ -683,30 +807,40 @@ static int device_attribute(cudaDeviceAttr attribute) {
     return value;
 }
 static int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-// Whether h = x W^T is for our product: the larger ones on sm_90, rows of multiples of 16 bytes.
+// Whether our product computes h = x W^T: on sm_90, with rows of multiples of 16 bytes, and of at least 2^30
+// multiplications, as smaller ones leave multiprocessors without a tile. Sizes are below 2^24: float32 counts the
+// coarse values of a row exactly up to there, and kLargestUnscale relies on it.
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes) {
     const int64_t pack = 16 / value_bytes;
-    const bool shape = n % pack == 0 && k % pack == 0 && m >= 128 && n >= 128 && k >= 128 && (m | n | k) < 1 << 24;
-    return shape && double(m) * n * k >= 0x1p30 && device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return false;
+    if (n % pack != 0 || k % pack != 0) return false;
+    if (m < 128 || n < 128 || k < 128) return false;
+    if (m >= 1 << 24 || n >= 1 << 24 || k >= 1 << 24) return false;
+    return double(m) * n * k >= 0x1p30;
 }
 // Splits rows of x and of W, of the same length. W may have no rows.
 template <class Scheme> static cudaError_t launch_split(const Operand& x, const Operand& w, cudaStream_t stream) {
-    int group = 32;
-    while (group < kSplitThreads && group * kSplitItems * 4 < padded_k<Scheme>(x.k)) group *= 2;
+    int group = 32;  // threads for a row
+    while (group < kSplitThreads && group * kSplitQuads * 4 < padded_k<Scheme>(x.k)) group *= 2;
     const int rows = kSplitThreads / group;  // of a block
-    const unsigned blocks_x = unsigned(divide_up(x.rows, rows)), blocks_w = unsigned(divide_up(w.rows, rows));
+    const unsigned blocks_x = unsigned(divide_up(x.rows, rows));
+    const unsigned blocks_w = unsigned(divide_up(w.rows, rows));
     split_rows<Scheme><<<blocks_x + blocks_w, kSplitThreads, 0, stream>>>(x, w, group, blocks_x);
     return cudaGetLastError();
 }
-// The numbers of a (rows, columns) matrix, `row` of them a row, and their TMA map. A box is a line of 128 rows or,
-// MN_MAJOR, kLineK rows (k) of 4 strips of 32 columns, of each piece. What is out of bounds is filled with zeros.
+// The 16-bit numbers of a (rows, columns) matrix, `pitch` of them from one row to the next: pieces, or the values.
 struct Matrix {
     const void* values;
-    int64_t rows, columns, row;
+    int64_t rows, columns, pitch;
 };
 template <class Scheme> static Matrix matrix_of_pieces(const void* values, int64_t rows, int64_t columns) {
     return {values, rows, columns, padded_k<Scheme>(columns) * Scheme::kPieces};
 }
+// TMA's map of a matrix, which cuts it into boxes. TMA fills what is out of bounds with zeros.
+//     K-major    coordinates: number in the row, row, 0           a box: the line of 128 rows
+//     MN-major   coordinates: number in the strip, row, strip     a box: kLineK rows, by four strips of each piece
+// A strip is 32 numbers, 64 bytes, of a row. In MN-major the matrix's rows are of K, and four strips are 128 rows of a
+// tile (see tile_descriptor).
 template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* map, const Matrix& matrix) {
     static const auto encode = [] {  // the driver's own function, without linking against the driver
         void* entry = nullptr;
@@ -714,22 +848,33 @@ template <bool MN_MAJOR, class Scheme> static cudaError_t make_map(CUtensorMap* 
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
     }();
-    const cuuint64_t values = matrix.row, rows = matrix.rows, strides[2] = {values * 2, 64};
-    const cuuint64_t sizes[3] = {MN_MAJOR ? 32 : values, rows, MN_MAJOR ? values / 32 : 1};
-    const cuuint32_t box[3] = {MN_MAJOR ? 32u : kLine, MN_MAJOR ? unsigned(Scheme::kLineK) : 128u,
-        MN_MAJOR ? unsigned(4 * Scheme::kPieces) : 1u};
-    const cuuint32_t steps[3] = {1, 1, 1};
     if (encode == nullptr) return cudaErrorNotSupported;
+    const cuuint64_t pitch = matrix.pitch, rows = matrix.rows;
+    cuuint64_t sizes[3] = {pitch, rows, 1};
+    cuuint32_t box[3] = {kLine, 128, 1};
+    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
+    CUtensorMapL2promotion from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    if (MN_MAJOR) {
+        sizes[0] = 32;
+        sizes[2] = pitch / 32;
+        box[0] = 32;
+        box[1] = Scheme::kLineK;
+        box[2] = 4 * Scheme::kPieces;
+        swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
+        from_l2 = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    }
+    const cuuint64_t strides[2] = {pitch * 2, 64};  // bytes, of the second and the third coordinate
+    const cuuint32_t steps[3] = {1, 1, 1};
     const bool bfloat = std::is_same_v<typename Scheme::Value, __nv_bfloat16>;
-    const CUresult result = encode(map, bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3,
-        const_cast<void*>(matrix.values), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        MN_MAJOR ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-        MN_MAJOR ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto type = bfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    void* const values = const_cast<void*>(matrix.values);
+    const CUresult result = encode(map, type, 3, values, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle, from_l2, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
+// `length` is how many products each output sums up: K, of either operand.
 template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static cudaError_t launch_multiply(
-    const Matrix& a, const Matrix& b, int64_t terms, const Epilogue& epilogue, cudaStream_t stream) {
+    const Matrix& a, const Matrix& b, int64_t length, const Epilogue& epilogue, cudaStream_t stream) {
     CUtensorMap map_a, map_b;
     const auto kernel = multiply<MN_MAJOR_A, MN_MAJOR_B, Scheme, Epilogue>;
     constexpr int kShared = sizeof(MultiplyShared<Scheme>);
@@ -740,101 +885,130 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme, class Epilogue> static
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
     }
     if (error != cudaSuccess) return error;
-    const int64_t tiles = divide_up(epilogue.m, Scheme::kTileRows) * divide_up(epilogue.n, kTileColumns),
-                  sms = sm_count();
+    const int64_t tiles = divide_up(epilogue.m, Scheme::kTileRows) * divide_up(epilogue.n, kTileColumns);
+    const int64_t sms = sm_count();
     const unsigned blocks = unsigned(tiles < sms ? tiles : sms);
-    const int lines_at_once = Scheme::kPieces == 2 ? Scheme::kStages : 1;
-    const int lines = int(divide_up(terms, Scheme::kLineK * lines_at_once) * lines_at_once);
+    const int lines_at_once = Scheme::kPieces == 2 ? Scheme::kStages : 1;  // see sum_products
+    const int lines = int(divide_up(length, Scheme::kLineK * lines_at_once) * lines_at_once);
     kernel<<<blocks, kMultiplyThreads, kShared, stream>>>(map_a, map_b, lines, epilogue);
     return cudaGetLastError();
 }
-// All launches of h = x W^T + b: of float32 the splits, then the product with its epilogue.
-template <class Scheme, class Epilogue> static cudaError_t launch_linear(
-    const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
+// All launches of h = x W^T + b: of float32 the split of x and W, then the product with its epilogue.
+template <class Scheme, class Epilogue>
+static cudaError_t launch_linear(const Epilogue& epilogue, __half* pieces, cudaStream_t stream) {
     const int64_t m = epilogue.m, n = epilogue.n;
     const int k = epilogue.k;
     if constexpr (!Epilogue::kScaled) {
-        const Matrix x = {epilogue.x, m, k, k}, w = {epilogue.weight, n, k, k};
+        const Matrix x = {epilogue.x, m, k, k};
+        const Matrix w = {epilogue.weight, n, k, k};
         return launch_multiply<false, false, Scheme>(x, w, k, epilogue, stream);
     } else {
-        int *const exponents = epilogue.exponents, *const smallest = exponents + n + m;
+        int* const exponents = epilogue.exponents;
+        int* const smallest = exponents + n + m;
         __half* const pieces_w = pieces + m * padded_k<Scheme>(k) * Scheme::kPieces;
         const Operand x = {epilogue.x, pieces, m, k, epilogue.scales + n, exponents + n, nullptr};
         const Operand w = {epilogue.weight, pieces_w, n, k, epilogue.scales, exponents, smallest};
         cudaError_t error = cudaMemsetAsync(smallest, 0, sizeof(int), stream);
         if (error == cudaSuccess) error = launch_split<Scheme>(x, w, stream);
         if (error != cudaSuccess) return error;
-        const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k), b = matrix_of_pieces<Scheme>(pieces_w, n, k);
+        const Matrix a = matrix_of_pieces<Scheme>(pieces, m, k);
+        const Matrix b = matrix_of_pieces<Scheme>(pieces_w, n, k);
         return launch_multiply<false, false, Scheme>(a, b, k, epilogue, stream);
     }
 }
 
-// ---- The gradients of h = x W^T + b from h's, G (m, n): dX = G W and dW = G^T x. The same text in both files. ----
-// G is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are MN-major
-// too, so nothing is transposed in memory. These sums run over the rows of W (dX), or of G and x (dW), so the scales of
-// those rows cannot be taken out of the sum. Instead, beside one scale for all of W and one for all of x:
-//     G's row i is scaled by 2^a_i, to its own maximum, and x's row i by 2^-a_i; dX's row i is unscaled;
-//     W's row j, if below 2^-12 of W's largest, is scaled up by 2^-b_j (b_j: -12 to 0), G's column j down by 2^b_j;
-//     dW's row j is unscaled.
-// So errors are small beside the norms of dX's rows (unless W's below 2^-28 of the largest count) and of all dW.
-constexpr int kSpareBits = 12;  // hi + lo lose 2^-23 of a value, at 2^-12 of the maximum as at it
+// ---- From G, the gradient of h = x W^T + b: dX = G W and dW = G^T x. The same text in both linear files. ----
+//
+// G (m, n) is split once, and both products read its pieces: K-major for dX, MN-major for dW. W and x are split a
+// second time and read MN-major. So nothing is transposed in memory.
+//
+//     product       tile's rows    tile's columns   the sum goes over             a             b
+//     dX = G W      G's rows       W's columns      G's columns and W's rows      G, K-major    W, MN-major
+//     dW = G^T x    G's columns    x's columns      G's rows and x's rows         G, MN-major   x, MN-major
+//
+// The forward divides each sum by the scales of its two rows. Here a sum goes over W's rows, or over G's and x's rows,
+// and a scale that changes from one term to the next cannot be divided out of a sum. So what a row of one factor is
+// multiplied by, the other factor is divided by:
+//
+//     G's row i       is multiplied by 2^a_i, which brings its largest value to [2^14, 2^15)
+//     x's row i       is multiplied by 2^-a_i and one scale for all of x
+//     W's row j       is multiplied by one scale for all of W and by 2^-b_j, where b_j is from -12 to 0: it is not 0
+//                     where the row's largest value is below 2^-12 of W's largest
+//     G's column j    is multiplied by 2^b_j
+//
+// In dX the b_j cancel, and row i is divided by 2^a_i and W's scale. In dW the a_i cancel, and row j, which is of G's
+// column j, is divided by 2^b_j and x's scale.
+//
+// Why 12: hi and lo lose 2^-23 of a scaled value down to 2^-2 (see Range), which is 2^-16 or less of the largest. So a
+// row of W whose largest value is 2^-12 of W's largest still has 4 bits left for its own smaller values. Of a row below
+// that W takes up to 12 bits, and G's column, which has as many to spare, gives them back. W's values down to 2^-28 of
+// the largest are so multiplied as exactly as the largest. With a feature whose weights are 10^6 times as large as the
+// others', dX had 2.1 times eager's error without the b_j, and 0.4 times with them. Errors are small beside the norm of
+// a row of dX, and beside the norm of all of dW.
+constexpr int kSpareBits = 12;
 struct SplitGradient {  // device memory that the kernels of a backward share
-    __half* pieces;
-    const int* forward;  // the forward's exponents: of W's rows, of x's, then the smallest of W's
-    int *columns, *rows;  // b_j, a_i
-    int* smallest;  // zeroed beforehand: the smallest a_i + exponent of x's row i, where G's row is not 0
+    __half* pieces;  // of G
+    const int* forward;  // the forward's exponents: of W's n rows, of x's m rows, then the smallest of W's
+    int *columns, *rows;  // b_j and a_i
+    int* smallest;  // of a_i + the forward's exponent of x's row i, where G's row is not 0 (see note_exponent)
 };
 // Runs after G is split. A thread finds b_j and, if it is not 0, scales column j of every gridDim.y-th row of G.
 template <class Scheme> __global__ void scale_columns(const SplitGradient to, int64_t m, int64_t n) {
     const int64_t j = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (j >= n) return;
-    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits, b = -min(max(below, 0), kSpareBits);
+    const int below = to.forward[j] - smallest_of(to.forward + n + m) - kSpareBits;  // W's row j is 2^below too small
+    const int b = -min(max(below, 0), kSpareBits);
     if (blockIdx.y == 0) to.columns[j] = b;
     for (int64_t i = blockIdx.y; i < m && b != 0; i += gridDim.y) {
         constexpr int kLineK = Scheme::kLineK;
-        __half* const piece = to.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces + j / kLineK * kLine + j % kLineK;
-        for (int k = 0; k < kLine; k += kLineK) piece[k] = __hmul(piece[k], __float2half(power_of_two(b)));
+        __half* const row = to.pieces + i * padded_k<Scheme>(n) * Scheme::kPieces;
+        __half* const hi = row + j / kLineK * kLine + j % kLineK;
+        for (int k = 0; k < kLine; k += kLineK) hi[k] = __hmul(hi[k], __float2half(power_of_two(b)));  // and lo
     }
 }
-// The epilogue of dX, or of dW: unscales row i by 2^-(smallest_of(common) + rows[i]).
+// The epilogue of dX and of dW: multiplies row i by 2^-(smallest_of(base) + offsets[i]).
 struct StoreGradient {
-    const int *common, *rows;
+    const int *base, *offsets;
     float* out;
     int m, n;
     struct Scales {
-        float first[4], second[4];  // of a row: a power of two that may not be a float, in two steps
+        float half_scale[4], other_half[4];  // the power of two may not be a float32 number: see kLargestExponent
     };
     __device__ __forceinline__ Scales load(const Corner& corner) const {
         Scales scales;
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int exponent = -smallest_of(common) - rows[min(corner.row + 4 * r, m - 1)];
-            scales.first[r] = power_of_two(exponent / 2);
-            scales.second[r] = power_of_two(exponent - exponent / 2);
+            const int exponent = -smallest_of(base) - offsets[min(corner.row + 4 * r, m - 1)];
+            scales.half_scale[r] = power_of_two(exponent / 2);
+            scales.other_half[r] = power_of_two(exponent - exponent / 2);
         }
         return scales;
     }
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = v[i / 8][i % 8] * scales.first[i / 8] * scales.second[i / 8];
+        for (int i = 0; i < 32; ++i) {
+            float& value = v[i / 8][i % 8];
+            value = value * scales.half_scale[i / 8] * scales.other_half[i / 8];
+        }
         store_values<true>(out, v, corner, m, n);
     }
 };
 
-// dX = G W, or dW = G^T x. G is split already; splits `other` (W or x) to `pieces`, then multiplies.
+// dX or, of_weight, dW. G is split already. Splits the other factor, W or x, to `pieces`, then multiplies.
 template <class Scheme> static cudaError_t launch_dx_or_dw(bool of_weight, const float* other, __half* pieces,
     float* out, int64_t m, int64_t n, int64_t k, const SplitGradient& grad, cudaStream_t stream) {
-    const int64_t terms = of_weight ? m : n;
-    Operand split = {other, pieces, terms, int(k)};
-    split.common = of_weight ? grad.smallest : grad.forward + n + m;
-    split.less = of_weight ? grad.rows : grad.columns;
+    const int64_t length = of_weight ? m : n;
+    Operand split = {other, pieces, length, int(k)};
+    split.base = of_weight ? grad.smallest : grad.forward + n + m;
+    split.offsets = of_weight ? grad.rows : grad.columns;
     const cudaError_t error = launch_split<Scheme>(split, {}, stream);
     if (error != cudaSuccess) return error;
-    const int* const unscale_by = of_weight ? grad.columns : grad.rows;  // dW's rows are G's columns
-    const StoreGradient epilogue = {split.common, unscale_by, out, int(of_weight ? n : m), int(k)};
-    const Matrix a = matrix_of_pieces<Scheme>(grad.pieces, m, n), b = matrix_of_pieces<Scheme>(pieces, terms, k);
-    return of_weight ? launch_multiply<true, true, Scheme>(a, b, terms, epilogue, stream)
-                     : launch_multiply<false, true, Scheme>(a, b, terms, epilogue, stream);
+    const int* const out_offsets = of_weight ? grad.columns : grad.rows;  // dW's rows are G's columns
+    const StoreGradient epilogue = {split.base, out_offsets, out, int(of_weight ? n : m), int(k)};
+    const Matrix a = matrix_of_pieces<Scheme>(grad.pieces, m, n);
+    const Matrix b = matrix_of_pieces<Scheme>(pieces, length, k);
+    return of_weight ? launch_multiply<true, true, Scheme>(a, b, length, epilogue, stream)
+                     : launch_multiply<false, true, Scheme>(a, b, length, epilogue, stream);
 }
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __half* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const SplitGradient* grad, cudaStream_t stream) {
@@ -953,7 +1127,7 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kMostExponents);
+    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
 }
 // The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
 //     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z mean(d z))
