@@ -1018,8 +1018,10 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 }
 // ---- The groups of linear_swish_group_norm ----
 
-constexpr int kThreadColumns = 16;
-// A thread's columns of a row of n; zeros beyond n.
+constexpr int kGroup = 64;  // features of a group, and columns of a slot
+constexpr int kThreadColumns = 16;  // neighbouring columns of a row that a thread of the backward has: with the largest
+// block, of 512 threads, 8192 columns
+// Loads a thread's columns of a row of n, and zeros beyond n.
 __device__ __forceinline__ void load_columns(const float* from, float (&v)[kThreadColumns], int n) {
 #pragma unroll
     for (int i = 0; i < kThreadColumns; i += 4) {
@@ -1038,13 +1040,14 @@ __device__ __forceinline__ void store_columns(float* to, const float (&v)[kThrea
         if (column < n) *reinterpret_cast<float4*>(to + column) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
 }
-// Scales, splits and stores a row of G. The block holds it in registers: a thread has kThreadColumns neighbouring columns,
-// and zeros beyond n. A block has 256 threads or, for more than 4096 columns, 512. Between two calls the block meets at a
-// __syncthreads(), or they are given different warp_values.
+// Scales, splits and stores a row of G, which the block holds in registers: kThreadColumns neighbouring columns a
+// thread, and zeros beyond n. A block has 256 threads or, for more than 4096 columns, 512. Between two calls the block
+// meets at a __syncthreads(), or the two are given different warp_values.
 static int split_gradient_threads(int64_t n) { return n <= 256 * kThreadColumns ? 256 : 512; }
 template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradient_row(
     float (&v)[kThreadColumns], int row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * kThreadColumns, padded = int(padded_k<Scheme>(n));
+    const int first_column = threadIdx.x * kThreadColumns;
+    const int padded = int(padded_k<Scheme>(n));
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
@@ -1059,28 +1062,40 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i >= padded) continue;
-        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first + i, eight);
+        if (first_column + i >= padded) continue;
+        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
 }
-extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {  // that split G; each writes partials[block][4][n]
+// Blocks of group_gradients where it splits G. Each writes its sums to partials[block][4][n]. A multiprocessor runs 512
+// threads of it, as each takes up to 128 of the 65536 registers.
+extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / split_gradient_threads(n);
     return m < most ? m : most;
 }
-// The activation and its derivative. To use another, change both, and _finish_plainly in Python.
-// For small h their absolute errors must be small: the norm enlarges small v. For large h the slope must be finite.
-__device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 below -87.4
+// The activation stands in five places. To use another, change them all:
+//     activation            float32, forward and backward
+//     forward_activation    the forward of 16-bit types
+//     activation_slope      the derivative
+//     _finish_plainly       in Python, the plain path
+//     ModelNew.forward      in Python, the lines for torch.jit.script
+// Where |v| is small the error must be small beside it: in a group of small v the norm divides by their small spread.
+// Where |h| is large the slope must be finite, as 0 times infinity is NaN.
+//
+// Relative error of sigmoid: 2^-23 near 0, 2^-18 at -87. Below -87.4 it is 0.
+__device__ __forceinline__ float sigmoid(float h) {
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.0f + e));
     return s;
 }
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
-// Of 16-bit types the forward takes one instruction of the special-function unit, not two: sigmoid(h) is
-// 1/2 + tanh(h / 2) / 2, off by at most 2^-12, less than eager's rounding of it (0.96 of the forward's time).
+// Of 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
+// s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. tanh.approx is off by at most 2^-11 of itself (PTX ISA), so s by at most
+// 2^-12. Where s is 1/8 or more, that is less than eager may lose by rounding s to bfloat16; from 1/2 on it is no more
+// than by rounding s to float16. Below, where h is negative, s may be less exact than eager's: v by up to 2^-12 |h|.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
@@ -1089,31 +1104,35 @@ template <typename T> __device__ __forceinline__ float forward_activation(float 
 }
 __device__ __forceinline__ float activation_slope(float h) { return fmaf(activation(h), 1 - sigmoid(h), sigmoid(h)); }
 __device__ __forceinline__ float reciprocal_sqrt(float v) {
-    const float r = rsqrtf(v);  // to two ulps; a Newton step halves that. Without it for 0 and infinity: 0 * inf
+    const float r = rsqrtf(v);  // is off by up to two units in the last place
+    // A Newton step halves that. Not for 0 and infinity, where it would compute 0 * infinity.
     return v > 0.0f && v < INFINITY ? fmaf(0.5f * r, fmaf(-v * r, r, 1.0f), r) : r;
 }
-// A group of a row, COUNT values v = activation(h) + bias in each of `lanes` neighbouring lanes: subtracts the
-// mean. The normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
-template <int COUNT> __device__ __forceinline__ void normalize_group(
+// Subtracts the mean of a group of a row, of which each of `lanes` neighbouring lanes has COUNT values v. The
+// normalised values are then v * scale + shift, where shift makes up for the rounding of the mean.
+template <int COUNT> __device__ __forceinline__ void center_group(
     float (&v)[COUNT], int lanes, float eps, float& scale, float& shift) {
-    const float share = 1.0f / (lanes * COUNT);  // multiplied in before the sum, or large values might overflow it
-    float mean = 0, rest = 0, squares = 0;
+    const float share = 1.0f / (lanes * COUNT);  // a factor of each term: the bare sum of large values may overflow
+    float mean = 0;
+    float mean_error = 0;  // the exact mean is mean + mean_error
+    float squares = 0;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) mean = fmaf(v[i], share, mean);
     mean = reduce_group(mean, lanes, nullptr, Add());
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         v[i] -= mean;
-        rest += v[i];
+        mean_error += v[i];
         squares = fmaf(v[i], v[i], squares);
     }
     squares = reduce_group(squares, lanes, nullptr, Add()) * share;
-    rest = reduce_group(rest, lanes, nullptr, Add()) * share;  // what the rounding of the mean left over
-    if (isinf(squares)) rest = 0;  // it may be infinite, too: scale is to be 0, not a NaN
-    scale = reciprocal_sqrt(fmaf(-rest, rest, squares) + eps);
-    shift = -rest * scale;
+    mean_error = reduce_group(mean_error, lanes, nullptr, Add()) * share;
+    if (isinf(squares)) mean_error = 0;  // it may be infinite, too, and then make NaN of scale, which is to be 0
+    scale = reciprocal_sqrt(fmaf(-mean_error, mean_error, squares) + eps);
+    shift = -mean_error * scale;
 }
-// The whole network in the product's epilogue: a slot is 64 rows of a group of 64 features, a row in eight lanes.
+// The whole network in the product's epilogue. A slot has one group of 64 rows. Eight lanes have a row of it, and a
+// lane has eight columns of four rows (see take_sums).
 template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     T* h;  // null if it is not wanted
     const T *extra_bias, *gamma, *beta;
@@ -1121,25 +1140,31 @@ template <typename T> struct StoreSwishGroupNorm : LinearProduct<T> {
     using Scales = typename LinearProduct<T>::Scales;
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         const int m = this->m, n = this->n;
-        float first[8], second[8], scale[4], shift[4];
         this->unscale(v, corner, scales);
         if (h != nullptr) store_values<true>(h, v, corner, m, n);
-        load_eight(extra_bias, corner.column, n, first);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) v[i / 8][i % 8] = forward_activation<T>(v[i / 8][i % 8]) + first[i % 8];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) normalize_group(v[r], 8, eps, scale[r], shift[r]);
-        load_eight(gamma, corner.column, n, first);
-        load_eight(beta, corner.column, n, second);
+        float plus[8];
+        load_eight(extra_bias, corner.column, n, plus);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const float z = fmaf(v[i / 8][i % 8], scale[i / 8], shift[i / 8]);
-            v[i / 8][i % 8] = fmaf(z, first[i % 8], second[i % 8]);
+            float& value = v[i / 8][i % 8];
+            value = forward_activation<T>(value) + plus[i % 8];
+        }
+        float scale[4], shift[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) center_group(v[r], kGroup / 8, eps, scale[r], shift[r]);
+        float gammas[8], betas[8];
+        load_eight(gamma, corner.column, n, gammas);
+        load_eight(beta, corner.column, n, betas);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            float& value = v[i / 8][i % 8];
+            const float z = fmaf(value, scale[i / 8], shift[i / 8]);
+            value = fmaf(z, gammas[i % 8], betas[i % 8]);
         }
         store_values<true>(this->out, v, corner, m, n);
     }
 };
-// Device memory to shared memory, by the TMA unit, which counts the bytes in `bar`. Multiples of 16 bytes.
+// Starts a copy from device memory to shared memory by the TMA unit, of a multiple of 16 bytes. `bar` counts the bytes.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         :
@@ -1149,22 +1174,23 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
 // The same of 16-bit values, n a multiple of kThreadColumns. A thread beyond n reads the row's last columns, and nobody
 // stores what it makes of them.
 template <typename T> __device__ __forceinline__ void load_columns(const T* from, float (&v)[kThreadColumns], int n) {
-    const auto* own =
-        reinterpret_cast<const Pack<T, 8>*>(from + min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns));
-    const Pack<T, 8> packs[] = {own[0], own[1]};
+    const int column = min(int(threadIdx.x) * kThreadColumns, n - kThreadColumns);
+    const auto* at = reinterpret_cast<const Pack<T, 8>*>(from + column);
+    const Pack<T, 8> packs[] = {at[0], at[1]};
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) v[i] = to_float(packs[i / 8].value[i % 8]);
 }
 template <typename T> __device__ __forceinline__ void store_columns(T* to, const float (&v)[kThreadColumns], int n) {
-    auto* const own = reinterpret_cast<Pack<T, 8>*>(to + threadIdx.x * kThreadColumns);
+    auto* const at = reinterpret_cast<Pack<T, 8>*>(to + threadIdx.x * kThreadColumns);
     Pack<T, 8> packs[2];
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) packs[i / 8].value[i % 8] = from_float<T>(v[i]);
     if (threadIdx.x * kThreadColumns >= n) return;
-    own[0] = packs[0];
-    own[1] = packs[1];
+    at[0] = packs[0];
+    at[1] = packs[1];
 }
-// Every kTurns rows, and after the last: moves the block's column sums to `total`, a partial: short sums round less.
+// A thread adds up its columns over kTurns rows in registers. Then this function adds these sums to `total`, a row of
+// partials in device memory, and sets them to 0: sums of few terms are rounded less.
 constexpr int kTurns = 16;
 __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadColumns], int n, int turn) {
     float before[kThreadColumns] = {};
@@ -1176,13 +1202,23 @@ __device__ __forceinline__ void add_columns(float* total, float (&sums)[kThreadC
     }
     store_columns(total, before, n);
 }
-// The gradients, for groups of 64: with z = (v - mean) * rstd and d = grad * gamma
-//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s)), s = sigmoid(h)
-// Of float32, G goes to `to`, as Scheme' pieces, for linear_dx_or_dw; of 16-bit types (Scheme is void) as it is to
-// `whole`, for ATen's products. The gradients of the linear bias, the other bias, gamma and beta are the sums over rows
-// of G, G_v, grad * z and grad: each block writes those of its rows to partials[block][4][n]. A block owns every
-// gridDim.x-th row, a thread the same columns of each; thread 0 keeps kRowsAhead rows of h and grad in shared memory or
-// on their way to it.
+// The gradients of a group: with z = (v - mean) * rstd, d = grad * gamma and s = sigmoid(h)
+//
+//     G_v = rstd * (d - mean(d) - z mean(d z));    G = G_v * (s + h s (1 - s))
+//
+// The gradients of the linear bias, the other bias, gamma and beta are sums over rows: of G, G_v, grad * z and grad.
+// The backward's launches are
+//
+//     float32        group_gradients    stores G as pieces to `to`, and each block's part of the four sums to partials
+//                    scale_columns      finds b_j and scales G's columns by 2^b_j
+//                    split_rows, then multiply    for dX, with W
+//                    split_rows, then multiply    for dW, with x
+//     16-bit types   group_gradients    (Scheme is void) stores G as it is to `whole`, and the four sums
+//                    ATen's two products
+//     both           ATen's sum over the blocks' partials[block][4][n]
+//
+// A block owns every gridDim.x-th row, and a thread the same columns of each. Thread 0 starts the copies of h and grad
+// to shared memory, a ring of kRowsAhead stages of a row each.
 constexpr int kRowsAhead = 3;
 template <typename T, int THREADS, class Scheme>
 __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const T* __restrict__ grad,
@@ -1193,8 +1229,8 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
     T* const ahead = reinterpret_cast<T*>(rows_ahead);  // [kRowsAhead][h, grad][n]
     __shared__ float warp_values[2][THREADS / 32];
     __shared__ uint64_t full[kRowsAhead];
-    constexpr int kLanes = 64 / kThreadColumns;
-    constexpr bool kSplit = !std::is_void_v<Scheme>;
+    constexpr int kLanes = kGroup / kThreadColumns;  // of a group
+    constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
     const auto fetch = [&](int row, int stage) {
         if (row >= rows) return;
         mbarrier_expect(&full[stage], 2 * n * sizeof(T));
@@ -1207,12 +1243,14 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
         for (int s = 0; s < kRowsAhead; ++s) fetch(blockIdx.x + s * gridDim.x, s);
     }
     __syncthreads();
-    float sums[4][kThreadColumns] = {};
+    float sums[4][kThreadColumns] = {};  // of G, G_v, grad * z, grad
     int turn = 0;
     for (int row = blockIdx.x; row < rows; row += gridDim.x, ++turn) {
         const int stage = turn % kRowsAhead;
-        float g[kThreadColumns], slope[kThreadColumns], z[kThreadColumns], vector[kThreadColumns], scale, shift,
-            of_d = 0, of_dz = 0;
+        float z[kThreadColumns];  // first h, then v, then v - mean, then z
+        float g[kThreadColumns];  // first grad, then d, then G
+        float slope[kThreadColumns];
+        float vector[kThreadColumns];  // first the other bias, then gamma
         mbarrier_wait(&full[stage], turn / kRowsAhead & 1);
         load_columns(ahead + 2 * stage * n, z, n);
         load_columns(ahead + (2 * stage + 1) * n, g, n);
@@ -1222,41 +1260,47 @@ __global__ void __launch_bounds__(THREADS, 512 / THREADS) group_gradients(const 
             slope[i] = activation_slope(z[i]);
             z[i] = activation(z[i]) + vector[i];
         }
-        normalize_group(z, kLanes, eps, scale, shift);
+        float scale, shift;
+        center_group(z, kLanes, eps, scale, shift);
         load_columns(gamma, vector, n);
+        float mean_d = 0, mean_dz = 0;
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             z[i] = fmaf(z[i], scale, shift);
             sums[2][i] = fmaf(g[i], z[i], sums[2][i]);
             sums[3][i] += g[i];
             g[i] *= vector[i];
-            of_d += g[i];
-            of_dz = fmaf(g[i], z[i], of_dz);
+            mean_d += g[i];
+            mean_dz = fmaf(g[i], z[i], mean_dz);
         }
-        of_d = reduce_group(of_d, kLanes, nullptr, Add()) / 64;
-        of_dz = reduce_group(of_dz, kLanes, nullptr, Add()) / 64;
+        mean_d = reduce_group(mean_d, kLanes, nullptr, Add()) / kGroup;
+        mean_dz = reduce_group(mean_dz, kLanes, nullptr, Add()) / kGroup;
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
-            const float of_v = scale * (g[i] - of_d - z[i] * of_dz);
-            g[i] = of_v * slope[i];
+            const float g_v = scale * (g[i] - mean_d - z[i] * mean_dz);
+            g[i] = g_v * slope[i];
             sums[0][i] += g[i];
-            sums[1][i] += of_v;
+            sums[1][i] += g_v;
         }
-        if constexpr (kSplit) {
+        if constexpr (kStoresPieces) {
             split_gradient_row<THREADS, Scheme>(g, row, n, to, warp_values[turn % 2]);
         } else {
             store_columns(whole + int64_t(row) * n, g, n);
             __syncthreads();
         }
-        // Either way the block has waited for all its threads: they have read the stage.
+        // Both branches have a __syncthreads(), so all threads have read the stage, and it may be filled again.
         if (threadIdx.x == 0) fetch(row + kRowsAhead * int(gridDim.x), stage);
-        if (turn % kTurns < kTurns - 1 && row + gridDim.x < rows) continue;
+        const bool is_last = row + gridDim.x >= rows;
+        if (turn % kTurns < kTurns - 1 && !is_last) continue;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) { add_columns(partials + (int64_t(blockIdx.x) * 4 + q) * n, sums[q], n, turn); }
+        for (int q = 0; q < 4; ++q) {
+            float* const total = partials + (int64_t(blockIdx.x) * 4 + q) * n;
+            add_columns(total, sums[q], n, turn);
+        }
     }
 #endif
 }
-// ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
+// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned. A SplitGradient is in host memory. ----
 
 struct SwishPointers {
     const void *x, *weight, *linear_bias, *bias, *gamma, *beta;
@@ -1268,9 +1312,11 @@ struct SwishPointers {
 template <class Scheme, typename T> static cudaError_t launch_swish(
     const SwishPointers& p, int64_t m, int64_t n, int64_t k, float eps, cudaStream_t stream) {
     const auto as = [](const void* pointer) { return static_cast<const T*>(pointer); };
-    const LinearProduct<T> product = {as(p.x), as(p.weight), as(p.linear_bias), static_cast<T*>(p.out), int(m), int(n),
-        int(k), p.scales, p.exponents};
-    const StoreSwishGroupNorm<T> epilogue = {product, static_cast<T*>(p.h), as(p.bias), as(p.gamma), as(p.beta), eps};
+    T* const out = static_cast<T*>(p.out);
+    T* const h = static_cast<T*>(p.h);
+    const LinearProduct<T> product = {
+        as(p.x), as(p.weight), as(p.linear_bias), out, int(m), int(n), int(k), p.scales, p.exponents};
+    const StoreSwishGroupNorm<T> epilogue = {product, h, as(p.bias), as(p.gamma), as(p.beta), eps};
     return launch_linear<Scheme>(epilogue, p.pieces, stream);
 }
 // dtype: 0 float32, 1 float16, 2 bfloat16, 3 float32 where TF32 is allowed.
@@ -1282,7 +1328,8 @@ extern "C" int linear_swish_group_norm(
                                    : launch_swish<OneProduct<__half, float>, float>;
     return launch(*p, m, n, k, eps, stream);
 }
-// Where G is not split, a block has the warps that its columns take, so that an SM has many blocks if rows are short.
+// Where G is not split, a block has only the warps that a row takes, so that a multiprocessor has many blocks if rows
+// are short.
 static int whole_gradient_threads(int64_t n) { return int(divide_up(n, 32 * kThreadColumns)) * 32; }
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / whole_gradient_threads(n);
@@ -1292,24 +1339,30 @@ template <typename T, class Scheme> static cudaError_t launch_group_gradients(co
     const void* bias, const void* gamma, float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to,
     void* whole, cudaStream_t stream) {
     const auto as = [](const void* p) { return static_cast<const T*>(p); };
-    constexpr bool kSplit = !std::is_void_v<Scheme>;
-    const int threads = kSplit ? split_gradient_threads(n) : whole_gradient_threads(n);
-    const unsigned blocks = unsigned(kSplit ? split_gradient_blocks(m, n) : whole_gradient_blocks(m, n));
+    constexpr bool kStoresPieces = !std::is_void_v<Scheme>;
+    int threads = whole_gradient_threads(n);
+    int64_t blocks = whole_gradient_blocks(m, n);
+    auto kernel = group_gradients<T, 512, Scheme>;  // 512 threads at most
+    SplitGradient pieces = {};
+    if constexpr (kStoresPieces) {
+        threads = split_gradient_threads(n);
+        blocks = split_gradient_blocks(m, n);
+        if (threads == 256) kernel = group_gradients<T, 256, Scheme>;
+        pieces = *to;
+    }
     const unsigned shared = unsigned(kRowsAhead * 2 * n * sizeof(T));
-    auto kernel = group_gradients<T, 512, Scheme>;
-    if constexpr (kSplit) kernel = threads == 256 ? group_gradients<T, 256, Scheme> : kernel;
     const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (const cudaError_t error = cudaFuncSetAttribute(kernel, most, int(shared))) return error;
-    kernel<<<blocks, threads, shared, stream>>>(as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps,
-        kSplit ? *to : SplitGradient(), static_cast<T*>(whole));
-    if constexpr (kSplit) {
+    kernel<<<unsigned(blocks), threads, shared, stream>>>(
+        as(grad), as(h), as(bias), as(gamma), partials, int(m), int(n), eps, pieces, static_cast<T*>(whole));
+    if constexpr (kStoresPieces) {
         const dim3 column_blocks(unsigned(divide_up(n, 256)), 64);
         scale_columns<Scheme><<<column_blocks, 256, 0, stream>>>(*to, m, n);
     }
     return cudaGetLastError();
 }
-// G, of float32 in pieces to `to`, of 16-bit types to `whole`, and the partial sums over its rows. m is at least 1, n
-// at most 8192. dtype: as linear_swish_group_norm's.
+// Launches group_gradients and, of float32, scale_columns. m is at least 1 and n at most 8192. dtype is as that of
+// linear_swish_group_norm.
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const SplitGradient* to, void* whole, cudaStream_t stream) {
     const auto launch = dtype == 0 ? launch_group_gradients<float, ThreeProducts>
