@@ -108,7 +108,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // The tensor cores do not round their sums, they truncate them. Therefore each sum over 64 of K starts at zero, takes
 // the small products first, and is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
-// What is left of it: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000.
+// What is left: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000. (The backward
+// of linear_instance_norm_residual makes up for it: see kTruncated. In linear_swish_group_norm h goes through the
+// activation before the norm, so no one factor could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
@@ -1016,78 +1018,94 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
     return launch(of_weight, other, pieces, out, m, n, k, *grad, stream);
 }
 // ---- The rows of linear_instance_norm_residual ----
+//
+// The forward of float32 launches split_rows, multiply (which stores h) and finish_rows. Of 16-bit types cuBLAS's
+// product replaces the first two: ours took 1.1 times as long. The formula out = ((h - mean) * rstd + y) * y stands in
+// finish_rows, in row_gradients and, in Python, in _finish_plainly and in ModelNew.forward.
 struct StoreLinear : LinearProduct<float> {
     __device__ __forceinline__ void finish(float (&v)[4][8], const Corner& corner, const Scales& scales) const {
         unscale(v, corner, scales);
-        store_values<false>(out, v, corner, m, n);  // to stay in L2, for finish_rows
+        store_values<false>(out, v, corner, m, n);  // not STREAMING: finish_rows reads it from L2
     }
 };
-// out = ((h - mean) * rstd + y) * y. To change it: finish_rows, row_gradients, _finish_plainly.
-// `group` threads, at most the block, own a row; each keeps 32 values of h and of y in registers: 8192 a whole block.
-// The rest of a longer row is read from memory or L2 each time. `out` may be h.
+// `group` neighbouring threads, 8 up to the whole block, own a row. Each keeps 32 values of h and 32 of y in registers,
+// so a whole block keeps 8192. What is beyond them in a longer row is loaded again each time. `out` may be h.
 constexpr int kRowThreads = 256;
 template <typename T> __global__ void __launch_bounds__(kRowThreads, 2)
     finish_rows(const T* h, const T* __restrict__ y, T* out, int64_t rows, int n, float eps, int group) {
-    constexpr int V = 16 / sizeof(T), ITEMS = 32 / V;
+    constexpr int V = 16 / sizeof(T);  // values in a pack of 16 bytes
+    constexpr int kHeld = 32 / V;  // packs in registers
     __shared__ float warp_values[kRowThreads / 32];
     const int64_t row = int64_t(blockIdx.x) * (kRowThreads / group) + threadIdx.x / group;
-    const int lane = threadIdx.x % group, packs = row < rows ? n / V : 0;
-    const auto* from = reinterpret_cast<const Pack<T, V>*>(h + row * n);
-    const auto* other = reinterpret_cast<const Pack<T, V>*>(y + row * n);
-    Pack<T, V> held[ITEMS], held_y[ITEMS];  // all loads are issued before the first is used
+    const int lane = threadIdx.x % group;
+    const int packs = row < rows ? n / V : 0;
+    const auto* row_h = reinterpret_cast<const Pack<T, V>*>(h + row * n);
+    const auto* row_y = reinterpret_cast<const Pack<T, V>*>(y + row * n);
+    Pack<T, V> held_h[kHeld], held_y[kHeld];  // all loads are issued before the first value is used
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-        if (lane + i * group < packs) held[i] = from[lane + i * group], held_y[i] = other[lane + i * group];
+    for (int i = 0; i < kHeld; ++i) {
+        const int at = lane + i * group;
+        if (at >= packs) continue;
+        held_h[i] = row_h[at];
+        held_y[i] = row_y[at];
     }
     const auto over_row = [&](const auto& use) {  // calls use(pack of h, pack of y, their index in the row)
 #pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            if (lane + i * group < packs) use(held[i], held_y[i], lane + i * group);
+        for (int i = 0; i < kHeld; ++i) {
+            const int at = lane + i * group;
+            if (at < packs) use(held_h[i], held_y[i], at);
         }
-        for (int at = lane + ITEMS * group; at < packs; at += group) use(from[at], other[at], at);
+        for (int at = lane + kHeld * group; at < packs; at += group) use(row_h[at], row_y[at], at);
     };
-    const float share = 1.0f / n;  // a factor of each of the mean's terms: their bare sum could overflow
-    float mean = 0, rest = 0, squares = 0;
+    const float share = 1.0f / n;  // a factor of each term of the mean: the bare sum of large values may overflow
+    float mean = 0;
+    float mean_error = 0;  // the exact mean is mean + mean_error
+    float squares = 0;
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
         for (int j = 0; j < V; ++j) mean = fmaf(to_float(pack.value[j]), share, mean);
     });
     mean = reduce_group(mean, group, warp_values, Add());
     over_row([&](const Pack<T, V>& pack, const Pack<T, V>&, int) {
-        float pack_rest = 0, pack_squares = 0;  // a pack's own sums: small terms added to a large total would be lost
+        float pack_error = 0, pack_squares = 0;  // sums of a pack: a small term added to a large total would be lost
         for (int j = 0; j < V; ++j) {
             const float deviation = to_float(pack.value[j]) - mean;
-            pack_rest += deviation;
+            pack_error += deviation;
             pack_squares = fmaf(deviation, deviation, pack_squares);
         }
-        rest += pack_rest;
+        mean_error += pack_error;
         squares += pack_squares;
     });
-    rest = reduce_group(rest, group, warp_values, Add()) * share;  // what the rounding of the mean left over
+    mean_error = reduce_group(mean_error, group, warp_values, Add()) * share;
     squares = reduce_group(squares, group, warp_values, Add()) * share;
-    if (isinf(squares)) rest = 0;  // rstd is 0 then; an infinite rest would make NaN of it
-    const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);  // fmaxf drops a NaN; h - mean or rest has it
-    over_row([&](const Pack<T, V>& pack, const Pack<T, V>& own_y, int at) {
+    if (isinf(squares)) mean_error = 0;  // it may be infinite, too, and then make NaN of rstd, which is to be 0
+    // fmaxf drops a NaN, but then mean or mean_error is one, and so is the output.
+    const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
+    over_row([&](const Pack<T, V>& pack_h, const Pack<T, V>& pack_y, int at) {
         Pack<T, V> result;
         for (int j = 0; j < V; ++j) {
-            const float add = to_float(own_y.value[j]);
-            result.value[j] = from_float<T>((((to_float(pack.value[j]) - mean) - rest) * rstd + add) * add);
+            const float y = to_float(pack_y.value[j]);
+            const float z = ((to_float(pack_h.value[j]) - mean) - mean_error) * rstd;
+            result.value[j] = from_float<T>((z + y) * y);
         }
         reinterpret_cast<Pack<T, V>*>(out + row * n)[at] = result;
     });
 }
-// A block of row_gradients holds a row in registers, kThreadColumns neighbouring columns a thread. It has the fewest
-// warps, a power of two, that cover the row, so that an SM has many blocks if rows are short.
+// A block of row_gradients holds a row in registers: a thread has kThreadColumns neighbouring columns of it. With the
+// largest block, of 512 threads, that is 8192 columns. A block has the fewest warps, a power of two, that cover the
+// row, so that a multiprocessor has many blocks if rows are short.
 constexpr int kThreadColumns = 16;
 static int row_threads(int64_t n) {
     int threads = 32;
     while (threads * kThreadColumns < n) threads *= 2;
     return threads;
 }
-extern "C" int64_t row_blocks(int64_t m, int64_t n) {  // each writes one row of partial sums
+// Blocks of row_gradients. Each writes one row of partial sums. A multiprocessor runs 512 threads of it, as each takes
+// up to 128 of the 65536 registers.
+extern "C" int64_t row_blocks(int64_t m, int64_t n) {
     const int64_t most = sm_count() * 512 / row_threads(n);
     return m < most ? m : most;
 }
-// Reads a thread's columns of a row to v, 0 beyond n. n is a multiple of 8.
+// Loads a thread's columns of a row to v, and zeros beyond n. n is a multiple of 8.
 template <typename T> __device__ __forceinline__ void read_columns(const T* from, float (&v)[kThreadColumns], int n) {
     constexpr int V = 16 / sizeof(T);
 #pragma unroll
@@ -1111,7 +1129,8 @@ template <typename T> __device__ __forceinline__ void write_columns(T* to, const
 // Scales, splits and stores a row of G; v is 0 beyond n.
 template <class Scheme> __device__ __forceinline__ void store_split_row(
     const float (&v)[kThreadColumns], int row, int n, const SplitGradient& to, float* warp_values) {
-    const int first = threadIdx.x * kThreadColumns, padded = int(padded_k<Scheme>(n));
+    const int first_column = threadIdx.x * kThreadColumns;
+    const int padded = int(padded_k<Scheme>(n));
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < kThreadColumns; ++i) largest = fmaxf(largest, is_finite(v[i]) ? fabsf(v[i]) : 0.0f);
@@ -1122,21 +1141,34 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
         float eight[8];
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = v[i + j] * power_of_two(exponent);
-        if (first + i >= padded) continue;
-        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first + i, eight);
+        if (first_column + i >= padded) continue;
+        store_pieces<Scheme>(to.pieces + int64_t(row) * padded * Scheme::kPieces, first_column + i, eight);
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
     note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
 }
-// The gradients of out by y, and by h: with z = (h - mean) * rstd and d = grad * y
+// The gradients of y and of h: with z = (h - mean) * rstd and d = grad * y
+//
 //     grad_y = grad * (z + y) + d;    G = rstd * (d - mean(d) - z mean(d z))
-// Of float32 G goes to `to`, as Scheme' pieces, for linear_dx_or_dw, or nowhere: the kernel is launched twice, for G
-// and, once the products need it no longer, for grad_y. Of 16-bit types (Scheme is void) G goes to `whole`, for ATen's
-// products. G's sums over a block's rows, for the bias's gradient, go to partials[block]. A block owns every
-// gridDim.x-th row, a thread the same columns of each.
-// The tensor cores truncate. So the h of ThreeProducts is on average too small by kTruncated of itself, as measured for
-// K of 128 to 20000, and so is 1 / rstd. In z both cancel, but G would be too large: see `restored`.
+//
+// The gradient of the bias is the sum over rows of G. The backward's launches are
+//
+//     float32        row_gradients    stores G as pieces to `to`, and each block's part of the sum to partials[block]
+//                    scale_columns    finds b_j and scales G's columns by 2^b_j
+//                    split_rows, then multiply    for dX, with W
+//                    split_rows, then multiply    for dW, with x
+//                    row_gradients    stores grad_y, in memory that was the products' before. (Both in one launch would
+//                                     take 2% less time and 7% more memory.)
+//     16-bit types   row_gradients    (Scheme is void) stores G as it is to `whole`, grad_y, and the sums
+//                    ATen's two products
+//     both           ATen's sum over the blocks' partials
+//
+// A block owns every gridDim.x-th row, and a thread the same columns of each.
+//
+// The h of ThreeProducts is too small by kTruncated of itself on average, as the tensor cores truncate (0.75 * 2^-23
+// was measured for K from 128 to 20000). So 1 / rstd is too small by the same factor. In z the two cancel, but G would
+// be too large: `restored` is rstd without this error.
 constexpr float kTruncated = 0.75f * 0x1p-23f;
 template <typename T, class Scheme> __global__ void __launch_bounds__(512)
     row_gradients(const T* __restrict__ grad, const T* __restrict__ h, const T* __restrict__ y, T* __restrict__ grad_y,
@@ -1144,44 +1176,47 @@ template <typename T, class Scheme> __global__ void __launch_bounds__(512)
     __shared__ float warp_values[512 / 32];
     const float share = 1.0f / n;
     const auto sum_of = [&](float v) { return reduce_group(v, blockDim.x, warp_values, Add()); };
-    const auto each = [&](const auto& use) {
+    const auto each = [&](const auto& use) {  // calls use(i) for each of the thread's columns that exist
 #pragma unroll
         for (int i = 0; i < kThreadColumns; ++i) {
             if (int(threadIdx.x) * kThreadColumns + i < n) use(i);
         }
     };
     double column_sums[kThreadColumns] = {};
-    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {  // z: first h; own_y: y, then grad_y; g: grad, d, G
-        float z[kThreadColumns], own_y[kThreadColumns], g[kThreadColumns], mean = 0, rest = 0, of_d = 0, of_dz = 0;
-        float parts[4] = {};  // of the squares: shorter sums, so that each is rounded fewer times
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        float z[kThreadColumns];  // first h, then h - mean, then z
+        float y_value[kThreadColumns];  // first y, then grad_y
+        float g[kThreadColumns];  // first grad, then d, then G
+        float mean = 0, mean_error = 0, mean_d = 0, mean_dz = 0;
+        float squares_of[4] = {};  // four shorter sums, so that each is rounded fewer times
         read_columns(h + row * n, z, n);
-        read_columns(y + row * n, own_y, n);
+        read_columns(y + row * n, y_value, n);
         read_columns(grad + row * n, g, n);
         each([&](int i) { mean = fmaf(z[i], share, mean); });
         mean = sum_of(mean);
         each([&](int i) {
             z[i] -= mean;
-            rest += z[i];
-            parts[i % 4] = fmaf(z[i], z[i], parts[i % 4]);
+            mean_error += z[i];
+            squares_of[i % 4] = fmaf(z[i], z[i], squares_of[i % 4]);
         });
-        const float squares = sum_of((parts[0] + parts[1]) + (parts[2] + parts[3])) * share;
-        rest = sum_of(rest) * share;
-        if (isinf(squares)) rest = 0;
-        const float rstd = 1 / sqrtf(fmaxf(squares - rest * rest, 0) + eps);
+        const float squares = sum_of((squares_of[0] + squares_of[1]) + (squares_of[2] + squares_of[3])) * share;
+        mean_error = sum_of(mean_error) * share;
+        if (isinf(squares)) mean_error = 0;
+        const float rstd = 1 / sqrtf(fmaxf(squares - mean_error * mean_error, 0) + eps);
         each([&](int i) {
-            z[i] = (z[i] - rest) * rstd;
-            const float d = g[i] * own_y[i];
-            own_y[i] = fmaf(g[i], z[i] + own_y[i], d);  // grad_y
+            z[i] = (z[i] - mean_error) * rstd;
+            const float d = g[i] * y_value[i];
+            y_value[i] = fmaf(g[i], z[i] + y_value[i], d);
             g[i] = d;
-            of_d += d;
-            of_dz = fmaf(d, z[i], of_dz);
+            mean_d += d;
+            mean_dz = fmaf(d, z[i], mean_dz);
         });
-        if (grad_y != nullptr) write_columns(grad_y + row * n, own_y, n);
-        of_d = sum_of(of_d) * share;
-        of_dz = sum_of(of_dz) * share;
+        if (grad_y != nullptr) write_columns(grad_y + row * n, y_value, n);
+        mean_d = sum_of(mean_d) * share;
+        mean_dz = sum_of(mean_dz) * share;
         const float restored = std::is_same_v<Scheme, ThreeProducts> ? fmaf(rstd, -kTruncated, rstd) : rstd;
         each([&](int i) {
-            g[i] = restored * (g[i] - of_d - z[i] * of_dz);
+            g[i] = restored * (g[i] - mean_d - z[i] * mean_dz);
             column_sums[i] += g[i];
         });
         if constexpr (std::is_void_v<Scheme>) write_columns(whole + row * n, g, n);
@@ -1190,7 +1225,7 @@ template <typename T, class Scheme> __global__ void __launch_bounds__(512)
     float* const sums = partials + int64_t(blockIdx.x) * n + threadIdx.x * kThreadColumns;
     each([&](int i) { sums[i] = float(column_sums[i]); });
 }
-// ---- What else the C++ calls. Pointers are device memory, 16-byte aligned, but a SplitGradient is the host's. ----
+// ---- What else the C++ calls. Pointers are to device memory, 16-byte aligned. A SplitGradient is in host memory. ----
 struct LinearPointers {
     const float *x, *weight, *bias;
     float* h;
@@ -1203,7 +1238,7 @@ template <class Scheme> static cudaError_t launch_h(
     const StoreLinear epilogue = {{p.x, p.weight, p.bias, p.h, int(m), int(n), int(k), p.scales, p.exponents}};
     return launch_linear<Scheme>(epilogue, p.pieces, stream);
 }
-// h, of float32. Products of 16-bit types are cuBLAS's: ours took 1.1 of its time.
+// Launches split_rows and multiply: h, of float32.
 extern "C" int linear_forward(
     bool tf32, const LinearPointers* p, int64_t m, int64_t n, int64_t k, cudaStream_t stream) {
     const auto launch = tf32 ? launch_h<OneProduct<__half, float>> : launch_h<ThreeProducts>;
@@ -1214,12 +1249,15 @@ extern "C" int row_norm_residual(
     int dtype, const void* h, const void* y, void* out, int64_t rows, int64_t n, float eps, cudaStream_t stream) {
     int group = 8;
     while (group < kRowThreads && group * 32 < n) group *= 2;
+    const unsigned blocks = unsigned(divide_up(rows, kRowThreads / group));
     const auto launch = [&](auto zero) {
         using T = decltype(zero);
-        finish_rows<<<unsigned(divide_up(rows, kRowThreads / group)), kRowThreads, 0, stream>>>(
+        finish_rows<<<blocks, kRowThreads, 0, stream>>>(
             static_cast<const T*>(h), static_cast<const T*>(y), static_cast<T*>(out), rows, int(n), eps, group);
     };
-    dtype == 1 ? launch(__half()) : dtype == 2 ? launch(__nv_bfloat16()) : launch(0.0f);
+    if (dtype == 1) launch(__half());
+    else if (dtype == 2) launch(__nv_bfloat16());
+    else launch(0.0f);
     return cudaGetLastError();
 }
 // Launches row_gradients and, given `to` (for float32 alone), scale_columns. n is at most 8192.
@@ -1297,9 +1335,11 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
-// Room for a matrix's numbers: two for a float32 or, with TF32, one; rows in whole lines of 64.
+// Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
 at::Tensor empty_pieces(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
-    return at::empty({rows, tf32 ? (k + 63) / 64 * 64 : (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
+    const int64_t line_k = tf32 ? 64 : 32;  // values in a line
+    const int64_t lines = (k + line_k - 1) / line_k;
+    return at::empty({rows, lines * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -1308,23 +1348,29 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
-void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32, bool of_x,
-    bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
+// Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
+// The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
+void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32,
+    bool wants_dx, bool wants_dw, std::vector<at::Tensor>& results,
+    c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
-    const at::Tensor g = empty_pieces(m, n, tf32, x), own = at::zeros({n + m + 1}, exponents.options());
-    int *const columns = own.data_ptr<int>(), *const rows = columns + n;
+    const at::Tensor g = empty_pieces(m, n, tf32, x);
+    const at::Tensor offsets = at::zeros({n + m + 1}, exponents.options());
+    int* const columns = offsets.data_ptr<int>();
+    int* const rows = columns + n;
     const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
-    const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
-        const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x), ready = aligned(other);
-        const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
+    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
+        const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
+        const at::Tensor ready = aligned(other);
+        const at::Tensor out = at::empty({of_weight ? n : m, k}, x.options());
         check_launch(linear_dx_or_dw(
-            tf32, weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            tf32, of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+        results[of_weight ? 1 : 0] = out;
     };
-    if (of_x) find(false, weight);
-    if (of_weight) find(true, x);
+    if (wants_dx) multiply(false, weight);
+    if (wants_dw) multiply(true, x);
 }
 
 struct LinearPointers {
@@ -1340,8 +1386,10 @@ extern "C" int row_norm_residual(
 extern "C" int64_t row_blocks(int64_t m, int64_t n);
 extern "C" int residual_gradients(int dtype, const void* grad, const void* h, const void* y, void* grad_y,
     float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t, bool tf32) {  // as the kernels' launchers count
-    return t.scalar_type() == at::kHalf ? 1 : t.scalar_type() == at::kBFloat16 ? 2 : tf32 ? 3 : 0;
+int kernel_dtype(const at::Tensor& t, bool tf32) {  // `dtype` of the kernels' launchers
+    if (t.scalar_type() == at::kHalf) return 1;
+    if (t.scalar_type() == at::kBFloat16) return 2;
+    return tf32 ? 3 : 0;
 }
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
@@ -1354,11 +1402,13 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
     const int dtype = kernel_dtype(x, tf32);
     at::Tensor product = recorded ? h : out;  // row_norm_residual reads it and, if not recorded, writes out there
     if (x.scalar_type() == at::kFloat) {
-        const at::Tensor rows = aligned(x), columns = aligned(weight), plus = aligned(bias);
-        const at::Tensor scales = at::empty({n + m, 2}, x.options()), pieces = empty_pieces(m + n, k, tf32, x);
-        const at::Tensor found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
-        const LinearPointers p = {floats(rows), floats(columns), floats(plus), floats(product), scales.data_ptr(),
-            found.data_ptr<int>(), pieces.data_ptr()};
+        const at::Tensor ready_x = aligned(x), ready_weight = aligned(weight), ready_bias = aligned(bias);
+        const at::Tensor scales = at::empty({n + m, 2}, x.options());
+        const at::Tensor pieces = empty_pieces(m + n, k, tf32, x);
+        at::Tensor all_exponents = exponents;
+        if (!recorded) all_exponents = at::empty({n + m + 1}, x.options().dtype(at::kInt));
+        const LinearPointers p = {floats(ready_x), floats(ready_weight), floats(ready_bias), floats(product),
+            scales.data_ptr(), all_exponents.data_ptr<int>(), pieces.data_ptr()};
         check_launch(linear_forward(tf32, &p, m, n, k, current_stream()));
     } else {
         at::linear_out(product, x, weight, bias);
@@ -1375,23 +1425,32 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
     TORCH_CHECK(m > 0 && n > 0 && n % 8 == 0 && n <= 8192, "rows of 8 to 8192 features, in eights");
-    const bool split = exponents.numel() > 0;  // then h is multiply's
-    const at::Tensor given = aligned(grad), kept = aligned(h), ready_y = aligned(y);
-    const at::Tensor g = split ? at::Tensor() : at::empty_like(kept);
+    const bool split = exponents.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
+    const at::Tensor ready_grad = aligned(grad), ready_h = aligned(h), ready_y = aligned(y);
+    const at::Tensor g = split ? at::Tensor() : at::empty_like(ready_h);
+    // Given `to`, finds G in pieces and the bias's gradient; without, y's gradient and, of 16-bit types, all three.
     const auto find = [&](const GradientPointers* to) {
-        const bool last = to == nullptr;  // if `split`: first G, for the products; then, behind them, y's gradient
-        if (last && needs[3]) results[3] = at::empty_like(kept);
-        const at::Tensor parts = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
-        const int error = residual_gradients(kernel_dtype(x, tf32), given.data_ptr(), kept.data_ptr(),
-            ready_y.data_ptr(), last && needs[3] ? results[3].data_ptr() : nullptr, floats(parts), m, n, float(eps), to,
-            split ? nullptr : g.data_ptr(), current_stream());
-        if (needs[2] && split != last) results[2] = parts.sum(at::IntArrayRef{0}, false, at::kDouble).to(x.options());
+        const bool finds_grad_y = to == nullptr && needs[3];
+        const bool finds_g = to != nullptr || !split;
+        if (finds_grad_y) results[3] = at::empty_like(ready_h);
+        void* const grad_y = finds_grad_y ? results[3].data_ptr() : nullptr;
+        const at::Tensor partials = at::empty({row_blocks(m, n), n}, x.options().dtype(at::kFloat));
+        const int error =
+            residual_gradients(kernel_dtype(x, tf32), ready_grad.data_ptr(), ready_h.data_ptr(), ready_y.data_ptr(),
+                grad_y, floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(), current_stream());
+        if (finds_g && needs[2]) {
+            results[2] = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(x.options());
+        }
         return error;
     };
-    if (split) make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find);
-    if (!split || needs[3]) check_launch(find(nullptr));  // y's gradient last: 7% less memory for 1.02 of the time
-    if (!split && needs[0]) results[0] = g.mm(weight);
-    if (!split && needs[1]) results[1] = g.t().mm(x);
+    if (split) {
+        make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find);
+        if (needs[3]) check_launch(find(nullptr));  // last, when the products' memory is free: see row_gradients
+        return results;
+    }
+    check_launch(find(nullptr));
+    if (needs[0]) results[0] = g.mm(weight);
+    if (needs[1]) results[1] = g.t().mm(x);
     return results;
 }
 

@@ -109,7 +109,9 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // The tensor cores do not round their sums, they truncate them. Therefore each sum over 64 of K starts at zero, takes
 // the small products first, and is then added to float32 registers, which round (Ootomo and Yokota, arXiv 2203.03341).
-// What is left of it: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000.
+// What is left: h is too small by 0.75 * 2^-23 of itself on average, as measured for K from 128 to 20000. (The backward
+// of linear_instance_norm_residual makes up for it: see kTruncated. In linear_swish_group_norm h goes through the
+// activation before the norm, so no one factor could.)
 //
 // OneProduct<__half, float>: float32 where TF32 is allowed, hi hi' alone. fp16 has TF32's 11 bits at twice its rate,
 // and the scales of the rows make up for its shorter exponent. The tensor cores add up all of K, as in cuBLAS's TF32.
@@ -1387,6 +1389,7 @@ CPP_SOURCE = r"""
 
 namespace {
 
+constexpr int64_t kGroup = 64;  // features of a group, as in the kernels
 using Outputs = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 // x (m, k), weight (n, k), the vectors (n), of one dtype and device. Returns out and, if `recorded`:
 // h = x weight^T + linear_bias and, of float32, exponents (as in LinearProduct).
@@ -1395,24 +1398,27 @@ Outputs forward_meta(const at::Tensor& x, const at::Tensor& weight, const at::Te
     bool recorded) {
     const c10::SymInt m = x.sym_size(0), n = weight.sym_size(0);
     TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.sym_size(1) == weight.sym_size(1), "x (m, k), weight (n, k)");
-    TORCH_CHECK(n == 64 * groups, "weight's rows are not ", groups, " groups of 64");
+    TORCH_CHECK(n == kGroup * groups, "weight's rows are not ", groups, " groups of ", kGroup);
     for (const at::Tensor& t : {linear_bias, bias, gamma, beta}) TORCH_CHECK(t.dim() == 1 && t.sym_size(0) == n, "(n)");
     for (const at::Tensor& t : {weight, linear_bias, bias, gamma, beta}) {
         TORCH_CHECK(t.scalar_type() == x.scalar_type() && t.device() == x.device(), "one dtype and device");
     }
     const at::Tensor out = at::empty_symint({m, n}, x.options());
     const at::Tensor h = recorded ? at::empty_like(out) : at::empty({0}, x.options());
-    const c10::SymInt exponents = recorded && x.scalar_type() == at::kFloat ? n + m + 1 : 0;
+    const bool has_exponents = recorded && x.scalar_type() == at::kFloat;
+    const c10::SymInt exponents = has_exponents ? n + m + 1 : 0;
     return {out, h, at::empty_symint({exponents}, x.options().dtype(at::kInt))};
 }
-// The gradients of x, weight and the vectors, for groups of 64; one that is not needed comes back without elements.
+// The gradients of x, weight, linear_bias, bias, gamma and beta. One that is not needed comes back without elements.
 std::vector<at::Tensor> backward_meta(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight,
     const at::Tensor& h, const at::Tensor&, const at::Tensor& bias, const at::Tensor& gamma, double, bool,
     std::array<bool, 6> needs) {
     for (const at::Tensor& t : {grad, weight, h, bias, gamma}) TORCH_CHECK(t.scalar_type() == x.scalar_type(), "dtype");
     std::vector<at::Tensor> results;
     for (int i = 0; i < 6; ++i) {
-        const c10::SymIntArrayRef size = i == 0 ? x.sym_sizes() : i == 1 ? weight.sym_sizes() : bias.sym_sizes();
+        c10::SymIntArrayRef size = bias.sym_sizes();
+        if (i == 0) size = x.sym_sizes();
+        if (i == 1) size = weight.sym_sizes();
         results.push_back(needs[i] ? at::empty_symint(size, x.options()) : at::empty({0}, x.options()));
     }
     return results;
@@ -1427,9 +1433,11 @@ struct GradientPointers {  // the kernels' SplitGradient
 extern "C" bool product_fits(int64_t m, int64_t n, int64_t k, int64_t value_bytes);
 extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, void* pieces, float* out, int64_t m,
     int64_t n, int64_t k, const GradientPointers* grad, cudaStream_t stream);
-// Room for a matrix's numbers: two for a float32 or, with TF32, one; rows in whole lines of 64.
+// Memory for the pieces of a matrix: two fp16 numbers a value or, with TF32, one. A row is whole lines of 64 numbers.
 at::Tensor empty_pieces(int64_t rows, int64_t k, bool tf32, const at::Tensor& like) {
-    return at::empty({rows, tf32 ? (k + 63) / 64 * 64 : (k + 31) / 32 * 64}, like.options().dtype(at::kHalf));
+    const int64_t line_k = tf32 ? 64 : 32;  // values in a line
+    const int64_t lines = (k + line_k - 1) / line_k;
+    return at::empty({rows, lines * 64}, like.options().dtype(at::kHalf));
 }
 at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
     const at::Tensor ready = t.contiguous();
@@ -1438,23 +1446,29 @@ at::Tensor aligned(const at::Tensor& t) {  // contiguous, and 16-byte aligned
 float* floats(const at::Tensor& t) { return t.data_ptr<float>(); }
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 void check_launch(int error) { TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error))); }
-// dX and dW, where wanted, from x, W and the forward's exponents. split_gradient(to) splits G.
-void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32, bool of_x,
-    bool of_weight, std::vector<at::Tensor>& results, c10::function_ref<int(const GradientPointers*)> split_gradient) {
+// Of float32: dX to results[0] and dW to results[1], where wanted. split_gradient(to) finds G and stores it as pieces.
+// The two products run one after the other, so that the pieces of W and of x do not take memory at the same time.
+void make_dx_and_dw(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exponents, bool tf32,
+    bool wants_dx, bool wants_dw, std::vector<at::Tensor>& results,
+    c10::function_ref<int(const GradientPointers*)> split_gradient) {
     const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
     TORCH_CHECK(product_fits(m, n, k, 4) && n <= 8192 && exponents.numel() == n + m + 1, "h is not of this product");
-    const at::Tensor g = empty_pieces(m, n, tf32, x), own = at::zeros({n + m + 1}, exponents.options());
-    int *const columns = own.data_ptr<int>(), *const rows = columns + n;
+    const at::Tensor g = empty_pieces(m, n, tf32, x);
+    const at::Tensor offsets = at::zeros({n + m + 1}, exponents.options());
+    int* const columns = offsets.data_ptr<int>();
+    int* const rows = columns + n;
     const GradientPointers grad = {g.data_ptr(), exponents.data_ptr<int>(), columns, rows, rows + m};
     check_launch(split_gradient(&grad));
-    const auto find = [&](bool weights, const at::Tensor& other) {  // one after the other, for memory
-        const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x), ready = aligned(other);
-        const at::Tensor& out = results[weights] = at::empty({weights ? n : m, k}, x.options());
+    const auto multiply = [&](bool of_weight, const at::Tensor& other) {
+        const at::Tensor pieces = empty_pieces(other.size(0), k, tf32, x);
+        const at::Tensor ready = aligned(other);
+        const at::Tensor out = at::empty({of_weight ? n : m, k}, x.options());
         check_launch(linear_dx_or_dw(
-            tf32, weights, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+            tf32, of_weight, floats(ready), pieces.data_ptr(), floats(out), m, n, k, &grad, current_stream()));
+        results[of_weight ? 1 : 0] = out;
     };
-    if (of_x) find(false, weight);
-    if (of_weight) find(true, x);
+    if (wants_dx) multiply(false, weight);
+    if (wants_dw) multiply(true, x);
 }
 
 struct SwishPointers {
@@ -1469,8 +1483,10 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n);
 extern "C" int64_t whole_gradient_blocks(int64_t m, int64_t n);
 extern "C" int swish_group_gradients(int dtype, const void* grad, const void* h, const void* bias, const void* gamma,
     float* partials, int64_t m, int64_t n, float eps, const GradientPointers* to, void* whole, cudaStream_t stream);
-int kernel_dtype(const at::Tensor& t, bool tf32) {  // as the kernels' launchers count
-    return t.scalar_type() == at::kHalf ? 1 : t.scalar_type() == at::kBFloat16 ? 2 : tf32 ? 3 : 0;
+int kernel_dtype(const at::Tensor& t, bool tf32) {  // `dtype` of the kernels' launchers
+    if (t.scalar_type() == at::kHalf) return 1;
+    if (t.scalar_type() == at::kBFloat16) return 2;
+    return tf32 ? 3 : 0;
 }
 
 Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& linear_bias,
@@ -1486,13 +1502,14 @@ Outputs forward_cuda(const at::Tensor& x, const at::Tensor& weight, const at::Te
         aligned(x), aligned(weight), aligned(linear_bias), aligned(bias), aligned(gamma), aligned(beta)};
     SwishPointers p = {ready[0].data_ptr(), ready[1].data_ptr(), ready[2].data_ptr(), ready[3].data_ptr(),
         ready[4].data_ptr(), ready[5].data_ptr(), out.data_ptr(), recorded ? h.data_ptr() : nullptr};
-    at::Tensor scales, found, pieces;
+    at::Tensor scales, all_exponents, pieces;
     if (scaled) {
         scales = at::empty({n + m, 2}, x.options());
-        found = recorded ? exponents : at::empty({n + m + 1}, x.options().dtype(at::kInt));
+        all_exponents = exponents;
+        if (!recorded) all_exponents = at::empty({n + m + 1}, x.options().dtype(at::kInt));
         pieces = empty_pieces(m + n, k, tf32, x);
         p.scales = scales.data_ptr();
-        p.exponents = found.data_ptr<int>();
+        p.exponents = all_exponents.data_ptr<int>();
         p.pieces = pieces.data_ptr();
     }
     check_launch(linear_swish_group_norm(kernel_dtype(x, tf32), &p, m, n, k, float(eps), current_stream()));
@@ -1505,26 +1522,32 @@ std::vector<at::Tensor> backward_cuda(const at::Tensor& grad, const at::Tensor& 
     std::vector<at::Tensor> results = backward_meta(grad, x, weight, h, exponents, bias, gamma, eps, tf32, {});
     const c10::cuda::CUDAGuard guard(x.device());
     const int64_t m = h.size(0), n = h.size(1);
-    TORCH_CHECK(m > 0 && n % 64 == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
-    const bool split = exponents.numel() > 0;
+    TORCH_CHECK(m > 0 && n % kGroup == 0 && n <= 8192, "rows of groups of 64 features, 8192 at most");
+    const bool split = exponents.numel() > 0;  // float32. Of 16-bit types G is not split, but stored in g
     const at::Tensor g = split ? at::Tensor() : at::empty_like(h, at::MemoryFormat::Contiguous);
-    const auto find = [&](const GradientPointers* to) {
-        const at::Tensor given = aligned(grad), kept = aligned(h), plus = aligned(bias), times = aligned(gamma);
+    // Stores G to `to`, or to g, and the gradients of the four vectors to results.
+    const auto find_g = [&](const GradientPointers* to) {
+        const at::Tensor ready_grad = aligned(grad), ready_h = aligned(h);
+        const at::Tensor ready_bias = aligned(bias), ready_gamma = aligned(gamma);
         const int64_t blocks = split ? split_gradient_blocks(m, n) : whole_gradient_blocks(m, n);
         const at::Tensor partials = at::empty({blocks, 4, n}, x.options().dtype(at::kFloat));
-        const int error = swish_group_gradients(kernel_dtype(x, tf32), given.data_ptr(), kept.data_ptr(),
-            plus.data_ptr(), times.data_ptr(), floats(partials), m, n, float(eps), to, split ? nullptr : g.data_ptr(),
-            current_stream());
-        const at::Tensor sums = partials.sum(at::IntArrayRef{0}, false, at::kDouble);
+        const int error = swish_group_gradients(kernel_dtype(x, tf32), ready_grad.data_ptr(), ready_h.data_ptr(),
+            ready_bias.data_ptr(), ready_gamma.data_ptr(), floats(partials), m, n, float(eps), to,
+            split ? nullptr : g.data_ptr(), current_stream());
+        const at::Tensor sums = partials.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble);
         for (int i = 0; i < 4; ++i) {
-            if (needs[i + 2]) results[i + 2] = sums.select(0, i).to(x.scalar_type(), false, true);  // a copy
+            if (!needs[i + 2]) continue;
+            results[i + 2] = sums.select(0, i).to(x.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
         }
         return error;
     };
-    if (split) make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find);
-    else check_launch(find(nullptr));
-    if (!split && needs[0]) results[0] = at::mm(g, weight);
-    if (!split && needs[1]) results[1] = at::mm(g.t(), x);
+    if (split) {
+        make_dx_and_dw(x, weight, exponents, tf32, needs[0], needs[1], results, find_g);
+        return results;
+    }
+    check_launch(find_g(nullptr));
+    if (needs[0]) results[0] = at::mm(g, weight);
+    if (needs[1]) results[1] = at::mm(g.t(), x);
     return results;
 }
 
@@ -1672,6 +1695,7 @@ _HOPPERS = [
     for i in range(torch.cuda.device_count() if torch.version.cuda else 0)
     if torch.cuda.get_device_capability(i)[0] == 9
 ]
+_GROUP = 64  # features of a group, as in the kernels
 NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
@@ -1694,8 +1718,10 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
         return False
     if not x.is_cuda or x.device.index not in _HOPPERS:
         return False
-    n, groups, recorded = weight.shape[0], norm.num_groups, _is_recorded(x, weight, *vectors)
-    if any(v.shape != weight.shape[:1] for v in vectors) or n != 64 * groups or recorded and n > 8192:
+    n = weight.shape[0]
+    if any(v.shape != (n,) for v in vectors) or n != _GROUP * norm.num_groups:
+        return False
+    if _is_recorded(x, weight, *vectors) and n > 8192:
         return False
     return _product_fits(x.shape[0], n, x.shape[1], x.element_size())
 
