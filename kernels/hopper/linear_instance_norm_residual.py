@@ -9,15 +9,16 @@ the row's own, rstd = 1 / sqrt(sum((h - mean)^2) / F + eps).
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-Two paths, chosen by `_fits`. The fast path is the operator below. It takes plain 2-D tensors of float32, float16 or
-bfloat16, F a multiple of 8, products of at least 2^30 multiplications (`_product_fits`), and no hooks, autocast or
-transforms; with gradients F is at most 8192. Float32 products run on the fp16 tensor cores, as three products with the
-accuracy of float32 or, where TF32 is allowed, as one; those of 16-bit types are cuBLAS's. Everything else goes the
-plain path: the Model's own layers.
+There are two paths, and `_fits` chooses one. The fast path is the operator below. It takes plain 2-D tensors of
+float32, float16 or bfloat16; F a multiple of 8 and with gradients at most 8192, products of at least 2^30
+multiplications (`_product_fits`); no hooks, autocast or transforms. Float32 products run on the fp16 tensor cores: as
+three products with the accuracy of float32 or, where TF32 is allowed, as one. Those of 16-bit types are cuBLAS's. The
+plain path, for everything else, is the Model's own layers.
 
-At the benchmark shape, 1024 x 8192 to 8192: 137 GFLOP, done three times in fp16: 0.52 ms at cuBLAS's rate. Before, W is
-read, 0.27 GB, and its pieces are written, 0.27. harness.py, H200: 0.71 ms, 3.93x eager; with the backward 2.15, 3.83x;
-where TF32 is allowed 0.337 and 1.06 ms, 1.27x and 1.40x.
+At the benchmark shape, 1024 x 8192 to 8192, the product is 137 GFLOP, done three times in fp16: 0.55 ms at 750 TFLOP/s,
+about cuBLAS's rate in fp16 (tests/tools/product_rate.py measures both). Before it, split_rows reads W, 0.27 GB, and
+writes its pieces, 0.27 GB. `python harness.py hopper/linear_instance_norm_residual --backward`, H200: 0.71 ms, 3.93x
+eager; with backward 2.15 ms, 3.83x; where TF32 is allowed 0.337 and 1.06 ms, 1.27x and 1.40x.
 """
 
 import contextlib
@@ -95,10 +96,10 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 // There are two ways for float32 and one for 16-bit types. A `Scheme`, which is a template parameter, names the way.
 //
-// ThreeProducts: float32, about as accurate as float32 arithmetic. split_rows multiplies each row of x (m, k) and of
-// W (n, k) by the power of two that brings its largest value to [2^14, 2^15). Then it stores each scaled value v as two
-// fp16 numbers, its pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11 significant bits, so
-// |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
+// ThreeProducts: float32, with errors below those of cuBLAS's float32 product. split_rows multiplies each row of x (m,
+// k) and of W (n, k) by the power of two that brings its largest value to [2^14, 2^15). Then it stores each scaled
+// value v as two fp16 numbers, its pieces: hi is v rounded to fp16 and lo is v - hi rounded to fp16. fp16 has 11
+// significant bits, so |lo| <= 2^-11 |v|, and hi + lo differs from v by at most 2^-23 |v|. The tensor cores multiply
 //
 //     v v' = hi hi' + hi lo' + lo hi' + lo lo'
 //
@@ -135,15 +136,18 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //
 //     the sums of consumer s % 2,  of the block s / 4 of 64 of its rows,  of the left or right 64 columns: s / 2 % 2
 //
-// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, so a rounding may err by 2^-25. A scaled
-// value is "coarse" if 2^-25 is more than its pieces lose otherwise: below 2^-2 with hi and lo, which lose 2^-23 of it,
-// and below 2^-14 with hi alone, which loses 2^-11 of it. Its partner in the product is below 2^15. So if two rows have
-// c coarse values between them, their sum errs by less than c * 2^-25 * 2^15 = c * 2^-10 on their account. The sum may
-// err by 2^-24 of itself as float32 (by 2^-11 as TF32), which is more where it is at least c * 2^14 (c * 2). split_rows
-// stores each row's coarse values times 2^14 (times 2) as its `doubt`. If a sum is below the doubt of its two rows, the
-// finisher computes it again in float32, from x and W. Of uniform or normal random operands with K up to 8192 fewer
-// than one in 10^6 sums are (an estimate: scaled, they spread over 2^29 and more, and few rows have a coarse value). An
-// infinity becomes NaN with ThreeProducts, because its lo is inf - inf.
+// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
+//   - A scaled value is "coarse" if 2^-25 is more than its pieces lose anyway: below 2^-2 with hi and lo, which lose up
+//     to 2^-23 of it, and below 2^-14 with hi alone, which loses up to 2^-11 of it.
+//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
+//     by less than c * 2^-25 * 2^15 = c * 2^-10.
+//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). For sums of c * 2^14 (or c * 2) and
+//     more, that is more than the coarse values change.
+//   - So split_rows counts each row's coarse values and stores that times 2^14 (or 2) as the row's `doubt`. If a sum is
+//     below the doubt of its two rows, the finisher computes it again in float32, from x and W. That happens to
+//     fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate: such sums, scaled, have a
+//     standard deviation over 2^29, and few rows have a coarse value).
+// With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
 // rows are 128 or 256, because each of the two consumers has the m of one such instruction, 64, or of two. A TMA box
@@ -151,9 +155,10 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 // needs a whole group.
 
 constexpr int kTileColumns = 128;
-constexpr int kLine = 64;    // numbers: 128 bytes, the widest swizzle of TMA and wgmma
-constexpr int kBand = 2048;  // rows of x: their tiles are taken column by column, so that L2 holds their pieces (8 MB
-// where K is 1024) until the last column of tiles has used them
+constexpr int kLine = 64;  // numbers: 128 bytes, the widest swizzle of TMA and wgmma
+// The tiles of a band, 2048 rows of x, are taken column by column, so that L2 holds the band's pieces (8 MB where K is
+// 1024) until the last column of tiles has used them.
+constexpr int kBand = 2048;
 constexpr int kMultiplyThreads = 512;
 struct ThreeProducts {
     using Value = __half;
@@ -161,8 +166,8 @@ struct ThreeProducts {
     static constexpr int kPieces = 2;  // numbers that stand for a value
     static constexpr int kLineK = kLine / kPieces;  // values in a line
     static constexpr int kTileRows = 128;  // of x
-    static constexpr int kStages = 4;  // of 32 KiB. Lines come in fours: the loop over them is unrolled,
-    // which is worth 1 to 4% of the time
+    // Of 32 KiB. Lines come in fours, as the loop over the stages is unrolled, which saves 1 to 4% of the time.
+    static constexpr int kStages = 4;
     static constexpr int kSlots = 4;  // of 16 KiB
     static constexpr float kCoarse = 0x1p-2f;  // see Range
     static constexpr float kDoubt = 0x1p14f;  // of a row, for each coarse value
@@ -226,7 +231,7 @@ template <class Op> __device__ __forceinline__ float reduce_group(float v, int g
     for (int offset = warps / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(~0u, v, offset));
     return v;
 }
-// Splits COUNT neighbouring scaled values of a row (4 or 8), from k on. Stores their hi, and kLineK numbers on their
+// Splits COUNT neighbouring scaled values of a row (4 or 8), from k on. Stores their hi and, kLineK numbers on, their
 // lo.
 template <class Scheme, int COUNT>
 __device__ __forceinline__ void store_pieces(__half* row, int k, const float (&v)[COUNT]) {
@@ -295,7 +300,7 @@ template <class Scheme> __global__ void __launch_bounds__(kSplitThreads, 3)
         }
     };
     float largest = 0;  // of the finite values
-    float coarse = 0;  // how many values are
+    float coarse = 0;  // how many values are coarse
     for (int first = 0; first < quads; first += step) {
         load(first);
 #pragma unroll
