@@ -141,12 +141,12 @@ template <typename T, int V> struct alignas(V * sizeof(T)) Pack { T value[V]; };
 //     to 2^-23 of it, and below 2^-14 with hi alone, which loses up to 2^-11 of it.
 //   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
 //     by less than c * 2^-25 * 2^15 = c * 2^-10.
-//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). For sums of c * 2^14 (or c * 2) and
-//     more, that is more than the coarse values change.
+//   - A sum may err by 2^-24 of itself, as float32 does (or by 2^-11, as TF32 does). For sums of c * 2^14 (or c * 2)
+//     and more, that is more than the coarse values change.
 //   - So split_rows counts each row's coarse values and stores that times 2^14 (or 2) as the row's `doubt`. If a sum is
-//     below the doubt of its two rows, the finisher computes it again in float32, from x and W. That happens to
-//     fewer than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate: such sums, scaled, have a
-//     standard deviation over 2^29, and few rows have a coarse value).
+//     below the doubt of its two rows, the finisher computes it again in float32, from x and W. That happens to fewer
+//     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate: such sums, scaled,
+//     have a standard deviation over 2^29, and few rows have a coarse value).
 // With ThreeProducts an infinity becomes NaN, because its lo is inf - inf.
 //
 // To change the tile. Its columns, 128, are the n of the instruction m64n128k16 (WGMMA lists its 64 registers). Its
