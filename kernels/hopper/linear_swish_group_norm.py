@@ -479,27 +479,28 @@ template <bool A, bool B> __device__ __forceinline__ void multiply_large(float (
     wgmma<A, B>(d, a, b, 1);
     wgmma<A, B>(d, a + kStepOfK<A>, b + kStepOfK<B>, 1);
 }
-// A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns; octet j has columns 8 j to 8 j
-// + 7. wgmma leaves in lane 4 q + t, of each octet, the columns 8 j + 2 t and 8 j + 2 t + 1 of rows q and q + 8. The
-// lane stores these four sums as one pack, number 4 q + t of the octet, which has 32:
+// A warp has 16 x 64 sums of a slot, a quarter of it. They are eight octets of columns, and octet j begins with column
+// 8 j. wgmma leaves in lane 4 q + t, of each octet, its columns 2 t and 2 t + 1 of rows q and q + 8. The lane stores
+// these four sums as one pack, number 4 q + t of the octet, which has 32:
 //
 //     columns 8 j +      0, 1     2, 3     4, 5     6, 7
 //     rows 0 and 8       pack 0   pack 1   pack 2   pack 3
 //     rows 1 and 9       pack 4   pack 5   pack 6   pack 7     ...
 //
-// A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are in two packs of octet e /
-// 2: of t = 2 (e % 2), and the next. The eight lanes of a row, e from 0 to 7, load the first of their two packs at
-// once: packs 0 and 2 of octets 0 to 3 for row 0. Shared memory has 32 banks of four bytes, so packs of 16 bytes at the
-// same place modulo 8 are in the same banks. Therefore pack number p of octet j lies at place p ^ place_of(j):
+// A lane of the finisher wants four neighbouring columns of a row, 4 e to 4 e + 3. They are half of octet e / 2: two
+// packs, of t = 0 and 1 where e is even, of t = 2 and 3 where it is odd. The eight lanes of a row, e from 0 to 7, load
+// the first of their two packs at once: for row 0, packs 0 and 2 of octets 0 to 3. Shared memory has 32 banks of four
+// bytes, so packs of 16 bytes at the same place modulo 8 are in the same banks. Therefore pack number p of octet j lies
+// at place p ^ place_of(j):
 //
 //     place       0    1    2    3    4    5    6    7
 //     octet 0    [0]   1   [2]   3    4    5    6    7      place_of 0
 //     octet 1     1   [0]   3   [2]   5    4    7    6      place_of 1
 //     octet 2     4    5    6    7   [0]   1   [2]   3      place_of 4
-//     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5        [ ]: what is loaded at once, each at a
-//                                                                             place of its own
-// Packs of 8 bytes, of 16-bit sums, share banks only modulo 16, and two rows are loaded at once, 4 numbers apart: so
-// j's second bit moves bit 3 of the place, not bit 2.
+//     octet 3     5    4    7    6    1   [0]   3   [2]     place_of 5       [ ] are loaded at once: all places differ
+//
+// Packs of 8 bytes, of 16-bit sums, are in the same banks at the same place modulo 16, and two rows are loaded at once,
+// whose pack numbers differ by 4. So there the second bit of j flips bit 3 of the place, not bit 2.
 template <typename S> __device__ __forceinline__ int place_of(int j) {
     constexpr int kShift = sizeof(S) == 4 ? 1 : 2;
     return (j & 1) | (j & 2) << kShift;
