@@ -60,11 +60,16 @@ CUDA_SOURCE = r"""
 //
 // The pieces are due to Markidis et al. (2018), the sums outside the tensor cores to Ootomo and Yokota (2022).
 //
-// Range. A scaled value below 2^-2 (2^-17 of its row's largest) has a lo below fp16's normal numbers, and is wrong by
-// up to 2^-25. With c such values in its two rows a sum is wrong by up to c 2^-25 2^15 = c 2^-10, which is no more than
-// float32 loses (2^-24) if the sum is at least c 2^14. split_rows stores c 2^14 of each row as its `doubt`; where a sum
-// is smaller than the doubt of its two rows, one in 10^6 of ordinary data, it is computed again from the float32
-// values. Rows with values above 2^74, whose sums might overflow, have infinite doubt.
+// Range. fp16 has 11 bits from 2^-14 on. Below, it counts in steps of 2^-24, and a rounding may err by 2^-25.
+//   - A scaled value is "coarse" if it is below 2^-2, which is 2^-16 or less of its row's largest. Then 2^-25 is more
+//     than the 2^-23 of it that hi and lo lose anyway.
+//   - The value that it is multiplied by is below 2^15. So c coarse values in two rows, taken together, change the sum
+//     by less than c 2^-25 2^15 = c 2^-10. That is less than float32 may lose, 2^-24 of the sum, if the sum is at least
+//     c 2^14.
+//   - So split_rows counts each row's coarse values and stores that times 2^14 as the row's `doubt`. A sum that is
+//     below the doubt of its two rows is doubtful, and is computed again from the float32 values. That happens to fewer
+//     than one of 10^6 sums of uniform or normal random operands, for K up to 8192 (an estimate).
+//   - Rows with values above 2^74, whose sums might overflow, have infinite doubt.
 //
 // PIECES is 2 for float32. It is 1 where TF32 is allowed: hi hi' alone, because hi has TF32's eleven bits.
 //
@@ -148,13 +153,13 @@ struct Rows {
 template <int PIECES> __global__ void __launch_bounds__(256)
     split_rows(const __grid_constant__ Rows x, const __grid_constant__ Rows w, int k) {
     __shared__ unsigned largest_bits;  // of non-negative floats, which order as the floats do
-    __shared__ int lost;
+    __shared__ int coarse;  // how many values are
     const Rows& own = blockIdx.x < x.count ? x : w;
     const int64_t row = blockIdx.x < x.count ? blockIdx.x : blockIdx.x - x.count, pitch = pitch_of(k, PIECES);
     const float* const values = own.values + row * k;
     if (threadIdx.x == 0) {
         largest_bits = 0;
-        lost = 0;
+        coarse = 0;
     }
     __syncthreads();
     float largest = 0;
@@ -165,18 +170,18 @@ template <int PIECES> __global__ void __launch_bounds__(256)
     __syncthreads();
     const int exponent = scale_exponent(__uint_as_float(largest_bits));
     const float scale = power_of_two(exponent), unscale = power_of_two(-exponent);
-    int own_lost = 0;
+    int own_coarse = 0;
 #pragma unroll 4
     for (int i = threadIdx.x * 2; i < pitch / PIECES; i += 512) {
         const float first = i < k ? values[i] * scale : 0, second = i + 1 < k ? values[i + 1] * scale : 0;
-        own_lost += (first != 0 && fabsf(first) < 0x1p-2f) + (second != 0 && fabsf(second) < 0x1p-2f);
+        own_coarse += (first != 0 && fabsf(first) < 0x1p-2f) + (second != 0 && fabsf(second) < 0x1p-2f);
         store_pieces<PIECES>(own.pieces + row * pitch, i, first, second);
     }
-    if (own_lost > 0) atomicAdd(&lost, own_lost);
+    if (own_coarse > 0) atomicAdd(&coarse, own_coarse);
     __syncthreads();
     if (threadIdx.x > 0) return;
     own.unscale[row] = unscale;
-    own.doubt[row] = unscale > 0x1p60f ? INFINITY : lost * 0x1p14f;
+    own.doubt[row] = unscale > 0x1p60f ? INFINITY : coarse * 0x1p14f;
     if (largest_bits == 0) own.doubt[row] = -INFINITY;  // the sums are 0
 }
 
@@ -404,7 +409,7 @@ struct Linear {
     const float *unscale, *doubt;  // of x's rows, then of W's
     int m, n, k;
     __device__ __forceinline__ void finish(int row, int column, float (&v)[4][16]) const {
-        uint64_t uncertain = 0;  // bits 16 i + j
+        uint64_t doubtful = 0;  // bit 16 i + j: the sum v[i][j] is
         float unscale_x[4], doubt_x[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -420,16 +425,18 @@ struct Linear {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float least = (doubt_x[i] + doubt_w) * unscale_x[i];
-                if (fabsf(v[i][j]) < least || least == INFINITY) uncertain |= uint64_t(1) << (16 * i + j);
+                if (fabsf(v[i][j]) < least || least == INFINITY) doubtful |= uint64_t(1) << (16 * i + j);
                 v[i][j] = fmaf(v[i][j], unscale_w, plus);
             }
         }
-        while (const unsigned lanes = __ballot_sync(~0u, uncertain != 0)) {  // one by one, by the whole warp
-            const int owner = __ffs(lanes) - 1, which = __shfl_sync(~0u, __ffsll(uncertain) - 1, owner);
+        // The warp computes the doubtful sums of its lanes again, one at a time.
+        while (const unsigned lanes = __ballot_sync(~0u, doubtful != 0)) {
+            const int owner = __ffs(lanes) - 1;
+            const int which = __shfl_sync(~0u, __ffsll(doubtful) - 1, owner);
             const int at = column_of(__shfl_sync(~0u, column, owner), which % 16);
             const float own = multiply_rows(__shfl_sync(~0u, row, owner) + which / 16 * 8, at) + bias[at];
             if (threadIdx.x % 32 != owner) continue;
-            uncertain &= uncertain - 1;
+            doubtful &= doubtful - 1;  // clears the lowest bit
 #pragma unroll
             for (int i = 0; i < 64; ++i) v[i / 16][i % 16] = i == which ? own : v[i / 16][i % 16];
         }
@@ -520,8 +527,10 @@ static cudaError_t launch_linear(Epilogue epilogue, void* workspace, cudaStream_
 
 // ---- The groups of linear_swish_group_norm ----
 
-// The activation and its derivative. To use another, change both, finish_group (C++) and _finish_plainly (Python).
-// For small h their absolute errors must be small: the norm enlarges small v. For large h the slope must be finite.
+// The activation and its derivative. To use another, change both, finish_group in C++, and in Python _finish_plainly
+// and the lines for torch.jit.script in ModelNew.forward. Where |v| is small the error must be small beside it: in a
+// group of small v the norm divides by their small spread. Where |h| is large the slope must be finite, as 0 times
+// infinity is NaN.
 __device__ __forceinline__ float sigmoid(float h) {  // relative error: 2^-23 near 0, 2^-18 at -87; 0 below -87.4
     float e, s;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(h * -1.44269504f));
