@@ -1027,8 +1027,8 @@ extern "C" int linear_dx_or_dw(bool tf32, bool of_weight, const float* other, __
 // ---- The groups of linear_swish_group_norm ----
 
 constexpr int kGroup = 64;  // features of a group, and columns of a slot
-constexpr int kThreadColumns = 16;  // neighbouring columns of a row that a thread of the backward has: with the largest
-// block, of 512 threads, 8192 columns
+// Neighbouring columns of a row that a thread of the backward has. The largest block, of 512 threads, has 8192.
+constexpr int kThreadColumns = 16;
 // Loads a thread's columns of a row of n, and zeros beyond n.
 __device__ __forceinline__ void load_columns(const float* from, float (&v)[kThreadColumns], int n) {
 #pragma unroll
@@ -1075,7 +1075,8 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
+    const int exponents = exponent + to.forward[n + row];  // of G's row and of x's row
+    note_exponent(to.smallest, largest > 0 ? exponents : kLargestExponent);  // a row of zeros is to decide nothing
 }
 // Blocks of group_gradients where it splits G. Each writes its sums to partials[block][4][n]. A multiprocessor runs 512
 // threads of it, as each takes up to 128 of the 65536 registers.
@@ -1084,7 +1085,7 @@ extern "C" int64_t split_gradient_blocks(int64_t m, int64_t n) {
     return m < most ? m : most;
 }
 // The activation stands in five places. To use another, change them all:
-//     activation            float32, forward and backward
+//     activation            the forward of float32, and the backward of all types
 //     forward_activation    the forward of 16-bit types
 //     activation_slope      the derivative
 //     _finish_plainly       in Python, the plain path
