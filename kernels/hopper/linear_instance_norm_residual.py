@@ -1152,8 +1152,8 @@ template <class Scheme> __device__ __forceinline__ void store_split_row(
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    const int exponents = exponent + to.forward[n + row];  // of G's row and of x's row
-    note_exponent(to.smallest, largest > 0 ? exponents : kLargestExponent);  // a row of zeros is to decide nothing
+    // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
+    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
 }
 // The gradients of y and of h: with z = (h - mean) * rstd and d = grad * y
 //

@@ -1075,8 +1075,8 @@ template <int THREADS, class Scheme> __device__ __forceinline__ void split_gradi
     }
     if (threadIdx.x > 0) return;
     to.rows[row] = exponent;
-    const int exponents = exponent + to.forward[n + row];  // of G's row and of x's row
-    note_exponent(to.smallest, largest > 0 ? exponents : kLargestExponent);  // a row of zeros is to decide nothing
+    // The exponents of G's row and of x's row. A row of zeros is to decide nothing.
+    note_exponent(to.smallest, largest > 0 ? exponent + to.forward[n + row] : kLargestExponent);
 }
 // Blocks of group_gradients where it splits G. Each writes its sums to partials[block][4][n]. A multiprocessor runs 512
 // threads of it, as each takes up to 128 of the 65536 registers.
