@@ -1566,13 +1566,16 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
     A FakeTensor is what torch.export, not strict, runs a module with.
     """
-    tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
-    if torch._C._are_functorch_transforms_active() or not ordinary:
+    tensors = (x, *others)
+    if not all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
-    here = x.is_cpu or x.is_cuda and torch.version.cuda
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return False
+    if not (x.is_cpu or x.is_cuda and torch.version.cuda):
+        return False
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
 
@@ -1584,7 +1587,9 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
     pack = 16 // value_bytes
-    return n % pack == k % pack == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
+    if n % pack != 0 or k % pack != 0:
+        return False
+    return min(m, n, k) >= 128 and max(m, n, k) < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1610,6 +1615,7 @@ _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
 
 def _is_ordinary(norm: nn.Module) -> bool:
+    """Whether the norm is as the Model makes it: without parameters, statistics or hooks."""
     bare = norm.weight is norm.bias is norm.running_mean is norm.running_var is None and not norm.track_running_stats
     return _is_plain(norm, nn.InstanceNorm2d) and bare and norm.eps > 0
 
@@ -1619,8 +1625,12 @@ def _made_contiguous(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _finish_plainly(norm: nn.Module, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The Model's lines; a usual norm without its warning, which would break torch.compile's graph. On a CPU PyTorch
-    2.13's instance norm reads a transposed gradient as if it were contiguous: the hook makes it so."""
+    """What follows the linear layer, in the Model's lines.
+
+    An ordinary norm is called as a function: the module warns of its input's shape, which would break torch.compile's
+    graph. On a CPU PyTorch 2.13's instance norm reads a transposed gradient as if it were contiguous, so a hook makes
+    it contiguous.
+    """
     if not isinstance(h, torch.Tensor) or not _is_ordinary(norm) or h.dim() != 2 or h.shape[1] < 2:
         h = norm(h.unsqueeze(1).unsqueeze(1)).squeeze(1).squeeze(1)
     else:
@@ -1636,15 +1646,18 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, y: torch.Tensor) 
     if not _is_plain(linear, nn.Linear) or not _is_ordinary(norm) or linear.bias is None:
         return False
     weight, bias = linear.weight, linear.bias
-    if not _are_plain(x, weight, bias, y) or x.dim() != 2 or weight.dim() != 2:
+    if not _are_plain(x, weight, bias, y):
+        return False
+    if x.dim() != 2 or weight.dim() != 2:
         return False
     if not x.is_cuda or x.device.index not in _HOPPERS:
         return False
-    n = weight.shape[0]
-    shapes = x.shape[1] == weight.shape[1] and bias.shape == (n,) and y.shape == (x.shape[0], n)
-    if not shapes or n % 8 != 0 or _is_recorded(x, weight, bias, y) and n > 8192:
+    m, n = x.shape[0], weight.shape[0]
+    if x.shape[1] != weight.shape[1] or bias.shape != (n,) or y.shape != (m, n) or n % 8 != 0:
         return False
-    return _product_fits(x.shape[0], n, x.shape[1], x.element_size())
+    if _is_recorded(x, weight, bias, y) and n > 8192:
+        return False
+    return _product_fits(m, n, x.shape[1], x.element_size())
 
 
 class LinearRowNormResidual(torch.autograd.Function):
@@ -1659,16 +1672,19 @@ class LinearRowNormResidual(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, weight, bias, y, h, exponents), needs = ctx.saved_tensors, ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in (x, weight, bias, y)]  # views: if y is made of x, x's gradient omits that
+        x, weight, bias, y, h, exponents = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
+            # Views, as y may be made of x, and x's gradient is to omit what goes through y.
+            tensors = [t.view_as(t) for t in (x, weight, bias, y)]
             out = _finish_plainly(nn.InstanceNorm2d(1, eps=ctx.eps), nn.functional.linear(*tensors[:3]), tensors[3])
             wanted = [t for t, need in zip(tensors, needs) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return *(next(found) if need else None for need in needs), None, None
         backward = _OPERATORS.backward.default
         found = backward(grad, x, weight, h, exponents, y, ctx.eps, ctx.tf32, needs)
-        return *(own if need else None for own, need in zip(found, needs)), None, None
+        found = [gradient if need else None for gradient, need in zip(found, needs)]
+        return *found, None, None
 
 
 class ModelNew(nn.Module):

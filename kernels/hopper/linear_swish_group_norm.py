@@ -1663,13 +1663,16 @@ def _are_plain(x: torch.Tensor, *others: torch.Tensor) -> bool:
 
     A FakeTensor is what torch.export, not strict, runs a module with.
     """
-    tensors, dtypes = (x, *others), (torch.float32, torch.float16, torch.bfloat16)
-    ordinary = all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors)
-    if torch._C._are_functorch_transforms_active() or not ordinary:
+    tensors = (x, *others)
+    if not all(type(t) in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
-    here = x.is_cpu or x.is_cuda and torch.version.cuda
-    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if not here or x.dtype not in dtypes or autocast or torch.autograd.forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return False
+    if not (x.is_cpu or x.is_cuda and torch.version.cuda):
+        return False
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
     return all(t.layout is torch.strided and t.dtype is x.dtype and t.device == x.device for t in tensors)
 
@@ -1681,7 +1684,9 @@ def _is_exporting() -> bool:  # PyTorch 2.11 and older trace torch.compiler.is_e
 def _product_fits(m: int, n: int, k: int, value_bytes: int) -> bool:
     """Whether x (m, k) by weight (n, k) is for the operator: the larger products, rows of multiples of 16 bytes."""
     pack = 16 // value_bytes
-    return n % pack == k % pack == 0 and 128 <= min(m, n, k) and max(m, n, k) < 2**24 and m * n * k >= 2**30
+    if n % pack != 0 or k % pack != 0:
+        return False
+    return min(m, n, k) >= 128 and max(m, n, k) < 2**24 and m * n * k >= 2**30
 
 
 def _is_recorded(*tensors: torch.Tensor) -> bool:
@@ -1720,8 +1725,11 @@ def _fits(linear: nn.Module, norm: nn.Module, x: torch.Tensor, bias: torch.Tenso
         return False
     if linear.bias is None or norm.weight is None:
         return False
-    weight, vectors = linear.weight, (linear.bias, bias, norm.weight, norm.bias)
-    if not _are_plain(x, weight, *vectors) or not x.dim() == weight.dim() == 2 or x.shape[1] != weight.shape[1]:
+    weight = linear.weight
+    vectors = (linear.bias, bias, norm.weight, norm.bias)
+    if not _are_plain(x, weight, *vectors):
+        return False
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return False
     if not x.is_cuda or x.device.index not in _HOPPERS:
         return False
@@ -1747,12 +1755,14 @@ class LinearSwishGroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         *tensors, h, exponents = ctx.saved_tensors
-        (x, weight, linear_bias, bias, gamma, beta), needs = tensors, ctx.needs_input_grad[:6]
+        x, weight, linear_bias, bias, gamma, beta = tensors
+        needs = ctx.needs_input_grad[:6]
         if not torch.is_grad_enabled():
-            backward, others = _OPERATORS.backward.default, (ctx.eps, ctx.tf32, needs)
-            found = backward(grad, x, weight, h, exponents, bias, gamma, *others)
-        else:  # they are to be differentiated in turn
-            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
+            backward = _OPERATORS.backward.default
+            found = backward(grad, x, weight, h, exponents, bias, gamma, ctx.eps, ctx.tf32, needs)
+        else:  # the gradients are to be differentiated in turn
+            # Views, as one of the tensors may be made of another: its gradient is to omit what goes through that.
+            tensors = [t.view_as(t) for t in tensors]
             x, weight, linear_bias, bias, gamma, beta = tensors
             out = _finish_plainly(
                 bias,
@@ -1762,7 +1772,8 @@ class LinearSwishGroupNorm(torch.autograd.Function):
             wanted = [t for t, need in zip(tensors, needs) if need]
             of_wanted = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             found = [next(of_wanted) if need else None for need in needs]
-        return *(own if need else None for own, need in zip(found, needs)), None, None, None
+        found = [gradient if need else None for gradient, need in zip(found, needs)]
+        return *found, None, None, None
 
 
 class ModelNew(nn.Module):
