@@ -3,23 +3,25 @@
 
     h = conv2d(x, W) + b;    v = sigmoid((h + bias) * scale);    out = (v - mean) * rstd * gamma + beta
 
-mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
+`mean` and `rstd` are over a group of channels of one sample: rstd = 1 / sqrt(mean((v - mean)^2) + eps).
 
 This file is for Hopper GPUs (sm_90). It builds nothing elsewhere: there ModelNew runs the Model's own layers. For other
 GPUs and for CPUs there is a portable file of the same name, one folder up.
 
-Two paths, chosen in `ModelNew.forward`. Our kernels take 3x3 convolutions of float32, float16 or bfloat16, autocast
-too: <= 8 input and <= 32 output channels, even width <= 256, height <= 2 + twice the SMs, output pixels a multiple of 4
-(with gradients >= 8 (9 in + 4)), eps >= 1e-6. Everything else goes the plain path: the Model's own layers.
+There are two paths, and `ModelNew.forward` chooses one. Our kernels take 3x3 convolutions of float32, float16 or
+bfloat16, also under autocast, with at most 8 input and 32 output channels and an eps of at least 1e-6. The image's
+width is even and at most 256, its height at most 2 + twice the multiprocessors. The output has a multiple of 4 pixels
+and, with gradients, at least 8 (9 in_channels + 4). The plain path, for everything else, is the Model's own layers.
 
 The forward is one kernel. It reads x from DRAM once, writes out once, and keeps v in shared memory in between. With
-gradients it is the same, and x, the parameters, mean and rstd are saved. The backward makes h + bias again, in memory,
-and reads it twice: for the sums that the norm's gradient needs, and for h's own gradient, which never leaves the chip.
+gradients it is the same kernel, and x, the parameters, mean and rstd are saved. The backward computes h + bias again,
+to device memory, and reads it twice: for the sums that the norm's gradient needs, and for the gradient of h, which
+never leaves the chip.
 
-Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution. On an
-H200 the floor is 0.31 ms, memory, and `python harness.py hopper/conv_sigmoid_group_norm --backward` measures 0.434 ms,
-13.6x eager, also with gradients recorded; forward and backward 2.46 ms, 7.5x; in bfloat16 0.344 and 1.98 ms, 15.5x
-and 6.4x.
+Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, and 38.1 GFLOP in the convolution. On
+an H200 memory sets the floor, 0.31 ms at the 4.25 TB/s of a copy on the device. `python harness.py
+hopper/conv_sigmoid_group_norm --backward` measures 0.434 ms, 13.6x eager, also with gradients recorded; forward and
+backward 2.46 ms, 7.5x; in bfloat16 0.344 and 1.98 ms, 15.5x and 6.4x.
 """
 
 import contextlib
@@ -168,7 +170,7 @@ constexpr int kLine = 32;  // 8-byte words a group's totals take: L2 serializes 
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
-struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
+struct Statistics { float mean, mean_error, rstd; };  // of a group; the mean is mean + mean_error, to some 48 bits
 
 // Sizes, and what plan_forward makes of them.
 struct Plan {
@@ -176,7 +178,7 @@ struct Plan {
     int bands, band_rows, teams;  // the last band may have fewer rows
     int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
 };
-// The benchmark's, as compile-time constants: 0.96 of the time.
+// The benchmark's sizes. As compile-time constants they save 4% of the time.
 __host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
 
 struct ConvArguments : Plan {
@@ -186,7 +188,8 @@ struct ConvArguments : Plan {
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     Statistics* statistics;  // (samples, groups)
     unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
-    // When h + bias is written, in the memory of totals, (samples) each: the bits of max |x|; 1 if convolve_again ran.
+    // When h + bias is written, these take the memory of totals, (samples) each: the bits of the largest |x|, and 1 if
+    // convolve_again ran for the sample.
     uint32_t *largest, *remade;
     float eps;
     double to_fixed, from_fixed;  // of a sum in a total: powers of two
@@ -222,9 +225,18 @@ struct SampleCursor {
     }
 };
 
-// A total: the number of its terms in bits 56 to 63, of those that are not finite in bits 48 to 55, below them the sum.
-// Integers: the same sum in any order of the blocks. Who sees the full number has the full sum: no flag, no fence.
-// For v outside kLowest to kHighest a sum below 0 is cut; one that carries gives NaN, or await_totals never ends.
+// A total is one word, to which each band of a sample adds its sum by an atomic:
+//
+//     bits 63      56 55           48 47                                                  0
+//          | bands   | of them not   | the sum, as an integer: times to_fixed, at most     |
+//          | added   | finite        | 2^46 to 2^47 (see plan_forward)                     |
+//
+// Integers give the same sum in any order of the blocks. And whoever reads the full number of bands has their full sum,
+// without a flag or a fence.
+//
+// What happens if v leaves the range from kLowest to kHighest: a negative sum counts as 0, and the mean is wrong. A sum
+// of over 2 to 4 times the largest carries into the count of non-finite bands, and the result is NaN. A sum that is
+// some 2^9 times too large carries into the count of bands, which then never is the full number: the kernel hangs.
 constexpr int kTermsBit = 56, kStrangeBit = 48;
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
     const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
@@ -233,7 +245,8 @@ __device__ __forceinline__ void add_to_total(unsigned long long* total, double s
         : "l"(total), "l"(fixed + (1ull << kTermsBit))
         : "memory");
 }
-// A group's two totals, once they are complete. One load: two, one after the other, took 1.06 of the kernel's time.
+// Waits until both totals of a group are complete, and returns them. One load reads both: with two, one after the
+// other, the kernel was 6% slower.
 __device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int terms) {
     while (true) {
         ulonglong2 two;
@@ -274,13 +287,13 @@ template <typename V> __device__ __forceinline__ V sum_of_lanes(V v, int lanes) 
     return v;
 }
 
-// Brings [from, from + bytes) into L2, address and length rounded down to 16 bytes.
+// Starts to bring [from, from + bytes) into L2. The address and the length are rounded down to 16 bytes.
 __device__ __forceinline__ void prefetch_to_l2(const void* from, uint32_t bytes) {
     const uintptr_t begin = uintptr_t(from) & ~uintptr_t(15);
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" : : "l"(begin), "r"(bytes & ~15u) : "memory");
 }
 
-// One vector store of four adjacent values, with the evict-first (streaming) hint.
+// Stores four neighbouring values at once, with the hint that they may leave L2 first.
 template <typename T> __device__ __forceinline__ void store_four(T* to, float a, float b, float c, float d) {
     using Words = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
     alignas(16) const T values[4] = {from_float<T>(a), from_float<T>(b), from_float<T>(c), from_float<T>(d)};
@@ -298,8 +311,9 @@ __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     const float lo = v - __half2float(__float2half_rn(v));
     return lo - __half2float(__float2half_rn(lo));
 }
-// fp16 hi and lo of a pixel's x * scale. Overflow gives hi inf, lo -inf: sums are NaN (16-bit x: inf * w's lo of 0).
-// `single`: channel 1 becomes what hi and lo leave of channel 0.
+// Splits a pixel's channels, times scale, into fp16 hi and lo. A value that overflows fp16 has hi infinity and lo minus
+// infinity, so the sums with it are NaN. (Of 16-bit x there is no lo, but infinity times a weight's lo of 0 is NaN.) If
+// `single`, there is one input channel, and channel 1 becomes what hi and lo leave of it.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
     float v[kMostIn];
@@ -318,15 +332,22 @@ __device__ __forceinline__ float weight_at(const ConvArguments& p, int o, int in
 }
 __device__ __forceinline__ float bias_at(const ConvArguments& p, int o) { return p.conv_bias[o] + p.bias[o]; }
 
-// The power of two, at most 2^most, that brings values up to `largest` below 2^15.
+// The power of two, at most 2^most, that brings `largest`, and what is smaller, below 2^15.
 __device__ __forceinline__ float scale_below_overflow(float largest, int most = 126) {
     int exponent = 0;
     frexpf(fminf(largest, 0x1p127f), &exponent);
     return ldexpf(1.0f, min(most, 15 - exponent));
 }
 
-// Called by all threads, ends with __syncthreads; lane c of warp 0 handles channel c. scales.input, for x, is NaN
-// if a channel's |scale| > 2^100, or its `reach` > 2^14 or NaN: all values are then made in float32.
+// All threads call it, and it ends with __syncthreads(). Lane c of the first warp handles channel c.
+//
+// A channel's reach is the most that x can add to its pre-activation (or its h) while |x| <= 1. scales.input, the
+// factor of x, is 2^e for the largest reach, which is in [2^(e - 1), 2^e), and between 2^-14 and 2^14. fp16's finest
+// step is 2^-24, so splitting x * scales.input may be off by 2^-25, which changes a pre-activation by at most 2^-25.
+//
+// scales.input is NaN, so that all values are computed in float32, if a reach is above 2^14 or NaN, or a |scale| is
+// above 2^100. (A weight is multiplied by at most 2^110. What fp16 then loses of it, 2^-25 * 2^-110, times a |scale| of
+// 2^100 changes a pre-activation by 2^-35 |x|.)
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
         const int c = threadIdx.x, weights = p.in_channels * 9;
@@ -336,8 +357,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
             sum += w;
         }
-        scales.weight[c] = scale_below_overflow(largest, 110);  // times scales.input, up to 2^14, still finite
-        // The most that x can add to this channel's pre-activation, or to its h, while |x| <= 1.
+        scales.weight[c] = scale_below_overflow(largest, 110);  // 2^110 times scales.input is still finite
         const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
         float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
         const bool usual = __all_sync(~0u, reach <= 16384.0f && factor <= 0x1p100f);  // false for NaN too
@@ -364,7 +384,8 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     const float scale = shared.scales.input;
     for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int later = cursor.sample + p.teams;
-        const bool ahead = sizeof(T) == 4 && later < p.samples;  // 0.92 of the time; for 16-bit types it would be 1.06
+        const bool ahead =
+            sizeof(T) == 4 && later < p.samples;  // saves 8% of the time; of 16-bit types it would cost 6%
         if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
         unsigned largest = 0;  // as bits, of which NaN's are the largest
 #pragma unroll 1
@@ -399,8 +420,9 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     }
 }
 
-// What four lanes subtract before they add up: the mean of their eight values, the first lane's a for those without a
-// pixel. Were it one value, and that an outlier, the sums would lose digits. Of equal values it is exact.
+// What four lanes subtract from their values before they add them up: the mean of their first eight values, a and b of
+// each lane. In place of values that do not exist it takes the first lane's a. (A single value may be far from the
+// others, and the sums would then lose digits.) If all values are equal, it is exactly that value.
 __device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
     const float first = __shfl_sync(~0u, a, threadIdx.x & 28);
     const float two = valid ? a + b : 2 * first;
@@ -408,7 +430,8 @@ __device__ __forceinline__ float anchor_of(float a, float b, bool valid) {
     return 0.125f * (four + __shfl_xor_sync(~0u, four, 2));
 }
 
-// A warp's values of a sample in plain float32: a thread has the pixels and the channel that it has in `convolve`.
+// Computes a warp's values of a sample again, in plain float32. A thread has the pixels and the channel that it has in
+// `convolve`.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve_again(
     const ConvArguments& p, const Band& band, int sample, int first_task, int c, float* v, Deviations& all) {
@@ -439,7 +462,8 @@ __device__ __forceinline__ void convolve_again(
     }
 }
 
-// The channel in a row of A, of a warp's eight: in this order a half-warp's float2 stores to v have no bank conflicts.
+// Which of a warp's eight channels a row of A has. In this order the float2 stores of half a warp to v have no bank
+// conflicts.
 __device__ __forceinline__ int channel_of_row(int row) { return row % 4 * 2 + row / 4 % 2; }
 
 // A thread's A fragments: weights of channel c and two input channels. Of a step's registers x and y are hi and lo of
@@ -470,7 +494,7 @@ __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     more_registers<kConsumerRegisters>();
     const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
-    constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo: 0.90 of the time
+    constexpr int kFirst = sizeof(T) == 4 ? 0 : kSteps - 1;  // x of 16 bits has no lo, which saves 10% of the time
     uint4 a[kSteps];
     const float weight_scale = shared.scales.weight[c];
     load_weights(p, weight_scale, c, a);
@@ -481,7 +505,7 @@ __device__ __forceinline__ void convolve(
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
-    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform; else 1.01 of the time
+    const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform, which saves 1% of the time
     const int own_turn = 1 + warpgroup, next_turn = own_turn < kConsumers ? own_turn + 1 : 1;
     if (warpgroup == kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
@@ -588,7 +612,7 @@ __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared)
 
 // One warp, a lane a channel: the channel's norm from its group's totals. Waits until these have all bands' sums; wakes
 // the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is constant, as eager is in 16
-// bits. In float32 eager is not exact, and the subtraction takes 1.01 of the time.
+// bits. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
 __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared, bool centred) {
     const int c = min(threadIdx.x % 32, p.out_channels - 1);  // the last channel's: several lanes, the same values
     const float gamma = p.gamma[c], beta = p.beta[c];
@@ -613,7 +637,7 @@ __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& share
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
-    constexpr int kBatch = 4;  // loads, then stores, of a lane at once; one after the other: 1.10 of the kernel's time
+    constexpr int kBatch = 4;  // loads of a lane, then as many stores. One at a time the kernel was 10% slower
     const int lane = threadIdx.x % 32, fours = band.rows * p.columns / 4;
     int c = writer;
     for (SampleCursor cursor; cursor.sample < p.samples; cursor.next(p), c -= p.out_channels) {
@@ -665,7 +689,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
     const int rows = p.rows % p.band_rows == 0 ? p.band_rows : min(p.band_rows, left);  // a constant in the benchmark
     const Band band = {first_row, rows, (p.columns + kTaskPixels - 1) / kTaskPixels * rows};
     float* const held = reinterpret_cast<float*>(x + 2 * 16 * p.x_plane);
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler: warp-uniform; else 1.02 of the time
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // tells the compiler that it is warp-uniform: saves 2%
     const int other = warp - 4 * (kConsumers + kProducers);
     if (warp < 4 * kConsumers) {
         convolve<T, NORMALIZE>(p, shared, band, x, held, warp);
@@ -756,12 +780,22 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // Float32 operands are split as in the forward, for mma.sync, without lo * lo. Of 16-bit types hi is all there is of x
 // and of the weights, and dh's hi is at least as exact as eager's dh: one product, not three (with h in 16 bits, too,
 // 0.87 of the time of forward and backward). Tensor cores truncate, so a few products at a time are summed from zero,
-// then added in float32. Powers of two keep x, by sample, and dh, by channel, finite.
-// Last, differentiate_plainly makes x's and the weights' gradients again of samples marked `plain` by `convolve`.
+// then added in float32. Powers of two keep x, by sample, and dh, by channel, finite. Last, differentiate_plainly
+// computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
 //
-// Shared memory holds 8 channels of one column in a cell of 16 bytes. Column c is cell c / 4 of sub-row c % 4, so that
-// columns c, c + 4, ..., c + 28 lie side by side, as an 8x8 matrix of ldmatrix. For the shifts 0, 1, 2 of a 3x3 kernel
-// a warp needs six matrices, of which matrix m holds the columns 4 i + m. Of dh, all are a cell further on.
+// A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
+// cells, and column c is cell c / 4 of sub-row c % 4:
+//
+//     cell          0      1      2      3            8
+//     sub-row 0     c 0    c 4    c 8    c 12   ...   c 32   ...
+//     sub-row 1     c 1    c 5    c 9    c 13   ...   c 33   ...
+//     sub-row 2     c 2    c 6    c 10   c 14   ...   c 34   ...
+//     sub-row 3     c 3    c 7    c 11   c 15   ...   c 35   ...
+//
+// ldmatrix reads eight neighbouring cells as a matrix: eight columns that are four apart, by eight channels. A warp has
+// 32 columns. Its matrix m has the columns 4 i + m from its first on, i from 0 to 7: matrices 0 to 3 are its own
+// columns, and matrices 1 to 4 and 2 to 5 are these shifted by 1 and 2, as a 3x3 kernel needs them. Of dh all columns
+// are one cell further on, as cell 0 of each sub-row stands for the four columns left of the image, which are zeros.
 
 constexpr int kTaps = 9, kWarps = 8;  // of each role
 template <typename T> constexpr bool kHasLow = sizeof(T) == 4;  // whether operands have lo
@@ -771,7 +805,8 @@ constexpr int kMultiplierRegisters = 176, kMakerRegisters = 80;
 constexpr int kSub = 8 * kWarps + 2;  // cells of a sub-row
 constexpr int kPlane = 4 * kSub;  // cells of a row of 8 channels, of hi or lo
 constexpr int kSlots = 4;  // rows of x in shared memory
-constexpr double kDhFactor = 1 + 0x1p-24;  // of dh: without it x's gradient was too small, on average by as much
+// A factor of dh. As the tensor cores truncate, x's gradient was too small without it, by 2^-24 of itself on average.
+constexpr double kDhFactor = 1 + 0x1p-24;
 static_assert(kSub % 8 == 2, "neighbouring columns are stored to different banks");
 
 // Of a channel of a sample. With v = activation(h * factor) and
@@ -830,7 +865,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(uint32_
             : "memory");
     }
 }
-// d += a * b of 16 rows by 16 of K by 8 columns.
+// d += a * b, by a warp: 16 rows, 8 columns, 16 of K.
 __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const uint32_t* b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
         " {%0, %1, %2, %3};"
@@ -875,8 +910,9 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
         const double2 all = sum_of_block(own);
         atomicMax(&largest[0][c], __float_as_uint(own_grad));
         atomicMax(&largest[1][c], __float_as_uint(own_slope));
-        // y: for the exact mean, mean + rest. NaN where grad is not finite, as in ATen.
-        if (threadIdx.x == 0) sums[c] = {all.x, (isfinite(all.x) ? all.y - group.rest * all.x : NAN) * group.rstd};
+        // y: for the exact mean, mean + mean_error. NaN where grad is not finite, as in ATen.
+        if (threadIdx.x == 0)
+            sums[c] = {all.x, (isfinite(all.x) ? all.y - group.mean_error * all.x : NAN) * group.rstd};
         __syncthreads();
     }
     const int c = threadIdx.x, o = first_channel + c;
@@ -888,7 +924,7 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
     }
     const double n = double(p.group_channels) * pixels;
     grad_per_v *= group.rstd / n;
-    grad_mean = isfinite(grad_per_v) ? grad_mean / n - group.rest * grad_per_v : NAN;
+    grad_mean = isfinite(grad_per_v) ? grad_mean / n - group.mean_error * grad_per_v : NAN;
     const float gamma = p.gamma[o], scale = p.scale[o], most_grad = __uint_as_float(largest[0][c]);
     const float most_q =
         fabsf(gamma) * most_grad + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(grad_per_v));
@@ -899,7 +935,8 @@ __global__ void __launch_bounds__(kGroupThreads, 2) measure_groups(const __grid_
         group.rstd, dh_scale, float(sums[c].y), float(sums[c].x), float(dh_per_q * dh_scale * kDhFactor)};
 }
 
-// All threads of differentiate_rows: the channels, x's scale, the weights with dh's scales undone, and zeros elsewhere.
+// By all threads of differentiate_rows: fills the tile with zeros, then stores the channels, the scales, and the
+// weights, which are divided by the scale that dh of their output channel has.
 template <typename T>
 __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
     constexpr int kWords = (sizeof(GradientTile) + kWarps * sizeof(Fetched<T>)) / sizeof(uint4);
@@ -930,9 +967,10 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     __syncthreads();
 }
 
-// Eight warps, each has four channels: dh of a row, and x's rows, as fp16 in shared memory; sums of q and q * h. A lane
-// takes two neighbouring columns of 64, and when it has used their h and grad it asks for the next row's. Waits until
-// `multiply` is done with row - 2 (empty); wakes it (full).
+// Eight warps, of four output channels each: they store dh of a row, and a row of x, as fp16 in shared memory, and add
+// up q and q * h. A lane has two neighbouring columns of every 64. As soon as it has used their h and grad, it starts
+// to copy those of the next row. It waits until `multiply` has read the row before the last (empty), and wakes it
+// (full).
 template <typename T>
 __device__ __forceinline__ void make(
     const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
@@ -1011,8 +1049,8 @@ __device__ __forceinline__ void make(
     }
 }
 
-// By a warp: the share of its 32 columns in the weights' gradient. total[half][tap][2 c + i] is of output channel
-// 16 half + 8 c + lane / 4, input channel 2 (lane % 4) + i.
+// By a warp: adds what its 32 columns of a row contribute to the weights' gradient. total[half][tap][2 c + i] is of
+// output channel 16 half + 8 c + lane / 4 and input channel 2 (lane % 4) + i.
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
     const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
@@ -1042,8 +1080,8 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
     }
 }
 
-// By a warp: the share of a row of dh in three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of column
-// 4 (lane / 4) + j of the warp's, input channel 2 (lane % 4) + i.
+// By a warp: adds what a row of dh contributes to three rows of x's gradient. total[ky][j / 2][j % 2 * 2 + i] is of the
+// warp's column 4 (lane / 4) + j and input channel 2 (lane % 4) + i.
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
     const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
@@ -1072,7 +1110,8 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
     for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] += of_row[k / 8][k / 4 % 2][k % 4];
 }
 
-// By a warp: a row of x's gradient. A lane has four columns of two channels. Then total moves up one row.
+// By a warp: stores a row of x's gradient, of which a lane has four columns of two channels. Then total moves up one
+// row.
 template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
@@ -1086,8 +1125,8 @@ __device__ __forceinline__ void store_grad_x(
     for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] = k < 16 ? total[k / 8 + 1][k / 4 % 2][k % 4] : 0.0f;
 }
 
-// Eight warps, each has 32 columns: x's gradient row by row, and the weights' in registers to the end. Waits for a row
-// of dh (full); wakes `make` (empty).
+// Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers to
+// the end. They wait for a row of dh (full), and wake `make` (empty).
 template <typename T>
 __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece) {
     more_registers<kMultiplierRegisters>();
@@ -1128,8 +1167,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 #endif
 }
 
-// Samples marked `plain`: a thread has some values of x's gradient and of the weights' (these in the sample's first row
-// of partial sums, where `multiply` left zeros), and makes all dh for each of them in plain float32.
+// Of samples that convolve_again computed: their gradients of x and of the weights in plain float32. A thread has some
+// values of each gradient, and computes all dh for each value again. The weights' go to the sample's first row of
+// partial sums, where `multiply` left zeros.
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
     const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
@@ -1162,7 +1202,8 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
     }
 }
 
-// Bands of a sample: over all samples at most one for each multiprocessor, each of eight rows or more; at least one.
+// Bands of a sample. All samples' bands together are at most the multiprocessors, and a band has eight rows or more;
+// but a sample has at least one band.
 static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
@@ -1213,7 +1254,7 @@ using Tensors = std::tuple<Tensor, Tensor>;
 // Everywhere `parameters`, of x's dtype: the convolution's weight and bias, bias, scale, and norm's weight and bias.
 enum { kWeight, kConvBias, kBias, kScale, kGamma, kBeta, kParameters };
 
-// The output, and of each group the Statistics: mean, rest, rstd.
+// The output, and of each group the Statistics: mean, mean_error, rstd.
 Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups, double) {
     const Tensor& weight = parameters[kWeight];
     const auto rows = x.sym_size(2) - weight.sym_size(2) + 1, columns = x.sym_size(3) - weight.sym_size(3) + 1;
