@@ -392,7 +392,7 @@ template <int COUNT> struct Ring {  // a place in a ring of COUNT, and the parit
     }
 };
 struct Corner { int row, column; };
-template <class Scheme> struct Tiles {  // of an output (m, n)
+template <class Scheme> struct Tiles {  // of an output (m, n): `across` in a row of tiles, `down` in a column
     static constexpr int kRows = Scheme::kTileRows;
     static constexpr int kBandTiles = kBand / kRows;
     int across, down, count;
@@ -505,6 +505,7 @@ template <typename S> __device__ __forceinline__ int place_of(int j) {
     constexpr int kShift = sizeof(S) == 4 ? 1 : 2;
     return (j & 1) | (j & 2) << kShift;
 }
+// Stores a warp's 16 x 64 sums to a slot, as drawn above.
 template <typename S> __device__ __forceinline__ void leave_sums(Pack<S, 4>* to, const float* sum) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -529,10 +530,10 @@ template <typename S> __device__ __forceinline__ void take_sums(const Pack<S, 4>
     const int row = threadIdx.x % 32 / 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int next_pair = i & 1;  // of columns
-        const int next_half = i / 2 & 1;  // 32 columns on
-        const int next_rows = i / 4;  // 4 rows on
-        const int j = next_half * 4 + e / 2;
+        const int next_pair = i & 1;  // 1: two columns further on
+        const int next_half = i / 2 & 1;  // 1: 32 columns further on
+        const int next_rows = i / 4;  // 1: four rows further on
+        const int j = next_half * 4 + e / 2;  // the octet
         const int number = (row + next_rows * 4) * 4 + e % 2 * 2 + next_pair;
         const Pack<S, 4> four = from[j * 32 + (number ^ place_of<S>(e / 2))];
         const int r = next_rows;
@@ -603,7 +604,7 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, typename T, typename S> __device__ _
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {  // 16 of K
-            const int keep = k > 0 ? 1 : line;
+            const int keep = k > 0 ? 1 : line;  // 0 at the tile's first products, so that the sums start at zero
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(upper, stage_a + k * kStepA, stage_b + k * kStepB, keep);
             wgmma<MN_MAJOR_A, MN_MAJOR_B, T>(lower, stage_a + k * kStepA + kLower, stage_b + k * kStepB, keep);
         }
@@ -630,12 +631,14 @@ template <bool MN_MAJOR_A, bool MN_MAJOR_B, class Scheme> __device__ __forceinli
     slot.advance(warpgroup);
     for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
         if (Scheme::kPieces == 2) {
-            // Warpgroup 0 arrives here and goes on. 1 waits for this arrival, its only delay. So in each tile 0's first
-            // products are queued before 1's, and later one warpgroup adds in float32 while the tensor cores multiply
-            // for the other. If both began at once, both would add at once, and the tensor cores would idle.
+            // Before each tile warpgroup 0 arrives here and goes on, and 1 waits for this arrival. That is the only
+            // delay. So 0's first products are queued before 1's, and from then on one warpgroup adds in float32 while
+            // the tensor cores multiply for the other. If both began at once, both would add at once, and the tensor
+            // cores would idle.
             //
-            // There are two barriers, as 0 may be ahead of 1 by the ring, 4 lines. A tile of 4 lines it may have ended,
-            // and arrive for the next one, before 1 has begun. ring.phase is then another, and so is the barrier.
+            // There are two barriers, because 0 may be ahead of 1 by the ring, which is 4 lines. If a tile has only 4
+            // lines, 0 may arrive for the next tile before 1 has begun this one. ring.phase changes every 4 lines, so
+            // that these two arrivals are at different barriers.
             if (warpgroup > 0) barrier_sync(1 + ring.phase, 256);
             else barrier_arrive(1 + ring.phase, 256);
         }
@@ -660,13 +663,13 @@ template <class Scheme, class Epilogue> __device__ __forceinline__ void finisher
             const int consumer = s % 2, right = s / 2 % 2, block = s / 4;  // what the slot holds: see the top
             const int row = corner.row + consumer * (Scheme::kTileRows / 2) + block * 64 + warp * 16;  // of this warp
             const int column = corner.column + right * 64;
-            const Corner own = {row + lane / 8, column + lane % 8 * 4};  // of this thread's values
-            const auto scales = epilogue.load(own);  // takes its time while the thread waits for the sums
+            const Corner thread_corner = {row + lane / 8, column + lane % 8 * 4};
+            const auto scales = epilogue.load(thread_corner);  // before the wait, so that the loads run meanwhile
             float sum[4][8];
             mbarrier_wait(&shared.ready[slot.place], slot.phase);
             take_sums(shared.slots[slot.place] + warp * 256, sum);
             mbarrier_arrive(&shared.taken[slot.place]);
-            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, own, scales);
+            if (row < epilogue.m && column < epilogue.n) epilogue.finish(sum, thread_corner, scales);
         }
     }
 }
@@ -682,12 +685,12 @@ __global__ void __launch_bounds__(kMultiplyThreads, 1) multiply(const __grid_con
     const Tiles<Scheme> tiles(epilogue.m, epilogue.n);
     if (threadIdx.x == 0) {
         for (int s = 0; s < Shared::kStages; ++s) {
-            mbarrier_init(&shared.full[s], 1);
-            mbarrier_init(&shared.empty[s], 8);
+            mbarrier_init(&shared.full[s], 1);  // the producer
+            mbarrier_init(&shared.empty[s], 8);  // the consumers' warps
         }
         for (int s = 0; s < Shared::kSlots; ++s) {
-            mbarrier_init(&shared.ready[s], 128);
-            mbarrier_init(&shared.taken[s], 128);
+            mbarrier_init(&shared.ready[s], 128);  // the threads of a consumer
+            mbarrier_init(&shared.taken[s], 128);  // the threads of the finisher
         }
         fence_mbarrier_init();
     }
