@@ -300,7 +300,8 @@ template <typename T> __device__ __forceinline__ void store_four(T* to, float a,
     __stcs(reinterpret_cast<Words*>(to), *reinterpret_cast<const Words*>(values));
 }
 
-__device__ __forceinline__ void split_two(float a, float b, uint32_t& hi, uint32_t& lo) {  // two values to fp16
+// Splits two values into fp16 hi and lo, two a word.
+__device__ __forceinline__ void split_two(float a, float b, uint32_t& hi, uint32_t& lo) {
     const __half2 h = __floats2half2_rn(a, b);
     const float2 f = __half22float2(h);
     const __half2 l = __floats2half2_rn(a - f.x, b - f.y);
@@ -350,8 +351,9 @@ __device__ __forceinline__ float scale_below_overflow(float largest, int most = 
 // 2^100 changes a pre-activation by 2^-35 |x|.)
 template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const ConvArguments& p, Scales& scales) {
     if (threadIdx.x < 32) {
-        const int c = threadIdx.x, weights = p.in_channels * 9;
-        float largest = 0, sum = 0;
+        const int c = threadIdx.x;
+        const int weights = p.in_channels * 9;
+        float largest = 0, sum = 0;  // of |w|
         for (int i = 0; i < weights && c < p.out_channels; ++i) {
             const float w = fabsf(p.weight[c * weights + i]);
             largest = fmaxf(largest, w < INFINITY ? w : 0.0f);
@@ -359,7 +361,7 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
         }
         scales.weight[c] = scale_below_overflow(largest, 110);  // 2^110 times scales.input is still finite
         const float factor = c < p.out_channels ? fabsf(p.scale[c]) : 0.0f;
-        float reach = (NORMALIZE || factor > 1 ? factor : 1.0f) * sum;
+        float reach = sum * (NORMALIZE ? factor : fmaxf(factor, 1.0f));  // without NORMALIZE also that of h
         const bool usual = __all_sync(~0u, reach <= 16384.0f && factor <= 0x1p100f);  // false for NaN too
         for (int offset = 16; offset > 0; offset /= 2) reach = fmaxf(reach, __shfl_xor_sync(~0u, reach, offset));
         int exponent = 0;
@@ -943,26 +945,37 @@ __device__ __forceinline__ void prepare_tile(const BackwardArguments<T>& p, Grad
     uint4* const words = reinterpret_cast<uint4*>(&tile);
     for (int i = threadIdx.x; i < kWords; i += kRowsThreads) words[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
-    if (threadIdx.x < 2) mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
-    if (threadIdx.x < 2) mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
+    if (threadIdx.x < 2) {
+        mbarrier_init(&tile.full[threadIdx.x], 32 * kWarps);
+        mbarrier_init(&tile.empty[threadIdx.x], 32 * kWarps);
+    }
     prepare_scales<false>(p, tile.scales);
     for (int o = threadIdx.x; o < p.out_channels; o += kRowsThreads) {
         tile.channels[o] = p.channels[int64_t(piece.sample) * p.out_channels + o];
     }
     __syncthreads();
-    float scale = 0x1p126f;
-    for (int o = 0; o < p.out_channels; ++o) scale = fminf(scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
-    scale = fmaxf(scale, 0x1p-126f);
-    if (threadIdx.x == 0) tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[piece.sample]));
-    if (threadIdx.x == 0) tile.grad_x_scale = scale;
+    // x's gradient comes out times this scale: the largest with which no weight, divided by its dh_scale, overflows
+    // fp16.
+    float grad_x_scale = 0x1p126f;
+    for (int o = 0; o < p.out_channels; ++o) {
+        grad_x_scale = fminf(grad_x_scale, tile.scales.weight[o] * tile.channels[o].dh_scale);
+    }
+    grad_x_scale = fmaxf(grad_x_scale, 0x1p-126f);
+    if (threadIdx.x == 0) {
+        tile.x_scale = scale_below_overflow(__uint_as_float(p.largest[piece.sample]));
+        tile.grad_x_scale = grad_x_scale;
+    }
+    // B of mma.sync. A lane has input channel lane / 4 and output channels o, o + 1, o + 8 and o + 9 of 16.
     for (int i = threadIdx.x; i < 2 * kTaps * 32; i += kRowsThreads) {
-        const int in = i % 32 / 4, o = i / (32 * kTaps) * 16 + i % 4 * 2, tap = i / 32 % kTaps;
+        const int lane = i % 32, tap = i / 32 % kTaps, half = i / (32 * kTaps);
+        const int in = lane / 4;
+        const int o = half * 16 + lane % 4 * 2;
         const auto scaled = [&](int o) {
-            return o < p.out_channels ? weight_at(p, o, in, tap) * (scale / tile.channels[o].dh_scale) : 0.0f;
+            return o < p.out_channels ? weight_at(p, o, in, tap) * (grad_x_scale / tile.channels[o].dh_scale) : 0.0f;
         };
-        uint4& f = tile.weights[i / (32 * kTaps)][tap][i % 32];
-        split_two(scaled(o), scaled(o + 1), f.x, f.z);
-        split_two(scaled(o + 8), scaled(o + 9), f.y, f.w);
+        uint4& words = tile.weights[half][tap][lane];  // hi of o and o + 1, hi of o + 8 and o + 9, then their lo
+        split_two(scaled(o), scaled(o + 1), words.x, words.z);
+        split_two(scaled(o + 8), scaled(o + 9), words.y, words.w);
     }
     __syncthreads();
 }
@@ -1036,16 +1049,23 @@ __device__ __forceinline__ void make(
         for (int k = 0; k < 8 && row >= piece.first_row; ++k) sums[k / 4][k % 4] += of_row[k / 4][k % 4];
         mbarrier_arrive(&tile.full[row & 1]);
     }
+    // This warp's row of the vectors' gradients: (bias, scale, gamma, beta) by output channel, 0 for other warps'
+    // channels.
     float* const vectors = p.sums + (int64_t(blockIdx.x) * kWarps + first / 4) * p.sum_width + p.weights;
-    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;  // the other warps' channels
+    for (int i = lane; i < 4 * p.out_channels; i += 32) vectors[i] = 0;
     __syncwarp();
+    const bool is_first_band = piece.first_row == 0;  // it alone adds gamma's and beta's, which are of the whole sample
     for (int k = 0; k < 4; ++k) {
         const Channel& c = tile.channels[first + k];
         const float of_bias = sum_of_lanes(sums[0][k], 32) * c.rstd * c.scale;
         const float of_scale = sum_of_lanes(sums[1][k], 32) * c.rstd;
-        const float value = lane == 0 ? of_bias : lane == 1 ? of_scale : lane == 2 ? c.of_gamma : c.of_beta;
+        float value = 0;
+        if (lane == 0) value = of_bias;
+        if (lane == 1) value = of_scale;
+        if (lane == 2 && is_first_band) value = c.of_gamma;
+        if (lane == 3 && is_first_band) value = c.of_beta;
         if (lane >= 4 || first + k >= p.out_channels) continue;
-        vectors[lane * p.out_channels + first + k] = lane < 2 || piece.first_row == 0 ? value : 0.0f;
+        vectors[lane * p.out_channels + first + k] = value;
     }
 }
 
@@ -1116,13 +1136,20 @@ template <typename T>
 __device__ __forceinline__ void store_grad_x(
     const BackwardArguments<T>& p, const Piece& piece, int row, float factor, float (&total)[3][2][4]) {
     for (int k = 0; k < 4 && row >= piece.first_row; ++k) {
-        const int in = threadIdx.x % 4 * 2 + k % 2, column = threadIdx.x / 4 * 4 + k / 2 * 2;
+        const int pair = k / 2, i = k % 2;  // of columns, and the channel
+        const int in = threadIdx.x % 4 * 2 + i;
+        const int column = threadIdx.x / 4 * 4 + pair * 2;
         if (in >= p.in_channels || column >= p.width) continue;
-        const float a = total[0][k / 2][k % 2] * factor, b = total[0][k / 2][2 + k % 2] * factor;
+        const float a = total[0][pair][i] * factor;
+        const float b = total[0][pair][2 + i] * factor;
         Pair<T>* const to = reinterpret_cast<Pair<T>*>(p.grad_x + p.x_at(piece.sample, in, row, column));
         *to = {from_float<T>(a), from_float<T>(b)};
     }
-    for (int k = 0; k < 24; ++k) total[k / 8][k / 4 % 2][k % 4] = k < 16 ? total[k / 8 + 1][k / 4 % 2][k % 4] : 0.0f;
+    for (int k = 0; k < 8; ++k) {
+        total[0][k / 4][k % 4] = total[1][k / 4][k % 4];
+        total[1][k / 4][k % 4] = total[2][k / 4][k % 4];
+        total[2][k / 4][k % 4] = 0;
+    }
 }
 
 // Eight warps, of 32 columns each: they store x's gradient row by row, and keep the weights' gradient in registers to
@@ -1141,12 +1168,15 @@ __device__ __forceinline__ void multiply(const BackwardArguments<T>& p, Gradient
     }
     const int lane = threadIdx.x % 32;
     float* const to = p.sums + (int64_t(blockIdx.x) * kWarps + threadIdx.x / 32) * p.sum_width;
+    const bool remade = p.remade[piece.sample];  // then differentiate_plainly computes this gradient
     for (int c = 0; c < 4; ++c) {
         const int o = 8 * c + lane / 4;
-        const float factor = fminf(1 / tile.channels[o].dh_scale * (1 / tile.x_scale), 0x1p126f);  // 0 * inf is NaN
+        const float unscale = 1 / tile.channels[o].dh_scale * (1 / tile.x_scale);
+        const float factor = fminf(unscale, 0x1p126f);  // not infinite: 0 times infinity is NaN
         for (int k = 0; k < 2 * kTaps; ++k) {
-            const int in = lane % 4 * 2 + k % 2, tap = k / 2;
-            const float value = p.remade[piece.sample] ? 0.0f : weights[c / 2][tap][c % 2 * 2 + k % 2] * factor;
+            const int tap = k / 2, i = k % 2;
+            const int in = lane % 4 * 2 + i;
+            const float value = remade ? 0.0f : weights[c / 2][tap][c % 2 * 2 + i] * factor;
             if (o < p.out_channels && in < p.in_channels) to[(o * p.in_channels + in) * kTaps + tap] = value;
         }
     }
