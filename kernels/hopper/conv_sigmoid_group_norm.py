@@ -707,49 +707,105 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_and_normalize(const __gr
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups; the GPU's multiprocessors and bytes
-// of shared memory a block; x's type: 0 float, 1 half, 2 bfloat16.
+// Launching it. The C++ hands over `sizes` and `pointers`, which hold what these enums name. Pointers are to device
+// memory. Those of x, out and grad are 16-byte aligned, and the parameters are float32.
+enum Size {
+    kSamples,
+    kInChannels,
+    kHeight,
+    kWidth,
+    kOutChannels,
+    kGroups,
+    kMultiprocessors,
+    kSharedBytes,  // that a block may have
+    kType,  // of x: 0 float, 1 half, 2 bfloat16
+};
+enum Pointer {
+    kX,
+    kOut,
+    kConvWeight,
+    kConvBias,
+    kBias,
+    kScale,
+    kGamma,
+    kBeta,
+    kStatistics,
+    kWorkspace,
+    kGrad,  // from here on of the backward
+    kGradX,  // null: not wanted
+    kSums,
+};
 
+// Sets the fields of p that bands of `rows` rows determine. Returns the bytes of dynamic shared memory that they take.
+static int64_t set_bands(ConvArguments& p, int rows) {
+    p.band_rows = std::min(rows, p.rows);
+    p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
+    p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
+    p.x_plane = (p.band_rows + 2) * p.width;
+    const int64_t v_bytes = 4LL * kPlaces * p.plane * p.out_channels;
+    // A task's wgmma may read up to 62 pixels beyond x, where v is. No output uses these columns, but they must exist.
+    return p.x_plane * 32LL + std::max<int64_t>(v_bytes, 2 * kTaskPixels * 16);
+}
 // Sets p's bands: the most rows, by twos, that fit in shared memory and give at least `sms` bands. Returns the bytes.
 static int64_t plan_forward(ConvArguments& p, int sms, int64_t shared_bytes) {
-    const auto plan = [&](int rows) {  // the bytes that bands of so many rows take
-        p.band_rows = std::min(rows, p.rows);
-        p.bands = (p.rows + p.band_rows - 1) / p.band_rows;
-        p.plane = (p.band_rows * p.columns + 3) / 8 * 8 + 4;  // 4 modulo 8: see channel_of_row
-        p.x_plane = (p.band_rows + 2) * p.width;
-        // A task's wgmma may read up to 62 pixels past x, in v's places: no output uses those columns.
-        return p.x_plane * 32LL + std::max<int64_t>(4LL * kPlaces * p.plane * p.out_channels, 2 * kTaskPixels * 16);
-    };
     int rows = 2;
-    while (rows < p.rows && plan(rows + 2) <= shared_bytes && int64_t(p.bands) * p.samples >= sms) rows += 2;
-    const int64_t bytes = plan(rows);
+    while (rows < p.rows) {
+        const bool fits = set_bands(p, rows + 2) <= shared_bytes;
+        const bool enough_bands = int64_t(p.bands) * p.samples >= sms;
+        if (!fits || !enough_bands) break;
+        rows += 2;
+    }
+    const int64_t bytes = set_bands(p, rows);
     p.teams = std::min(sms / p.bands, p.samples);
-    // A total has room for twice its largest sum.
-    p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(double(p.group_channels) * p.rows * p.columns));
+    // The largest sum, one for each value of a group, is to be from 2^46 to 2^47: see add_to_total.
+    const double largest_sum = double(p.group_channels) * p.rows * p.columns;
+    p.to_fixed = std::ldexp(1.0, kStrangeBit - 2 - std::ilogb(largest_sum));
     p.from_fixed = 1 / p.to_fixed;
     return bytes;
 }
 
-extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[0] * sizes[5] * kLine * 8; }
+extern "C" int64_t conv_totals_bytes(const int64_t* sizes) { return sizes[kSamples] * sizes[kGroups] * kLine * 8; }
 
-// pointers: x, out, 16-byte aligned; conv_weight, conv_bias, bias, scale, gamma, beta, float32; statistics; workspace.
 static ConvArguments arguments_of(void* const* pointers, const int64_t* sizes, double eps) {
     const auto size = [&](int i) { return int(sizes[i]); };
     const auto floats = [&](int i) { return static_cast<const float*>(pointers[i]); };
-    auto* const largest = static_cast<uint32_t*>(pointers[9]);
-    const Plan plan = {size(1), size(2), size(3), size(4), size(5), size(2) - 2, size(3) - 2, size(4) / size(5)};
-    return {plan, size(0), pointers[0], pointers[1], floats(2), floats(3), floats(4), floats(5), floats(6), floats(7),
-        static_cast<Statistics*>(pointers[8]), static_cast<unsigned long long*>(pointers[9]), largest,
-        largest + sizes[0], float(eps)};
+    ConvArguments p = {};
+    p.samples = size(kSamples);
+    p.in_channels = size(kInChannels);
+    p.height = size(kHeight);
+    p.width = size(kWidth);
+    p.out_channels = size(kOutChannels);
+    p.groups = size(kGroups);
+    p.rows = p.height - 2;
+    p.columns = p.width - 2;
+    p.group_channels = p.out_channels / p.groups;
+    p.x = pointers[kX];
+    p.out = pointers[kOut];
+    p.weight = floats(kConvWeight);
+    p.conv_bias = floats(kConvBias);
+    p.bias = floats(kBias);
+    p.scale = floats(kScale);
+    p.gamma = floats(kGamma);
+    p.beta = floats(kBeta);
+    p.statistics = static_cast<Statistics*>(pointers[kStatistics]);
+    p.totals = static_cast<unsigned long long*>(pointers[kWorkspace]);
+    p.largest = static_cast<uint32_t*>(pointers[kWorkspace]);
+    p.remade = p.largest + p.samples;
+    p.eps = float(eps);
+    return p;
 }
+// Calls launch(a value of x's type).
 template <typename F> static int by_type(int64_t type, F launch) {
-    return type == 0 ? launch(float()) : type == 1 ? launch(__half()) : launch(__nv_bfloat16());
+    if (type == 0) return launch(float());
+    if (type == 1) return launch(__half());
+    return launch(__nv_bfloat16());
 }
 
 // The forward or, with NORMALIZE false, h + bias. Returns a cudaError_t.
 template <typename T, bool NORMALIZE>
 static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t stream) {
-    const int bytes = int(plan_forward(p, int(sizes[6]), sizes[7] - int64_t(sizeof(ConvShared))));
+    const int bytes =
+        int(plan_forward(p, int(sizes[kMultiprocessors]), sizes[kSharedBytes] - int64_t(sizeof(ConvShared))));
     const Plan known = benchmark_plan();
     const bool benchmark = NORMALIZE && std::memcmp(&known, &p, sizeof known) == 0;
     auto* const kernel =
@@ -763,7 +819,7 @@ static int launch_forward(ConvArguments p, const int64_t* sizes, cudaStream_t st
 
 extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double eps, cudaStream_t stream) {
     const ConvArguments p = arguments_of(pointers, sizes, eps);
-    return by_type(sizes[8], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
+    return by_type(sizes[kType], [&](auto type) { return launch_forward<decltype(type), true>(p, sizes, stream); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1234,21 +1290,24 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
 
 // Bands of a sample. All samples' bands together are at most the multiprocessors, and a band has eight rows or more;
 // but a sample has at least one band.
-static int bands_of(const int64_t* sizes) { return std::max(1, int(std::min(sizes[6] / sizes[0], sizes[2] / 8))); }
+static int bands_of(const int64_t* sizes) {
+    return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
+}
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
-    const int64_t pixels = (sizes[2] - 2) * (sizes[3] - 2), channels = sizes[0] * sizes[4];
-    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + (sizes[8] == 0 ? 4 : 2) * pixels);
-    *rows = sizes[0] * bands_of(sizes) * kWarps;
+    const int64_t pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2), channels = sizes[kSamples] * sizes[kOutChannels];
+    *bytes = conv_totals_bytes(sizes) + channels * (sizeof(Channel) + (sizes[kType] == 0 ? 4 : 2) * pixels);
+    *rows = sizes[kSamples] * bands_of(sizes) * kWarps;
 }
 
 template <typename T> static int launch_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
     const ConvArguments conv = arguments_of(pointers, sizes, 0);
-    auto* const channels = reinterpret_cast<Channel*>(static_cast<char*>(pointers[9]) + conv_totals_bytes(sizes));
-    auto* const h = reinterpret_cast<T*>(channels + sizes[0] * sizes[4]);
+    auto* const channels =
+        reinterpret_cast<Channel*>(static_cast<char*>(pointers[kWorkspace]) + conv_totals_bytes(sizes));
+    auto* const h = reinterpret_cast<T*>(channels + sizes[kSamples] * sizes[kOutChannels]);
     const int weights = conv.out_channels * conv.in_channels * kTaps;
-    BackwardArguments<T> p = {conv, static_cast<const T*>(pointers[10]), h, static_cast<T*>(pointers[11]), channels,
-        static_cast<float*>(pointers[12]), weights, weights + 4 * conv.out_channels};
+    BackwardArguments<T> p = {conv, static_cast<const T*>(pointers[kGrad]), h, static_cast<T*>(pointers[kGradX]),
+        channels, static_cast<float*>(pointers[kSums]), weights, weights + 4 * conv.out_channels};
     p.out = h;
     constexpr int bytes = sizeof(GradientTile) + kWarps * sizeof(Fetched<T>);
     const int bands = bands_of(sizes);
@@ -1263,7 +1322,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
 }
 // pointers as of arguments_of, out unused; then grad, grad_x (null: not wanted) and the partial sums.
 extern "C" int conv_backward(void* const* pointers, const int64_t* sizes, cudaStream_t stream) {
-    return by_type(sizes[8], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
+    return by_type(sizes[kType], [&](auto type) { return launch_backward<decltype(type)>(pointers, sizes, stream); });
 }
 """
 
@@ -1310,18 +1369,18 @@ Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice
     return reinterpret_cast<uintptr_t>(ready.const_data_ptr()) % 16 == 0 ? ready : ready.clone();
 }
 
-// What the launchers take.
+// What the launchers take, in the order of the kernels' enums Size and Pointer.
 struct Arguments {
     std::vector<Tensor> held;
     std::vector<void*> pointers;
     std::vector<int64_t> sizes;
-    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups)
-        : sizes{x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
-              at::cuda::getCurrentDeviceProperties()->multiProcessorCount,
-              int64_t(at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin),
-              x.scalar_type() == at::kFloat      ? 0
-                  : x.scalar_type() == at::kHalf ? 1
-                                                 : 2} {
+    Arguments(const Tensor& x, const Tensor& out, at::TensorList parameters, int64_t groups) {
+        int type = 0;
+        if (x.scalar_type() == at::kHalf) type = 1;
+        if (x.scalar_type() == at::kBFloat16) type = 2;
+        const cudaDeviceProp* const gpu = at::cuda::getCurrentDeviceProperties();
+        sizes = {x.size(0), x.size(1), x.size(2), x.size(3), parameters[kWeight].size(0), groups,
+            gpu->multiProcessorCount, int64_t(gpu->sharedMemPerBlockOptin), type};
         add(aligned(x));
         add(out);
         const bool converts = x.scalar_type() != at::kFloat;  // parameters have x's dtype; kernels take float32
@@ -1359,7 +1418,7 @@ Tensors backward_cuda(
     arguments.add_bytes(bytes);
     for (const Tensor& t : {aligned(grad), grad_x, sums}) arguments.add(t);
     check_launch(conv_backward(arguments.pointers.data(), arguments.sizes.data(), c10::cuda::getCurrentCUDAStream()));
-    return {grad_x, sums.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
+    return {grad_x, sums.sum(at::IntArrayRef{0}, /*keepdim=*/false, at::kDouble).to(at::kFloat)};
 }
 
 }  // namespace
