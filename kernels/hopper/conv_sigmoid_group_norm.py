@@ -96,13 +96,18 @@ template <> __device__ __forceinline__ __half from_float(float v) { return __flo
 template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The activation v of z = (h + bias) * scale. To change it, edit this part and `_activate` in Python.
-// t is kActivationFactor * z. What the kernels rely on:
-//   - v is NaN where t is. A product that overflows fp16 becomes NaN, and `convolve` finds it by v: so no fminf, fmaxf
-//     or __saturatef on the way to v, which drop a NaN. (Then outputs of large x would be finite and wrong.)
-//   - v lies in [kLowest, kHighest]. A range that is too narrow gives wrong sums, or a kernel that never ends, as
-//     add_to_total tells; one that is too wide only costs digits of the sums.
-//   - v is finite at t = 0, the value of pixels that do not exist.
+// The activation v of z = (h + bias) * scale. To use another, change this part and, in Python, `_activate`. Here are
+// three formulas: `activation` for the forward of float32 and the backward of all types, `forward_activation` for the
+// forward of 16-bit types, and `activation_gradient` for dv/dz. They are given t, which is z times a factor:
+// kForwardFactor<T> in the forward, kActivationFactor in the backward. What the kernels rely on:
+//   - In the forward v is NaN where t is NaN. A product that overflows fp16 becomes NaN, `convolve` sees that by v, and
+//     computes the values again. If v lost the NaN, outputs of large x would be finite and wrong. fminf, fmaxf and
+//     __saturatef drop a NaN, so none of them may be on the way to v. A hard sigmoid or ReLU6 is cut off by
+//     v < kLowest ? kLowest : v, which keeps it. (The gradient's formula may use fminf.)
+//   - v lies in [kLowest, kHighest]. So an unbounded activation, as ReLU or Swish, cannot be used. If v left a range
+//     that is too narrow, the result would be wrong or the kernel would hang: see add_to_total. A range that is too
+//     wide only costs digits of the sums.
+//   - v and dv/dz are finite at t = 0, with which `make` computes for channels that do not exist.
 
 constexpr float kLowest = 0.0f, kHighest = 1.0f;
 constexpr double kRange = double(kHighest) - kLowest;
@@ -117,8 +122,10 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// The forward's, given kForwardFactor * z. Of 16-bit types it takes one instruction of the special-function unit, not
-// two: sigmoid(z) = 1/2 + tanh(z / 2) / 2. It is off by at most 2^-12, less than what eager's roundings lose.
+// The forward's v, given kForwardFactor * z. Of 16-bit types it takes one instruction of the special-function unit, not
+// two: v is 1/2 + tanh(z / 2) / 2. tanh.approx is off by at most 2^-11 of itself (PTX ISA), so v by at most 2^-12.
+// Where v is 1/8 or more, that is less than eager may lose by rounding v to bfloat16; from 1/2 on it is no more than by
+// rounding v to float16. Below, v may be less exact than eager's.
 template <typename T> constexpr float kForwardFactor = sizeof(T) == 4 ? kActivationFactor : 0.5f;
 template <typename T> __device__ __forceinline__ float forward_activation(float t) {
     if (sizeof(T) == 4) return activation(t);
@@ -126,21 +133,23 @@ template <typename T> __device__ __forceinline__ float forward_activation(float 
     asm("tanh.approx.f32 %0, %1;" : "=f"(v) : "f"(t));
     return fmaf(0.5f, v, 0.5f);
 }
-// dv/dz = w - w^2, given t; w is the smaller of v and 1 - v. 1 - v is 2^t v: as a difference it would lose digits.
+// dv/dz = w - w^2, given kActivationFactor * z, where w is the smaller of v and 1 - v. 1 - v is computed as 2^t v,
+// because the difference would lose digits.
 __device__ __forceinline__ float activation_gradient(float t) {
-    const float v = activation(t), w = fminf(v, exp2_approx(t) * v);  // v if 2^t v is inf * 0
+    const float v = activation(t);
+    const float w = fminf(v, exp2_approx(t) * v);  // fminf drops the NaN of infinity times 0 and returns v
     return fmaf(-w, w, w);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The forward. A team of blocks makes a sample, each block a band of its rows, and the teams take samples in turn. A
-// block reads its band of x once, makes v, and keeps it in shared memory until the sums of all bands are known; then it
-// writes its band of the output. Up to three samples' v are in a block. Its roles:
+// The forward. A team of blocks computes a sample, each block a band of its rows, and the teams take samples in turn. A
+// block reads its band of x once, computes v, and keeps v in shared memory until the sums of all the sample's bands are
+// known. Then it writes its band of the output. A block holds the v of up to three samples. Its roles:
 //
-//   who, and what it does                                   waits for                          wakes
+//   who, and what it does                                   waits for                          signals
 //   bring:     x -> fp16 hi, lo in shared memory            x_empty                            x_full
 //   convolve:  wgmma, activation -> v, sums of channels     x_full, its turn, v_empty          x_empty, v_full
-//   post:      sums -> the sample's totals in global memory v_full                             norm_full
+//   post:      sums -> the sample's totals in L2            v_full                             norm_full
 //   gather:    totals -> mean, rstd -> norm of channels     totals of all bands                norm_full
 //   write:     v -> output                                  norm_full                          v_empty
 //
@@ -148,25 +157,34 @@ __device__ __forceinline__ float activation_gradient(float t) {
 //              8 warps       16 warps   `--> sums --post--> totals --gather--> norm --^   6 warps
 //                                            1 warp         (L2)   1 warp
 //
-// The backward launches it with NORMALIZE false: then h + bias, not v, is held and written, in x's type as in eager.
+// The backward launches it with NORMALIZE false. Then it holds and writes h + bias, not v, in x's type as eager's.
 //
-// The product is wgmma m64n64k16. A, in registers: the weights; of a warp's 16 rows eight are the hi of eight output
-// channels, eight their lo, so that a thread holds both accumulators of an output and adds them. B, in shared memory:
-// x, 16 bytes a pixel (8 input channels of fp16), a plane of hi and one of lo. K = 16 is two taps of 8 channels; a tap
-// shifts B's start address. (hi + lo) * (hi + lo) is about as accurate as float32. With a single input channel of very
-// different values errors were 2.4 times as large: there channel 1 adds w * rest_of(x), channel 2 rest_of(w) * x.
-// bring scales x by a power of two, scales.input: rounding x to fp16's finest step then changes a pre-activation by at
-// most 2^-25. Where it overflows fp16, accumulators become NaN, and the warp makes its values again (convolve_again).
+// The product is wgmma m64n64k16: 64 rows of A, 64 pixels of B, and K = 16, which is two taps of 8 input channels.
+//
+//     A, the weights, in registers        K  0 1 2 3 4 5 6 7        8 9 10 11 12 13 14 15
+//                                            tap 2 s, 8 channels    tap 2 s + 1, 8 channels
+//     rows 16 w + 0 to 7, of warp w          hi of output channels 8 w to 8 w + 7, in the order of channel_of_row
+//     rows 16 w + 8 to 15                    lo of the same channels
+//
+// B, which is x, lies in shared memory: a plane of hi and a plane of lo, in each 16 bytes a pixel, 8 channels. A tap
+// shifts B's start address. A thread has the sums of an output with the weights' hi and with their lo, and adds the
+// two. All four products of hi and lo are computed, so the sums are about as accurate as float32's. With a single input
+// channel whose values differ much in size, errors were 2.4 times float32's. There the spare channels add what is
+// missing: channel 1 w * rest_of(x), and channel 2 rest_of(w) * x.
+//
+// `bring` scales x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x overflows fp16
+// sums become NaN, and the warp computes its values again (convolve_again).
 
-constexpr int kTaskPixels = 64;                      // pixels of one row: a task of a warpgroup, N of its wgmma
+constexpr int kTaskPixels = 64;  // of one row: the task of a warpgroup, and the n of its wgmma
 constexpr int kConsumers = 4, kProducers = 2;  // warpgroups
-constexpr int kWriters = 6;                    // warps; two more post and gather
+constexpr int kWriters = 6;  // warps; `post` and `gather` are two more
 constexpr int kThreads = 128 * (kConsumers + kProducers + 2);
-constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;
-constexpr int kMostIn = 8, kMostOut = 32;      // channels
-constexpr int kPlaces = 3;                     // samples whose v are in a block
-constexpr int kSteps = 5, kProducts = 9;  // A's fragments, of 2 taps; wgmmas of a task: 9 taps of hi and lo, / 2
-constexpr int kLine = 32;  // 8-byte words a group's totals take: L2 serializes atomics on a line
+constexpr int kConsumerRegisters = 80, kProducerRegisters = 56, kOtherRegisters = 40;  // of a thread
+constexpr int kMostIn = 8, kMostOut = 32;  // channels
+constexpr int kPlaces = 3;  // samples whose v are in a block
+constexpr int kSteps = 5;  // fragments of A, of two taps each; the last has tap 8 twice
+constexpr int kProducts = 9;  // wgmmas of a task: nine taps, of x's hi and of its lo, two at a time
+constexpr int kLine = 32;  // words of 8 bytes that a group's totals take, as L2 executes atomics to a line in turn
 static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters + 2 * kOtherRegisters <= 65536 / 128,
     "the consumers take the registers that the others give");
 
@@ -175,8 +193,8 @@ struct Statistics { float mean, mean_error, rstd; };  // of a group; the mean is
 // Sizes, and what plan_forward makes of them.
 struct Plan {
     int in_channels, height, width, out_channels, groups, rows, columns, group_channels;
-    int bands, band_rows, teams;  // the last band may have fewer rows
-    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of hi, those of lo follow
+    int bands, band_rows, teams;  // band_rows: of all bands but the last, which may have fewer
+    int plane, x_plane;  // in shared memory: floats of a channel's v; pixels of x's hi, which those of lo follow
 };
 // The benchmark's sizes. As compile-time constants they save 4% of the time.
 __host__ __device__ constexpr Plan benchmark_plan() { return {8, 256, 256, 32, 8, 254, 254, 4, 127, 2, 1, 508, 1024}; }
@@ -192,28 +210,31 @@ struct ConvArguments : Plan {
     // convolve_again ran for the sample.
     uint32_t *largest, *remade;
     float eps;
-    double to_fixed, from_fixed;  // of a sum in a total: powers of two
+    double to_fixed, from_fixed;  // powers of two: factors of a sum when it is added to a total, and when it is read
 };
 
-struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset; middle: 0 in float32
-struct Deviations { float anchor, sum, square; };  // anchor: near all v; the sums of v - anchor and (v - anchor)^2
-struct Moments { float mean, square; };  // of a warpgroup's v of a channel; square: sum of (v - mean)^2
-struct Scales { float weight[kMostOut], input; };  // powers of two that a channel's weights and x are multiplied by
+struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset. In float32 middle is 0
+struct Deviations { float anchor, sum, square; };  // anchor is a value near all v; sums of v - anchor and its square
+struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the mean, and the sum of (v - mean)^2
+struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
 
 struct alignas(128) ConvShared {  // static; x, then the places of v, are in dynamic shared memory
     Moments made[kPlaces][kConsumers][kMostOut];
     Norm norm[kPlaces][kMostOut];
-    int counts[kPlaces][kConsumers];  // values of a channel in `made`
+    int counts[kPlaces][kConsumers];  // how many values of a channel are in `made`
     Scales scales;
-    // Threads that arrive, once a sample. x_full: the 256 producers. x_empty and v_full: the 512 consumers. norm_full:
-    // post and gather, 32 each. v_empty: the 192 writers; it frees made, norm and counts, too.
+    // mbarriers, and the threads that arrive at them once a sample. x_full: the 256 producers. x_empty and v_full: the
+    // 512 consumers. norm_full: `post` and `gather`, 32 each. v_empty: the 192 writers; it also frees made, counts,
+    // norm.
     uint64_t x_full, x_empty, v_full[kPlaces], norm_full[kPlaces], v_empty[kPlaces];
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
-struct Band { int first_row, rows, tasks; };  // task i: row i % rows of tile column i / rows
+// Of a block. Its task i is 64 pixels of row i % rows, from column i / rows * 64 on.
+struct Band { int first_row, rows, tasks; };
 
-// A role's loop over its team's samples: the sample, the place of its v, and the mbarrier parities to wait for.
+// Where a role is in its loop over the team's samples: the sample, the place of its v, and the parities of the
+// mbarriers.
 struct SampleCursor {
     int sample = blockIdx.y, place = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -259,14 +280,17 @@ __device__ __forceinline__ double sum_of_total(unsigned long long word) {
     return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
 }
 
-// The matrix descriptor of B for product k, in units of 16 bytes, no swizzle: the start address is x_at plus the first
-// tap's shift, the leading byte offset leads from there to the second tap, the stride byte offset of 128 to the next 8
-// pixels. Products 0 to 3 are x's lo (small terms first), 5 to 8 its hi; product 4 is the last tap's hi and lo.
+// wgmma's descriptor of B for product k, in units of 16 bytes, which are pixels; no swizzle. The start address is x_at
+// plus the shift of the first of two taps. The leading byte offset leads from there to the second tap, and the stride
+// byte offset, 128, to the next 8 pixels. Products 0 to 3 are of x's lo, as small terms come first, and 5 to 8 of its
+// hi. Product 4 is the last tap, of hi and of lo.
 __device__ __forceinline__ uint64_t pixel_descriptor(const ConvArguments& p, int k, uint32_t x_at) {
     const auto pixels_to = [&](int tap) { return tap / 3 * p.width + tap % 3; };
-    const int tap = k < 5 ? 2 * k : 2 * (k - 5), lo = k < 4 ? p.x_plane : 0;
-    const uint32_t apart = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
-    return uint64_t(128 >> 4) << 32 | (x_at + ((apart << 16) + lo + pixels_to(tap)));
+    const int tap = k < 5 ? 2 * k : 2 * (k - 5);
+    const int to_plane = k < 4 ? p.x_plane : 0;
+    const uint32_t leading = k == 4 ? p.x_plane : pixels_to(tap + 1) - pixels_to(tap);
+    const uint64_t stride = 128 / 16;
+    return stride << 32 | (x_at + ((leading << 16) + to_plane + pixels_to(tap)));
 }
 
 // d = a * b + (keep ? d : 0), m64n64k16, a from registers.
