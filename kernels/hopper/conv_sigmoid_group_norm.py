@@ -258,26 +258,28 @@ struct SampleCursor {
 // What happens if v leaves the range from kLowest to kHighest: a negative sum counts as 0, and the mean is wrong. A sum
 // of over 2 to 4 times the largest carries into the count of non-finite bands, and the result is NaN. A sum that is
 // some 2^9 times too large carries into the count of bands, which then never is the full number: the kernel hangs.
-constexpr int kTermsBit = 56, kStrangeBit = 48;
+constexpr int kTermsBit = 56, kStrangeBit = 48;  // the lowest bits of the two counts
 __device__ __forceinline__ void add_to_total(unsigned long long* total, double sum, double to_fixed) {
-    const unsigned long long fixed = isfinite(sum) ? __double2ull_rn(fmax(sum, 0.0) * to_fixed) : 1ull << kStrangeBit;
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;"
-        :
-        : "l"(total), "l"(fixed + (1ull << kTermsBit))
-        : "memory");
+    unsigned long long term = 1ull << kTermsBit;
+    if (isfinite(sum)) term += __double2ull_rn(fmax(sum, 0.0) * to_fixed);
+    else term += 1ull << kStrangeBit;
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" : : "l"(total), "l"(term) : "memory");
 }
 // Waits until both totals of a group are complete, and returns them. One load reads both: with two, one after the
 // other, the kernel was 6% slower.
-__device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int terms) {
+__device__ __forceinline__ ulonglong2 await_totals(const unsigned long long* from, int bands) {
     while (true) {
         ulonglong2 two;
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(two.x), "=l"(two.y) : "l"(from) : "memory");
-        if (int(two.x >> kTermsBit) == terms && int(two.y >> kTermsBit) == terms) return two;
+        const bool complete = int(two.x >> kTermsBit) == bands && int(two.y >> kTermsBit) == bands;
+        if (complete) return two;
         __nanosleep(20);
     }
 }
 __device__ __forceinline__ double sum_of_total(unsigned long long word) {
-    return word >> kStrangeBit & 255 ? NAN : double(word & ((1ull << kStrangeBit) - 1));
+    const bool all_finite = (word >> kStrangeBit & 255) == 0;
+    const unsigned long long sum = word & ((1ull << kStrangeBit) - 1);
+    return all_finite ? double(sum) : NAN;
 }
 
 // wgmma's descriptor of B for product k, in units of 16 bytes, which are pixels; no swizzle. The start address is x_at
@@ -1562,35 +1564,45 @@ def _plain(x, conv_weight, conv_bias, bias, scale, weight, group_bias, groups: i
 def _valid(tensors: tuple, groups: int) -> bool:
     """Whether the operators can take the network's tensors: those of a Hopper, contiguous, of one dtype or autocast."""
     x, weight, *vectors = tensors
-    transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    if transformed or any(type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    if any(type(t) not in (torch.Tensor, nn.Parameter, FakeTensor) for t in tensors):
         return False
     device = x.device
-    if not x.is_cuda or not _SMS[device.index] or any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
+    if not x.is_cuda or not _SMS[device.index]:
+        return False
+    if any(t.dim() != 4 or not t.is_contiguous() for t in (x, weight)):
         return False
     # PyTorch's convolution reads channels_last off the strides of dimensions of 1, too.
     if any(t.stride(1) != t.shape[2] * t.shape[3] or t.stride(3) != 1 for t in (x, weight)):
         return False
     autocast = torch.is_autocast_enabled(device.type)
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    if any(t.device != device or t.dtype not in dtypes or not (autocast or t.dtype == x.dtype) for t in tensors):
+    if any(t.device != device or t.dtype not in dtypes for t in tensors):
+        return False
+    if not autocast and any(t.dtype != x.dtype for t in tensors):
         return False
     channels = weight.shape[0]
     shapes = [(channels,), (channels, 1, 1), (channels, 1, 1), (channels,), (channels,)]
-    if not 0 < x.shape[1] == weight.shape[1] or channels % groups != 0 or [t.shape for t in vectors] != shapes:
+    if x.shape[1] == 0 or x.shape[1] != weight.shape[1] or channels % groups != 0:
+        return False
+    if [t.shape for t in vectors] != shapes:
         return False
     return x.shape[0] * channels < 2**30
 
 
 def _fits(x: torch.Tensor, weight: torch.Tensor, recorded: bool) -> bool:
     """Whether our kernels take valid tensors: a block holds two rows of v, all blocks together hold a sample."""
+    if x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3):
+        return False
     rows, columns = x.shape[2] - 2, x.shape[3] - 2
-    least = 8 * (9 * x.shape[1] + 4) if recorded else 1  # of pixels: with fewer a band's partial sums outgrow h
-    if x.shape[1] > 8 or weight.shape[0] > 32 or weight.shape[2:] != (3, 3) or min(rows, columns) < 1:
+    if min(rows, columns) < 1 or rows * columns < 2:
         return False
-    if rows * columns < max(least, 2):
+    if recorded and rows * columns < 8 * (9 * x.shape[1] + 4):  # a band's partial sums would take more memory than h
         return False
-    return columns % 2 == 0 and rows * columns % 4 == 0 and columns <= 254 and rows <= 2 * _SMS[x.device.index]
+    if columns > 254 or rows > 2 * _SMS[x.device.index]:
+        return False
+    return columns % 2 == 0 and rows * columns % 4 == 0
 
 
 class ConvSigmoidGroupNorm(torch.autograd.Function):
@@ -1605,17 +1617,21 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (*tensors, statistics), needs = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():  # create_graph: what PyTorch can differentiate again
-            tensors = [t.view_as(t) for t in tensors]  # views: if one is made of another, gradients omit that
+        *tensors, statistics = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
+            # Views, as one of the tensors may be made of another: its gradient is to omit what goes through that.
+            tensors = [t.view_as(t) for t in tensors]
             out = _plain(*tensors, ctx.groups, ctx.eps)
             wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
             found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
             return None, None, *(next(found) if need else None for need in needs)
         backward = _OPERATORS.backward.default
         of_x, of_parameters = backward(grad, tensors[0], tensors[1:], statistics, needs[0])
-        parts = of_parameters.to(grad.dtype).split([tensors[1].numel()] + [tensors[2].numel()] * 4)
-        found = (of_x, parts[0], parts[1], parts[1].clone(), *parts[2:])  # one gradient for both biases
+        channels = tensors[2].numel()
+        parts = of_parameters.to(grad.dtype).split([tensors[1].numel(), channels, channels, channels, channels])
+        of_weight, of_biases, of_scale, of_gamma, of_beta = parts  # both biases have the same gradient
+        found = (of_x, of_weight, of_biases, of_biases.clone(), of_scale, of_gamma, of_beta)
         return None, None, *(g.view_as(t) if need else None for g, t, need in zip(found, tensors, needs, strict=True))
 
 
@@ -1659,5 +1675,6 @@ class ModelNew(nn.Module):
     def _is_usual(self) -> bool:
         """Whether the layers are as constructed, without hooks, and eps is beyond the rounding of the totals."""
         conv, norm = self.conv, self.group_norm
-        plain = _is_plain(conv, nn.Conv2d) and _is_plain(norm, nn.GroupNorm) and norm.eps >= 1e-6
-        return plain and (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
+        if not _is_plain(conv, nn.Conv2d) or not _is_plain(norm, nn.GroupNorm) or norm.eps < 1e-6:
+            return False
+        return (conv.stride, conv.padding, conv.dilation, conv.groups) == ((1, 1), (0, 0), (1, 1), 1)
