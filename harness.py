@@ -53,7 +53,7 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from judge import bench, check, record, roofline, show, source
+from judge import bench, check, gates, record, roofline, show, source
 from judge.record import Result
 from judge.source import BUILD, DIRECTIONS, DTYPES, PRECISIONS, RAISED, Pair, Problem
 from judge.worker import COMPILE_MODES, Rejected, Worker
@@ -256,7 +256,7 @@ class Judge:
         else:
             raise Rejected(*wrong)
         for name, errors in case.errors.items():
-            checked[name] = checked.get(name, check.Errors()) + errors
+            checked[name] = checked.get(name, gates.Errors()) + errors
         case.errors = checked
         run.interference = bench.interference(samples)
         if before:

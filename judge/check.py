@@ -1,11 +1,8 @@
 """Is a ModelNew right?
 
-Two gates over several seeds, each with weights and inputs of its own. Gate 1: close to the Model in the run's dtype,
-or, where that is far off itself (no NaN), to the Model in float64. Gate 2: against the latter, the largest and the
-root-mean-square error are at most twice the Model's own. A tolerance alone passes kernels that lost half the digits; an
-error ratio alone has no meaning in float64. Then the requests of judge/requests.py, each put to the candidate and to
-the Model alike. What is wrong ends the judgement (`Rejected`); what is right and yet no drop-in is gathered
-(`Case.no_dropin`).
+Both gates (judge/gates.py) over several seeds, each with weights and inputs of its own. Then the requests of
+judge/requests.py, each put to the candidate and to the Model alike. What is wrong ends the judgement (`Rejected`); what
+is right and yet no drop-in is gathered (`Case.no_dropin`).
 """
 
 from __future__ import annotations
@@ -15,13 +12,11 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import inf, nan
+from functools import cache, partial
+from math import nan
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from judge import switches
@@ -41,105 +36,27 @@ from judge.answers import (
     answers_of,
     same_bits,
 )
+from judge.gates import (
+    TOLERANCE,
+    ULPS,
+    Coarsest,
+    Errors,
+    TiesTheOtherWay,
+    are_close,
+    as_numbers,
+    compare,
+    finite,
+    scale_of,
+    unlike,
+)
 from judge.requests import LAYOUTS, REQUESTS, Inputs, inputs_of, integers, requests_after
 from judge.source import RAISED, Problem, cast, last_line, to_dtype
 from judge.worker import Rejected, Worker, settle, shared, state_of
 
 SEEDS = 3  # gate 2 pools their errors
 DRAWS = 4  # attempts at gate 2, each with new inputs; one must meet it, since the largest of a few errors is luck
-ERROR_RATIO = 2.0
-ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
-CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
-STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
 LARGE_BYTES = 2 << 30  # an answer beyond which no request is put that takes many of them at once
 NAMED = 4  # parameters at most, in a reason
-
-# Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
-# Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
-# Model and the exact result. There gate 2 is the sharp one.
-HIGHEST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
-TOLERANCE = {"highest": HIGHEST, "high": HIGHEST | {torch.float32: 5e-3}}
-
-
-@dataclass
-class Errors:
-    """Errors of one output or gradient; `+` pools those of several answers.
-
-    `most`: the largest |new - exact|, |eager - exact|, |exact|, and |new - eager| beyond gate 1. `squares`: their sums
-    of squares.
-    """
-
-    most: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
-    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
-    count: int = 0  # of elements
-    far: int = 0  # beyond gate 1
-
-    def __add__(self, other: Errors) -> Errors:
-        most, squares = torch.maximum(self.most, other.most), self.squares + other.squares
-        return Errors(most, squares, self.count + other.count, self.far + other.far)
-
-    def figures(self) -> dict[str, list[float]]:
-        """Of the candidate, of eager and of the exact result itself."""
-        return {"max": self.most[:3].tolist(), "rms": (self.squares[:3] / max(1, self.count)).sqrt().tolist()}
-
-    def over_limit(self, eps: float) -> Iterator[str]:
-        """Gate 2. A few ulps at the output's scale are allowed: where the Model is exact, rounding is no error."""
-        for kind, (new, eager, scale) in self.figures().items():
-            limit = max(ERROR_RATIO * eager, ULPS * eps * scale)
-            if not new <= limit:
-                yield f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
-
-
-def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
-    """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the figures of gate 2, a chunk at a time.
-
-    Without the exact result the Model stands in for it.
-    """
-    given = map(as_numbers, (new, eager, eager if exact is None else exact))
-    flat = [(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1) for x in given]
-    total = Errors()
-    for chunk in zip(*(x.split(CHUNK[new.device.type]) for x in flat if x.numel())):
-        n, e, r = (x.double() for x in chunk)
-        apart, of_eager = distance(n, e), distance(e, r)
-        overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
-        errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)]
-        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0)) if tolerance else chunk[0] != chunk[1]
-        figures = torch.stack([*errors, r.abs().nan_to_num(0.0, 0.0), apart.masked_fill(~far, 0.0)])
-        total += Errors(figures.amax(1).cpu(), figures.square().sum(1).cpu(), len(n), int(far.sum()))
-    return total
-
-
-def worst_element(new: torch.Tensor, eager: torch.Tensor) -> tuple[list[int], complex, complex]:
-    """The index at which they are farthest apart, and what stands there in both."""
-    most, at, first = -1.0, 0, 0
-    flat = [as_numbers(x).reshape(-1) for x in (new, eager)]
-    for n, e in zip(*(x.split(CHUNK[new.device.type]) for x in flat)):
-        if n.is_complex():
-            apart = distance(*(torch.view_as_real(x.resolve_conj()).double() for x in (n, e))).amax(1)
-        else:
-            apart = distance(n.double(), e.double())
-        if apart.max() > most:
-            most, at = float(apart.max()), first + int(apart.argmax())
-        first += len(n)
-    return [int(i) for i in torch.unravel_index(torch.tensor(at), new.shape)], *(x[at].item() for x in flat)
-
-
-def as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """float8 and complex32 know no arithmetic on a CPU."""
-    x = x.detach()
-    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
-
-
-def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
-    """Gate 1 alone: faster than `compare`, and a chunk at a time, too."""
-    chunks = zip(*(as_numbers(x).reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
-    return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
-
-
-def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
-    same = (left == right) | (left.isnan() & right.isnan())
-    return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
 
 
 @contextlib.contextmanager
@@ -296,41 +213,6 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
         if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
             factors = torch.rand_like(tensor) + 0.5
             tensor.mul_(factors) if tensor.any() else tensor.copy_(factors - 1.0)
-
-
-class Coarsest(TorchDispatchMode):
-    """Notes the largest eps of what operations give."""
-
-    eps = 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
-        return result
-
-
-class TiesTheOtherWay(TorchFunctionMode):
-    """Of equal values the last is chosen where PyTorch, which promises no order, would choose the first."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        place = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}.get(
-            name
-        )
-        if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
-            return func(*args, **kwargs)
-        all_of_it = None if name in ("max", "min", "argmax", "argmin") else -1
-        dim = kwargs.get("dim", args[place] if len(args) > place else all_of_it)
-        if not isinstance(dim, int) or not args[0].dim():
-            return func(*args, **kwargs)
-        result = func(args[0].flip(dim), *args[1:], **kwargs)
-        last = args[0].shape[dim] - 1
-        if isinstance(result, torch.Tensor):
-            return last - result
-        return type(result)((result[0], last - result[1]))
 
 
 def start(case: Case, new_path: Path) -> float:
@@ -604,21 +486,9 @@ def question(case: Case, role: str, request: Request, states: list, given: list,
     return reply
 
 
-def finite(x: torch.Tensor) -> bool:
-    return bool(as_numbers(x).isfinite().all())
-
-
 def reject(request: Request, wrong: list[str], kind: str = "wrong") -> None:
     if wrong:
         raise Rejected(*(f"{what} ({request.when})" for what in wrong), kind=kind)
-
-
-def scale_of(name: str, x: torch.Tensor) -> float:
-    """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
-    if not name.startswith("gradient"):
-        return 1.0
-    norm = torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
-    return max(1.0, norm / max(1, x.numel()) ** 0.5)
 
 
 def inspect(case: Case, request: Request, answer: Answer, forms: list, given: list, draw: Callable, model) -> None:
@@ -626,39 +496,39 @@ def inspect(case: Case, request: Request, answer: Answer, forms: list, given: li
     if len(forms) != len(answer.forms):
         reject(request, [f"gives {len(forms)} values, the Model {len(answer.forms)}"])
     inspect_forms(case, request, answer, forms)
-    wrong, doubts, exact = [], 0, None
-    if request.gates == 2 and RANDOM not in answer.did:
-        exact = case.exact(request, draw(), model)
-    unclear = None
-    for (name, eager), new in zip(answer.tensors().items(), given):
-        new, inexact = new.to(eager.device), eager.is_floating_point() or eager.is_complex()
+    pairs = ((name, eager, new.to(eager.device)) for (name, eager), new in zip(answer.tensors().items(), given))
+    if RANDOM in answer.did:
+        reject(
+            request, [said for name, eager, new in pairs for said in unlike(name, new, eager, case.tolerance(eager))]
+        )
+        return
+    wrong, doubts = [], 0
+    exact = cache(lambda: case.exact(request, draw(), model))  # when it is first wanted
+    unclear = cache(lambda: ties(case, request, draw(), answer, model))
+    for name, eager, new in pairs:
         tolerance, scale = case.tolerance(eager), scale_of(name, eager)
+        inexact = eager.is_floating_point() or eager.is_complex()
         if inexact and request.any_infinite:
             new, eager = (x.masked_fill(~x.isfinite(), nan) for x in map(as_numbers, (new, eager)))
-        if (request.gates == 1 or RANDOM in answer.did) and are_close(new, eager, tolerance, scale):
+        if not are_close(new, eager, tolerance, scale):
+            new = torch.where(unclear()[name], eager, new) if name in unclear() else new
+        elif request.gates == 1:
             continue
-        if not are_close(new, eager, tolerance, scale) and RANDOM not in answer.did:
-            if unclear is None:
-                unclear = ties(case, request, draw(), answer, model)
-            if name in unclear:
-                new = torch.where(unclear[name], eager, new)
-        if inexact and request.gates == 1 and RANDOM not in answer.did:
-            exact = exact or case.exact(request, draw(), model)
-        found = compare(new, eager, exact and exact[name], tolerance, scale)
-        if inexact and request.gates == 2 and RANDOM not in answer.did and (exact or case.dtype == torch.float64):
+        right = exact() if inexact else None
+        found = compare(new, eager, right and right[name], tolerance, scale)
+        if request.gates == 2 and inexact and (right or case.dtype == torch.float64):
             case.errors[name] = case.errors.get(name, Errors()) + found
-        if found.far and inexact and exact and (as_numbers(new).isnan() == as_numbers(eager).isnan()).all():
-            close = are_close(new, exact[name], tolerance, scale_of(name, exact[name]))
+        if not found.far:
+            continue
+        if right and (as_numbers(new).isnan() == as_numbers(eager).isnan()).all():
+            close = are_close(new, right[name], tolerance, scale_of(name, right[name]))
             if close or (request.gates == 1 and not [*found.over_limit(case.eps)]):
                 continue  # the Model is far off itself
             doubts += request.gates == 1
-        if found.far and RANDOM in answer.did:
-            wrong += unlike(name, new, eager)
-        elif found.far:
-            place, mine, theirs = worst_element(new, eager)
-            allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
-            said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
-            wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
+        allowed = f"; allowed is {tolerance:.1e} * ({scale:.3g} + |the Model's|)" if tolerance else ""
+        place, mine, theirs = found.worst_of(new, eager)
+        said = f"{found.far} of {found.count} elements are not close to the Model's{allowed}"
+        wrong.append(f"{name}{place or ''} is {mine:.6g}, the Model's is {theirs:.6g}; {said}")
     reject(request, wrong, "doubt" if doubts == len(wrong) else "wrong")
 
 
@@ -698,18 +568,3 @@ def ties(case: Case, request: Request, inputs: list, answer: Answer, model) -> d
                 tolerance = case.tolerance(x)
                 found[name] = ~torch.isclose(as_numbers(x), as_numbers(y), tolerance, tolerance, equal_nan=True)
     return found
-
-
-def unlike(name: str, new: torch.Tensor, eager: torch.Tensor) -> list[str]:
-    """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not."""
-    if not name.startswith("output") or not eager.is_floating_point() or eager.numel() < 1000:
-        return []
-    new, eager = new.double(), eager.double()
-    said = []
-    figures = {"mean": lambda x: x, "mean square": torch.square, "share of zeros": lambda x: (x == 0).double()}
-    for what, of in figures.items():
-        mine, theirs = of(new), of(eager)
-        spread = STANDARD_ERRORS * ((mine.var() + theirs.var()) / eager.numel()).sqrt() + 1e-6 * theirs.abs().mean()
-        if not abs(mine.mean() - theirs.mean()) <= spread:
-            said.append(f"{name}: the {what} is {mine.mean():.4g}, that of the Model's {theirs.mean():.4g}")
-    return said

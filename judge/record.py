@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from judge import bench, roofline
-from judge.check import Case, Errors
+from judge.check import Case
+from judge.gates import Errors
 from judge.source import BUILD, last_line
 from judge.worker import Rejected
 

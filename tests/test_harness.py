@@ -23,7 +23,8 @@ import harness
 from judge import bench, record, roofline
 from judge.answers import POISONED, Request, normal_like, same_bits
 from judge.bench import AMBIGUOUS, FASTER, SLOWER, Samples
-from judge.check import CHUNK, Errors, compare, perturb, worst_element
+from judge.check import perturb
+from judge.gates import CHUNK, Errors, compare
 from judge.source import DIRECTIONS, Pair, Problem, discover, set_precision
 
 ROOT = Path(harness.__file__).resolve().parent
@@ -271,7 +272,8 @@ def test_a_wrong_answer_is_told_by_place_value_and_request(judge):
     (run,) = judge(source("zeros"))
     place = r"output\[\d+, \d+\] is \S+, the Model's is \S+; \d+ of \d+ elements are not close to the Model's; allowed"
     assert re.match(place, run.reasons[0]) and run.reasons[0].endswith("(asked with seed 0)"), run.reasons
-    assert worst_element(torch.tensor([[1, 1], [1, 9]]), torch.ones(2, 2)) == ([1, 1], 9, 1)
+    new, eager = torch.tensor([[1, 1], [1, 9]]), torch.ones(2, 2)
+    assert compare(new, eager, None, 1e-4).worst_of(new, eager) == ([1, 1], 9, 1)
 
 
 # The two gates and their helpers

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from judge.source import Pair, Problem, load, make  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Two hundred candidates are many: less is timed than the harness times.
 SECONDS, TIMEOUT = 0.2, 30.0
+BASELINES, MOST_WORDS = ("eager", "compile"), 300
 bench.MIN_ROUNDS, bench.MOST_CALLS = 12, 3
 
 
@@ -133,18 +135,37 @@ def judge_all(asked: argparse.Namespace) -> None:
 
 
 def table(folder: Path, out: Path) -> list[str]:
+    """A row a candidate; words.json, where there is one, says in words what was found by reading it."""
     published = json.loads((folder / "published.json").read_text())
-    lines = ["| task | verdict | x eager | x compile | published | why |", "| --- | --- | --- | --- | --- | --- |"]
-    counts = Counter()
-    for name in sorted(published):
-        path = out / f"{name}.json"
-        record = json.loads(path.read_text()) if path.exists() else {"status": "not judged", "why": [], "speedup": {}}
-        counts[record["status"]] += 1
-        factors = [f"{record['speedup'][each]:.2f}" if each in record["speedup"] else "-" for each in published[name]]
-        claimed = ", ".join(f"{factor:.2f}" for factor in published[name].values() if factor)
-        why = "; ".join(record["why"])[:300].replace("|", "/").replace("\n", " ")
-        lines.append(f"| {name} | {record['status']} | {' | '.join(factors)} | {claimed} | {why} |")
-    return [", ".join(f"{count} {status}" for status, count in counts.most_common()), "", *lines]
+    words = json.loads((out / "words.json").read_text()) if (out / "words.json").exists() else {}
+    records = {name: record_of(out, name) for name in sorted(published)}
+    rows = ["| task | verdict | x eager | x compile | published | why |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, record in records.items():
+        ours = (f"{record['speedup'][each]:.2f}" if each in record["speedup"] else "-" for each in BASELINES)
+        theirs = ", ".join(f"{published[name][each]:.2f}" for each in BASELINES if published[name][each])
+        why = words.get(name) or "; ".join(record["why"])[:MOST_WORDS]
+        why = why.replace("|", "/").replace("\n", " ")
+        rows.append(f"| {name} | {record['status']} | {' | '.join(ours)} | {theirs} | {why} |")
+    return [*totals(records, published), "", *rows]
+
+
+def record_of(out: Path, name: str) -> dict:
+    path = out / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"status": "not judged", "why": [], "speedup": {}}
+
+
+def totals(records: dict[str, dict], published: dict[str, dict]) -> list[str]:
+    counts = Counter(record["status"] for record in records.values())
+    lines = [", ".join(f"{count} {status}" for status, count in counts.most_common()) + "."]
+    for over in BASELINES:
+        timed = [name for name, record in records.items() if over in record["speedup"] and published[name][over]]
+        if timed:
+            ours, theirs = [records[name]["speedup"][over] for name in timed], [published[name][over] for name in timed]
+            said = f"geometric mean {statistics.geometric_mean(ours):.2f}, median {statistics.median(ours):.2f}"
+            said += f"; published {statistics.geometric_mean(theirs):.2f} and {statistics.median(theirs):.2f}"
+            faster = sum(factor > 1.05 for factor in ours)
+            lines.append(f"Times {over}, of {len(timed)} that are right: {said}. More than 1.05: {faster}.")
+    return lines
 
 
 def folder_of_its_own(path: Path, folder: Path) -> None:
@@ -164,7 +185,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="RECORDS")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e6, metavar="SECONDS", help="begin no other after so many")
-    parser.add_argument("--baselines", default="eager,compile")
+    parser.add_argument("--baselines", default=",".join(BASELINES))
     parser.add_argument("--build", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)  # of the judges that share a GPU

@@ -1,0 +1,168 @@
+"""The two gates an answer must pass, and the figures they are about.
+
+Gate 1: close to the Model in the run's dtype, or, where that is far off itself (no NaN), to the Model in float64. Gate
+2: against the latter, the largest and the root-mean-square error are at most twice the Model's own. A tolerance alone
+passes kernels that lost half the digits; an error ratio alone has no meaning in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ERROR_RATIO = 2.0
+ULPS = 4  # of the output's scale that gate 2 allows in any case: sums in another order, another library's tanh
+CHUNK = {"cuda": 1 << 24, "cpu": 1 << 17}  # elements compared at a time
+STANDARD_ERRORS = 10.0  # by so many the mean of what is drawn at random may differ from that of the Model's
+
+# Gate 1, as both rtol and atol. Under `high` two different roundings to TF32 meet. The half types are loose because the
+# Model rounds after each of its operations and the norm behind them enlarges that: 0.15 was seen between a bfloat16
+# Model and the exact result. There gate 2 is the sharp one.
+HIGHEST = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
+TOLERANCE = {"highest": HIGHEST, "high": HIGHEST | {torch.float32: 5e-3}}
+
+
+@dataclass
+class Errors:
+    """Errors of one output or gradient; `+` pools those of several answers.
+
+    `most`: the largest |new - exact|, |eager - exact|, |exact|, and |new - eager| beyond gate 1. `squares`: their sums
+    of squares.
+    """
+
+    most: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
+    squares: torch.Tensor = field(default_factory=lambda: torch.zeros(4).double())
+    count: int = 0  # of elements
+    far: int = 0  # beyond gate 1
+    worst: int = 0  # the index of the one that is farthest from the Model's
+
+    def __add__(self, other: Errors) -> Errors:
+        most, squares = torch.maximum(self.most, other.most), self.squares + other.squares
+        worst = other.worst if other.most[3] > self.most[3] else self.worst
+        return Errors(most, squares, self.count + other.count, self.far + other.far, worst)
+
+    def worst_of(self, new: torch.Tensor, eager: torch.Tensor) -> tuple[list[int], complex, complex]:
+        """Where it is, and what stands there in both."""
+        at = self.worst // 2 if new.is_complex() else self.worst
+        place = [int(i) for i in torch.unravel_index(torch.tensor(at), new.shape)]
+        return place, *(as_numbers(x).reshape(-1)[at].item() for x in (new, eager))
+
+    def figures(self) -> dict[str, list[float]]:
+        """Of the candidate, of eager and of the exact result itself."""
+        return {"max": self.most[:3].tolist(), "rms": (self.squares[:3] / max(1, self.count)).sqrt().tolist()}
+
+    def over_limit(self, eps: float) -> Iterator[str]:
+        """Gate 2. A few ulps at the output's scale are allowed: where the Model is exact, rounding is no error."""
+        for kind, (new, eager, scale) in self.figures().items():
+            limit = max(ERROR_RATIO * eager, ULPS * eps * scale)
+            if not new <= limit:
+                yield f"{kind} error against float64 {new:.2e}, the limit is {limit:.2e} (eager's is {eager:.2e})"
+
+
+def compare(new: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor | None, tolerance: float, scale=1.0) -> Errors:
+    """Gate 1, |new - eager| <= tolerance * (scale + |eager|), and the figures of gate 2, a chunk at a time.
+
+    Without the exact result the Model stands in for it.
+    """
+    given = map(as_numbers, (new, eager, eager if exact is None else exact))
+    flat = [(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1) for x in given]
+    total = Errors()
+    for chunk in zip(*(x.split(CHUNK[new.device.type]) for x in flat if x.numel())):
+        n, e, r = (x.double() for x in chunk)
+        apart, of_eager = distance(n, e), distance(e, r)
+        overflows = of_eager.isinf()  # there the Model's error says nothing of what others may have
+        errors = [x.masked_fill(overflows, 0.0) for x in (distance(n, r), of_eager)]
+        far = apart > tolerance * (scale + e.abs().nan_to_num(0.0, 0.0)) if tolerance else chunk[0] != chunk[1]
+        beyond = apart.masked_fill(~far, 0.0)
+        figures = torch.stack([*errors, r.abs().nan_to_num(0.0, 0.0), beyond])
+        worst = total.count + int(beyond.argmax())
+        total += Errors(figures.amax(1).cpu(), figures.square().sum(1).cpu(), len(n), int(far.sum()), worst)
+    return total
+
+
+def as_numbers(x: torch.Tensor) -> torch.Tensor:
+    """float8 and complex32 know no arithmetic on a CPU."""
+    x = x.detach()
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def are_close(new: torch.Tensor, right: torch.Tensor, tolerance: float, scale: float) -> bool:
+    """Gate 1 alone: faster than `compare`, and a chunk at a time, too."""
+    chunks = zip(*(as_numbers(x).reshape(-1).split(CHUNK[new.device.type]) for x in (new, right)), strict=True)
+    return all(torch.allclose(n.to(r.dtype), r, tolerance, tolerance * scale, equal_nan=True) for n, r in chunks)
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """|left - right|; 0 where both are the same infinity or both NaN, infinite where only one is."""
+    same = (left == right) | (left.isnan() & right.isnan())
+    return (left - right).abs_().masked_fill_(same, 0.0).nan_to_num_(inf, inf)
+
+
+def finite(x: torch.Tensor) -> bool:
+    return bool(as_numbers(x).isfinite().all())
+
+
+def scale_of(name: str, x: torch.Tensor) -> float:
+    """A gradient is a sum over a batch: where it is large, errors count relative to its size."""
+    if not name.startswith("gradient"):
+        return 1.0
+    norm = torch.linalg.vector_norm(x.nan_to_num(0.0, 0.0, 0.0).abs(), dtype=torch.float64).item()
+    return max(1.0, norm / max(1, x.numel()) ** 0.5)
+
+
+def unlike(name: str, new: torch.Tensor, eager: torch.Tensor, tolerance: float) -> list[str]:
+    """Of what is drawn at random the values are luck; their mean, their size and the share of zeros are not."""
+    if not name.startswith("output") or not eager.is_floating_point() or eager.numel() < 1000:
+        return []
+    if are_close(new, eager, tolerance, 1.0):
+        return []
+    new, eager = new.double(), eager.double()
+    said = []
+    figures = {"mean": lambda x: x, "mean square": torch.square, "share of zeros": lambda x: (x == 0).double()}
+    for what, of in figures.items():
+        mine, theirs = of(new), of(eager)
+        spread = STANDARD_ERRORS * ((mine.var() + theirs.var()) / eager.numel()).sqrt() + 1e-6 * theirs.abs().mean()
+        if not abs(mine.mean() - theirs.mean()) <= spread:
+            said.append(f"{name}: the {what} is {mine.mean():.4g}, that of the Model's {theirs.mean():.4g}")
+    return said
+
+
+class Coarsest(TorchDispatchMode):
+    """Notes the largest eps of what operations give."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return result
+
+
+class TiesTheOtherWay(TorchFunctionMode):
+    """Of equal values the last is chosen where PyTorch, which promises no order, would choose the first."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        place = {"topk": 2, "kthvalue": 2, "sort": 1, "argsort": 1, "max": 1, "min": 1, "argmax": 1, "argmin": 1}.get(
+            name
+        )
+        if place is None or not args or kwargs.get("stable") or not isinstance(args[0], torch.Tensor):
+            return func(*args, **kwargs)
+        all_of_it = None if name in ("max", "min", "argmax", "argmin") else -1
+        dim = kwargs.get("dim", args[place] if len(args) > place else all_of_it)
+        if not isinstance(dim, int) or not args[0].dim():
+            return func(*args, **kwargs)
+        result = func(args[0].flip(dim), *args[1:], **kwargs)
+        last = args[0].shape[dim] - 1
+        if isinstance(result, torch.Tensor):
+            return last - result
+        return type(result)((result[0], last - result[1]))
