@@ -23,8 +23,8 @@ SHORT = {"forward": "forward", "forward_recorded": "recorded", "forward_backward
 ORDER = ("new", "eager", *COMPILE_MODES)
 MARKS = {FASTER: "+", SLOWER: "-", AMBIGUOUS: "~"}
 RULE = (
-    "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: neither, or the "
-    "rounds were disturbed and the interval is not away from 1.0 by its own width and by 0.1."
+    "FASTER: the whole 95% interval of the speed-up is above 1.0; SLOWER: it is below 1.0; AMBIGUOUS: the interval "
+    "holds 1.0, or the rounds were disturbed and it is closer to 1.0 than its own width or than 0.1."
 )
 
 
@@ -74,7 +74,7 @@ def block(run: Result) -> list[str]:
     head[0] = paint(run.status, COLOURS.get(run.status)) + head[0].removeprefix(run.status)
     lines = list(head)
     if run.ms:
-        lines += ["               median ms    half of the rounds   ModelNew is"]
+        lines += ["               median ms    middle half of them  ModelNew is"]
         lines += [contender(run, name) for name in ORDER if name in run.ms]
     if run.roof:
         floor, times = run.roof["floor_ms"], run.ms["new"] / run.roof["floor_ms"]
@@ -90,7 +90,7 @@ def block(run: Result) -> list[str]:
     ratios = {name: run.ms[name] / run.ms["new"] for name in ORDER if name in run.speedup}
     apart = [f"{ratio:.2f}x {name}" for name, ratio in ratios.items() if abs(ratio / run.speedup[name] - 1) > 0.02]
     if apart:
-        said = f"by the median ms it would be {', '.join(apart)}; above is the median of the rounds' own ratios"
+        said = f"the ratio of the medians is {', '.join(apart)}; above is the median of the rounds' ratios"
         lines.append(wrapped("note", said))
     return lines + [wrapped("note", note) for note in run.notes]
 
@@ -100,7 +100,7 @@ def disturbances(signs: list[str]) -> str:
     spread = re.compile(r"the middle half of (\S+)'s times spans (\d+%) of their median")
     found = [match for sign in signs if (match := spread.fullmatch(sign))]
     names = ", ".join(f"{'ModelNew' if match[1] == 'new' else match[1]} {match[2]}" for match in found)
-    spreads = [f"half of the rounds span, in percent of the median: {names}"] * bool(found)
+    spreads = [f"the middle half of the times spans, in percent of their median: {names}"] * bool(found)
     return "; ".join(spreads + [sign for sign in signs if not spread.fullmatch(sign)])
 
 
