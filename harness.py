@@ -6,9 +6,9 @@
     python harness.py MODEL.py NEW.py      any two files in this format
 
 Of each candidate a block is printed: its verdict (drop-in, right, wrong, build failed), times, errors and reasons; in
-the end a table of all. On a terminal the last line says what is being done. wrong: other numbers, a hidden or
-impossible time, a crash or a hang; right: the numbers hold, but it is no drop-in, for the reasons given; drop-in: right,
-and in all else it behaves as the Model does.
+the end a table of all. On a terminal the last line says what is being done.
+wrong: other numbers, a hidden or impossible time, a crash or a hang; right: the numbers hold, but it is no drop-in, for
+the reasons given; drop-in: right, and in all else it behaves as the Model does.
 Exit codes: 0 all as --require wants them, 1 a candidate is not, 2 usage, 3 a candidate did not build (whatever the
 others did), 4 the judge itself failed.
 """

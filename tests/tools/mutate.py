@@ -87,14 +87,14 @@ KERNELS = [
 
 # The judge's own: file, old, new.
 JUDGE = [
-    ("check", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
+    ("gates", "limit = max(ERROR_RATIO * eager, ", "limit = max(10 * ERROR_RATIO * eager, "),
     ("check", "        if mine != theirs:", "        if False:"),
-    ("check", "(same, 0.0).nan_to_num_(inf, inf)", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
+    ("gates", "(same, 0.0).nan_to_num_(inf, inf)", "(same, 0.0).nan_to_num_(0.0, 0.0)"),
     ("check", "with request.memory(case.device), of_the_model", "with of_the_model"),
     ("worker", "answers_of(instance, self._own(sets), request", "answers_of(instance, sets, request"),
     ("worker", 'if state != b"Z":', "if True:"),
     ("bench", "allowed = HIDDEN_SHARE", "allowed = 100 * HIDDEN_SHARE"),
-    ("bench", "(new[0] - eager[0]) / 3)", "-1)"),
+    ("bench", "min(new[0] - eager[0], new[1] - eager[1])", "-1"),
     ("bench", "FASTER if low > 1 + margin", "FASTER if high > 1 + margin"),
     ("bench", "theirs / mine for mine, theirs", "mine / theirs for mine, theirs"),
 ]  # fmt: skip
