@@ -37,11 +37,40 @@ def test_quantized_by_torch_fx(case):
 @pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
 @torch.no_grad()
 def test_an_exported_program_holds_the_operator(case, strict, device):
-    """Also with torch.export's defaults. So what quantizes exported programs is to be given the Model's."""
+    """Also with torch.export's defaults, of strictness; where no gradients are asked for."""
     _, new, inputs = build(case, device)
     program = torch.export.export(new, tuple(inputs), strict=strict)
     called = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
     assert any(name.startswith(problem_of(case.stem)) for name in called), called
+
+
+CONV = "conv_sigmoid_group_norm"
+with_a_convolution = pytest.mark.parametrize("case", [case for case in FIRST if case.stem == CONV], ids=str)
+
+
+@with_a_convolution
+@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+def test_exported_with_gradients_on_a_cpu_a_program_holds_the_models_layers(case, strict):
+    """As torch.export is called without torch.no_grad, for instance to quantize the program."""
+    model, new, inputs = build(case)
+    programs = [torch.export.export(module, tuple(inputs), strict=strict) for module in (model, new)]
+    nodes = ([node for node in program.graph.nodes if node.op == "call_function"] for program in programs)
+    theirs, ours = ([str(node.target) for node in called] for called in nodes)
+    assert ours == theirs
+
+
+@with_a_convolution
+def test_quantized_as_an_exported_program(case):
+    quantize = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
+    x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    model, new, inputs = build(case)
+    results = []
+    for module in (model, new):
+        quantizer = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
+        prepared = quantize.prepare_pt2e(torch.export.export(module.eval(), tuple(inputs)).module(), quantizer)
+        prepared(*inputs)
+        results.append(quantize.convert_pt2e(prepared)(*inputs))
+    assert torch.equal(*results) and not torch.equal(results[1], new(*inputs))
 
 
 SIDES = {"of a range": {"min": 4, "max": 512}, "found by PyTorch": None}

@@ -44,8 +44,8 @@ KERNELS = [
     (SWISH, "std::abs(a) < INFINITY ? ", "true ? ", "forward"),
     (SWISH, "1 / std::sqrt(squares / width + eps)", "1 / std::sqrt(squares / width)", "forward"),
     (SWISH, "times = single(gamma), shift = single(beta);", "times = single(gamma), shift = single(bias);", "forward"),
-    (CONV, ".sigmoid_();", ".mul(0.25).add_(0.5);", "forward"),
-    (CONV, "h.add_(parameters[kBias]).mul_(parameters[kScale])", "h.mul_(parameters[kScale])", "forward"),
+    (CONV, "biases[i % h.size(1)], scales", "0.0f, scales", "convolution_on_cpu"),
+    (CONV, "sums.squares / n - mean * mean", "sums.squares / n", "convolution_on_cpu"),
     (CONV, "const auto rows = x.sym_size(2) - weight.sym_size(2) + 1", "const auto rows = x.sym_size(2)", "compile"),
     (ROWS, ': {"forward", "backward"}) m.impl(name, torch::', ': {"backward"}) m.impl(name, torch::', "compile"),
     # Python
@@ -74,14 +74,14 @@ KERNELS = [
     (SWISH, "or not _is_plain(norm, nn.GroupNorm)", "", "dropin"),
     (CONV, "== ((1, 1), (0, 0), (1, 1), 1)", "== (conv.stride, (0, 0), (1, 1), 1)", "dropin"),
     (CONV, "    h = _activate(nn.functional.conv2d(x", "    h = torch.tanh(nn.functional.conv2d(x", "gradients"),
-    (CONV, "or t.stride(3) != 1 for t in (x, weight)", "or t.stride(3) != 1 for t in (x,)", "forward"),
-    (CONV, "parameters[kGamma], parameters[kBeta], eps", "parameters[kBeta], parameters[kGamma], eps", "forward"),
+    (CONV, "not _is_image(x) or not _is_image(weight)", "not _is_image(x)", "forward"),
+    (CONV, "h, groups, parameters[kGamma],", "h, groups, parameters[kBias].flatten(),", "convolution_on_cpu"),
     (CONV, "tensors = [t.view_as(t) for t in tensors]", "tensors = list(tensors)", "gradients"),
     (CONV, " or module._forward_pre_hooks", "", "dropin"),
     (CONV, " or module._backward_pre_hooks", "", "dropin"),
     (CONV, "nn.modules.module._has_any_global_hook() or ", "", "dropin"),
     (CONV, "_is_plain(conv, nn.Conv2d) and", "", "dropin"),
-    (CONV, "[t.shape for t in vectors] != shapes", "False", "forward"),
+    (CONV, "not bias.shape == scale.shape == of_channels", "False", "convolution_on_cpu"),
     (CONV, "import contextlib\n", "import contextlib\nimport numpy\n", "copying"),
 ]  # fmt: skip
 
