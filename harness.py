@@ -243,11 +243,12 @@ class Judge:
         seconds, checked = self.options.seconds / (8 if self.options.sweep else 1), case.errors
         # Up to three times: a busy machine or unlucky inputs may fail a right candidate once, but hardly three times.
         # Each time in new processes: how long a flush takes depends on the memory a process was given.
-        for _ in range(3):
+        # Each time of more rounds.
+        for attempt in range(1, 4):
             self._load(case, pair)
             case.tell(f"timing {run.direction}: {', '.join(case.workers)}")
             case.errors, before = {}, record.clocks(case.device)
-            samples = bench.measure(case, run.direction, seconds)
+            samples = bench.measure(case, run.direction, attempt * seconds, attempt)
             case.listen()
             if case.workers["new"].strays():  # asked before the clocks, whose difference they may have caused
                 raise Rejected(bench.ESCAPED)

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
-from judge.answers import RANDOM, Request, answers_of, same_bits
+from judge.answers import RANDOM, Request, same_bits
 from judge.check import Case, blank, inspect, of_the_model
 from judge.requests import secret
 from judge.worker import FLUSH_BYTES, Rejected, settle
@@ -75,7 +75,7 @@ class Ring:
         self.request = Request("while it was timed", direction, gates=2)
         self.old = case.inputs(0)
         with of_the_model(case.precision):
-            (expected,) = answers_of(copy.deepcopy(case.model), [self.old], self.request)
+            (expected,) = case.answers(copy.deepcopy(case.model), [self.old], self.request)
         if RANDOM in expected.did:
             self.request = Request("while it was timed", direction, gates=2, seeded=True)
         self.answers = case.room(expected)
@@ -148,15 +148,16 @@ class Ring:
         samples.beyond[name].append(taken - sum(claimed))
 
 
-def measure(case: Case, direction: str, seconds: float) -> Samples:
-    """Rounds of all of the case's contenders, and then a look at the answers that were kept.
+def measure(case: Case, direction: str, seconds: float, least: int = 1) -> Samples:
+    """Rounds of all of the case's contenders, `least` times MIN_ROUNDS or more; then a look at the kept answers.
 
     In the end, since that takes memory and time: what was allocated anew in between was seen to run 10% slower for the
     rest of the rounds.
     """
     ring = Ring(case, direction)
     try:
-        samples = take_rounds(case, ring, seconds)
+        samples, flushes = get_ready(case, ring, seconds)
+        rounds(case, ring, seconds, samples, flushes, least)
     finally:
         for worker in case.workers.values():  # the Model in float64 takes much memory, and so may who comes next
             with contextlib.suppress(Rejected):
@@ -169,7 +170,7 @@ def measure(case: Case, direction: str, seconds: float) -> Samples:
     settle(case.device)
     for name, forms, given, draw in timed_answers(kept):
         with of_the_model(case.precision):
-            (expected,) = answers_of(copy.deepcopy(case.model), [draw()], request)
+            (expected,) = case.answers(copy.deepcopy(case.model), [draw()], request)
         errors = case.errors
         if name == "eager":
             case.errors = {}
@@ -194,12 +195,6 @@ def timed_answers(kept: dict[str, Kept]) -> Iterator[tuple]:
             yield name, *each.answers.pop()
 
 
-def take_rounds(case: Case, ring: Ring, seconds: float) -> Samples:
-    samples, flushes = get_ready(case, ring, seconds)
-    rounds(case, ring, seconds, samples, flushes)
-    return samples
-
-
 def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
     """Each contender is given what is timed, which may make it compile; how often a GPU's cache is flushed."""
     samples = Samples()
@@ -218,11 +213,11 @@ def get_ready(case: Case, ring: Ring, seconds: float) -> tuple[Samples, int]:
     return samples, math.ceil(launch_us / (1e3 * flush_ms)) if case.device == "cuda" else 0
 
 
-def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: int) -> None:
-    """MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
+def rounds(case: Case, ring: Ring, seconds: float, samples: Samples, flushes: int, least: int) -> None:
+    """`least` times MIN_ROUNDS to MAX_ROUNDS, until the time is up; a baseline that fails leaves them, with a note."""
     deadline, spot = time.perf_counter() + seconds * len(case.workers), secret.randrange(MIN_ROUNDS)
     for turn in range(MAX_ROUNDS):
-        if turn >= MIN_ROUNDS and time.perf_counter() > deadline:
+        if turn >= least * MIN_ROUNDS and time.perf_counter() > deadline:
             break
         ring.renew(samples.calls)
         if turn == spot and "new" in case.workers and case.workers["new"].strays():

@@ -24,6 +24,7 @@ from judge.answers import (
     CAPTURED,
     CLONED,
     LOADED,
+    MOVED,
     POISONED,
     RANDOM,
     REPEATED,
@@ -32,6 +33,7 @@ from judge.answers import (
     TRAINING,
     TWIN,
     Answer,
+    Names,
     Request,
     answers_of,
     same_bits,
@@ -92,6 +94,9 @@ class Case:
     initial: dict[str, torch.Tensor] = field(default_factory=dict)  # its state when it was made
     made_from: int = 0  # the seed of its weights
     own: dict[str, str] | None = None  # the candidate's name of each tensor (`Names`); {}: made from the same seed
+    fits: bool = False  # the candidate's state_dict has the Model's names and no others, and is made with its values
+    graphs: bool = False  # the candidate keeps CUDA graphs
+    constant: bool = False  # the Model's answer is the same whatever it is given
     is_large: bool = False  # a few of its inputs and answers fill a GPU's memory
     eps: float = 0.0  # of the coarsest dtype that the Model computes in
     inputs_are: list[Inputs] = field(default_factory=list)
@@ -160,6 +165,10 @@ class Case:
             worker.ask("called", own=self.own)
         return reply
 
+    def answers(self, model: torch.nn.Module, sets: list, request: Request) -> list[Answer]:
+        """A Model's; without its weights' gradients and its state, where the candidate's could not be matched."""
+        return answers_of(model, sets, request, Names({} if self.own == {} else None))
+
     def drop(self, name: str, failed: Rejected) -> None:
         """A baseline that fails leaves, with a note. Without eager or the candidate there is nothing to judge."""
         if name == "new":
@@ -187,7 +196,7 @@ class Case:
             with switches.kept(self.precision):
                 model = cast(copy.deepcopy(model), torch.float64).train(request.mode == "train")
                 inputs = tree_map_only(torch.Tensor, partial(to_dtype, dtype=torch.float64), inputs)
-                return answers_of(model, [inputs], replace(request, order=(0,)))[0].leaves
+                return self.answers(model, [inputs], replace(request, order=(0,)))[0].leaves
         except Exception as error:  # a Model for one dtype, or too little memory
             self.notes.append(f"gate 2 was not applied to every answer: in float64 the Model raised {last_line(error)}")
             return None
@@ -257,6 +266,7 @@ def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[
     fit = all(name in mine and mine[name][0] == form for name, (form, _, _) in theirs.items())
     if fit:
         extra = [name for name in mine if name not in theirs]
+        case.fits = not extra and all(mine[name][1] == bits for name, (_, bits, _) in theirs.items())
         if extra:
             case.lacks(f"its state_dict has {some(extra)}, which the Model's has not")
         elif [*mine] != [*theirs]:
@@ -266,7 +276,7 @@ def matched(case: Case, theirs: dict[str, list], mine: dict[str, list]) -> dict[
                 case.lacks(f"{name} is a {mine[name][2]}, the Model's a {kind}")
             elif mine[name][1] != bits:
                 case.lacks(f"{name} is made with other values from the same seed")
-        return {name: name for name in theirs} if extra else None
+        return {name: name for name in theirs}
     own, left = {}, dict(mine)
     for name, (form, bits, kind) in theirs.items():
         alike = [each for each, rest in left.items() if rest[:2] == [form, bits]]
@@ -296,7 +306,10 @@ def comparable(case: Case) -> None:
         first = answers_of(case.model, [case.inputs(0)], Request(""))[0]
         with coarsest:
             again = answers_of(case.model, [case.inputs(0)], Request(""))[0]
+        other = answers_of(case.model, [case.inputs(1)], Request(""))[0]
     case.eps = max(torch.finfo(case.dtype).eps, coarsest.eps)
+    pairs = [(x, other.leaves[name]) for name, x in first.tensors().items()]
+    case.constant = all(same_bits(x, y) and not x.count_nonzero() for x, y in pairs)
     case.is_large = sum(x.nbytes for x in first.tensors().values()) > LARGE_BYTES
     case.known()  # which draws inputs by seeds of their own
     for name, leaf in first.leaves.items():
@@ -324,13 +337,15 @@ def over_limit(case: Case) -> list[str]:
 
 
 def seeds(case: Case, direction: str) -> None:
-    """Both gates over the seeds. Weights that came by their bits, or beside tensors of the candidate's own, may have no
-    effect: then it is judged as it was made."""
+    """Both gates over the seeds. A candidate whose tensors are not the Model's (other names, others beside them, other
+    values, as a factor folded into them) may compute something else with weights that are loaded, and any may refuse
+    them: then it is judged as it was made."""
     before = list(case.no_dropin)
     try:
         both_gates(case, direction)
-    except Rejected:
-        if not case.own or not case.workers["new"].alive():
+    except Rejected as error:
+        refuses = error.kind == "raised"
+        if not case.own or case.fits and not refuses or not case.workers["new"].alive():
             raise
         own, case.own = case.own, {}
         case.workers["new"].ask("called", own={})
@@ -339,7 +354,8 @@ def seeds(case: Case, direction: str) -> None:
         except Rejected:
             case.own, case.no_dropin = own, before
             raise
-        case.lacks("weights loaded into it have no effect, or not all: it was judged as made from the same seeds")
+        said = "refuses the Model's weights" if refuses else "with the Model's weights loaded it gives other answers"
+        case.lacks(f"{said}: it was judged as made from the same seeds")
 
 
 def both_gates(case: Case, direction: str) -> None:
@@ -376,6 +392,9 @@ def ask(case: Case, request: Request, draws: int = DRAWS) -> None:
     """
     must = request.gates == 2 and request.mode != "train"
     if THREADS in request.how and any(REUSED in why for why in case.no_dropin):
+        return
+    if case.graphs and request.how & {MOVED, THREADS}:
+        case.lacks("keeps a CUDA graph: it reads the weights where they lay when it was captured, one call at a time")
         return
     if case.is_large and (THREADS in request.how or REPEATED in request.how or (request.batch or 0) > 2 * case.batch):
         return
@@ -439,7 +458,7 @@ def put(case: Case, request: Request, must: bool) -> None:
             return
     try:  # a copy: a call may change what the module holds, as running means
         with request.memory(case.device), of_the_model(case.precision):
-            expected = answers_of(copy.deepcopy(model).train(request.mode == "train"), sets, request)
+            expected = case.answers(copy.deepcopy(model).train(request.mode == "train"), sets, request)
     except Rejected as error:
         if must or error.kind == "memory":
             raise
@@ -465,6 +484,7 @@ def put(case: Case, request: Request, must: bool) -> None:
     if reply["tree"] != expected[0].tree:
         wrong.append(f"gives {reply['tree']}, the Model {expected[0].tree}")
     reject(request, wrong)
+    case.graphs |= reply.get("graphs") is True
     if REUSED in reply["did"] and REUSED not in expected[0].did and CLONED not in request.how:
         return put(case, replace(request, how=request.how | {CLONED}), must)
 
@@ -561,7 +581,7 @@ def ties(case: Case, request: Request, inputs: list, answer: Answer, model) -> d
         model = copy.deepcopy(model).train(request.mode == "train")
         plain = replace(request, order=(0,), how=frozenset())
         with TiesTheOtherWay():
-            (other,) = answers_of(model, [inputs], plain)
+            (other,) = case.answers(model, [inputs], plain)
         for name, x in answer.tensors().items():
             y = other.leaves[name]
             if not torch.equal(x, y):

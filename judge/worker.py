@@ -135,8 +135,10 @@ def settle(device: str) -> None:
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:
-    """A copy one element behind where memory begins."""
-    return torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:].view(x.shape)
+    """A copy one element behind where memory begins, with the same strides."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 2 if x.numel() else 1
+    memory = torch.zeros(reach, dtype=x.dtype, device=x.device)
+    return memory.as_strided(x.shape, x.stride(), 1).copy_(x)
 
 
 class Contender:
@@ -192,7 +194,8 @@ class Contender:
             except Exception as error:
                 lacks.append(f"cannot be pickled: {last_line(error)}")
         self.modules = [None, made]
-        if any(hasattr(x, "_torchdynamo_orig_callable") for each in made.modules() for x in vars(each).values()):
+        kept = [x for each in made.modules() for x in tree_leaves([*vars(each).values()])]
+        if any(hasattr(x, "_torchdynamo_orig_callable") for x in kept):
             lacks.append(
                 "keeps a function of torch.compile: a copy.deepcopy of it computes with the original's weights"
             )
@@ -224,9 +227,7 @@ class Contender:
     def take(self, module: torch.nn.Module, state: dict, how: frozenset = frozenset()) -> None:
         """Gives a module weights."""
         own = self.names.own
-        if LOADED in how and own is None:
-            module.load_state_dict(state, strict=True)
-        elif LOADED in how and own:
+        if LOADED in how and own:
             extra = {name: x for name, x in state.items() if not isinstance(x, torch.Tensor)}
             module.load_state_dict({own[name]: x for name, x in state.items() if name in own} | extra, strict=False)
         else:
@@ -255,6 +256,8 @@ class Contender:
                 memory.fill_(float("nan"))
         for p in module.parameters():
             p.grad = torch.full_like(p, 0.5) if request.direction == "forward_backward" and p.requires_grad else None
+        # Running statistics that have no name of the Model's are given back; others come with the next request.
+        stand = [(x, x.detach().clone()) for x in module.buffers()] if request.mode == "train" else []
         inputs = self._own(sets)
         late = self._late(inputs) if LATE in request.how else contextlib.nullcontext()
         with request.memory(self.device, answers[0]), late:
@@ -262,10 +265,15 @@ class Contender:
             for answer, places in zip(found, answers):
                 self._hand_over(answer.leaves.values(), places)
         module.eval()
+        for x, before in stand:
+            x.detach().copy_(before)
         if MOVED in request.how:
             module._apply(torch.clone)
         said = self.said + self.switches.put_back()
-        return {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did, "switched": said}
+        kept = [x for each in module.modules() for x in tree_leaves([*vars(each).values()])]
+        graphs = any(isinstance(x, torch.cuda.CUDAGraph) for x in kept)
+        reply = {"forms": [each.forms for each in found], "tree": found[0].tree, "did": found[0].did}
+        return reply | {"graphs": graphs, "switched": said}
 
     def _caller(self, module, sets: list, request: Request) -> Callable:
         if CAPTURED in request.how:

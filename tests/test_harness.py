@@ -522,9 +522,17 @@ def test_a_strict_float32_product_counts_as_three_halves_or_one_float32():
     assert ceilings.floor_ms(1, 25 * 10**10, "float32", "highest") == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("share", "slower", "said"), [(1.2, 1, None), (2.0, 9, "not possible"), (2.0, 1, "no floor")])
-def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, monkeypatch, share, slower, said):
-    """Unless eager, which is `slower`, reaches it, too."""
+@pytest.mark.parametrize(
+    ("name", "share", "slower", "said"),
+    [
+        ("plain", 1.2, 1, None),
+        ("plain", 2.0, 9, "not possible"),
+        ("plain", 2.0, 1, "no floor"),
+        ("knows_that_it_is_zero", 2.0, 9, "no floor: the Model's answer is zero whatever it is given"),
+    ],
+)
+def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, monkeypatch, name, share, slower, said):
+    """Unless eager, which is `slower`, reaches it, too, or nothing has to be read."""
     measured, now = [], {}
 
     def seen(samples):
@@ -537,7 +545,7 @@ def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, mo
     monkeypatch.setattr(roofline.Ceilings, "measure", lambda self: measured.append(1))
     monkeypatch.setattr(roofline.Ceilings, "floor_ms", lambda self, *work: share * now["ms"])
     judge = harness.Judge(replace(HURRY, directions=("forward",)), ceilings_of("cpu"), lambda text: None)
-    (run,) = judge.judge(write(tmp_path, "plain"))
+    (run,) = judge.judge(write(tmp_path, name))
     judge.close()
     assert len(measured) == 1 and run.ok == (said != "not possible")
     assert said in [*run.reasons, *run.notes][0] if said else run.roof["percent"] == pytest.approx(120)
