@@ -1105,9 +1105,10 @@ __device__ __forceinline__ float sigmoid(float h) {
 }
 __device__ __forceinline__ float activation(float h) { return h * sigmoid(h); }
 // Of 16-bit types the forward takes one instruction of the special-function unit, not two, which saves 4% of its time:
-// s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, as measured for all floats on an
-// H100 (PTX guarantees 2^-12). Where s is 2^-11 or more, which is from h = -7.6 on, that is less than eager may lose by
-// rounding s to bfloat16 or float16. Below, s may be less exact than eager's, by up to 2^-19.7, and v by |h| times that.
+// s = sigmoid(h) is 1/2 + tanh(h / 2) / 2. With tanh.approx s is off by at most 2^-17.9, as measured for all floats on
+// an H100 (PTX guarantees 2^-12). Where s is 2^-11 or more, which is from h = -7.6 on, that is less than eager may lose
+// by rounding s to bfloat16 or float16. Below, s may be less exact than eager's, by up to 2^-19.7, and v by |h| times
+// that.
 template <typename T> __device__ __forceinline__ float forward_activation(float h) {
     if (sizeof(T) == 4) return activation(h);
     float t;
