@@ -11,14 +11,16 @@ Two paths, chosen in `ModelNew.forward`:
   without. On CPUs float32 without gradients, and 16 bits where the CPU has no instructions for them.
 - otherwise the Model's own layers.
 
-The forward reads x once and writes out once: v stays in registers. With gradients it is the same; x, the parameters,
-mean and rstd are saved. The backward makes h again, and from it dh and the gradients of the vectors; from dh
-ATen makes those of x and W.
+The forward reads x once and writes out once: v stays in registers. The convolution runs on tensor cores where they are
+much faster than float32's units (compute capability 8.0, 9.0, 10.0), as accurate as float32, and otherwise on those.
+With gradients it is the same; x, the parameters, mean and rstd are saved. The backward makes h again, and from it dh
+and the gradients of the vectors; from dh ATen makes that of W, and our kernel that of x if the convolution is 3x3 and
+has 4 input channels or more.
 
 Work at the benchmark shapes (128 samples, 8 -> 32 channels, 256 x 256): 1.33 GB, 38.1 GFLOP in the convolution.
-`python harness.py conv_sigmoid_group_norm --backward` measures on an H200: forward 1.55 ms in float32, 3.8 times eager,
-2.2 times torch.compile; 1.46 ms in bfloat16, 3.6 and 1.9 times; with backward, x's gradient too, 11.1 and 6.74 ms, 1.67
-and 1.88 times eager. Compiled for compute capability 8.0 it takes as long there.
+`python harness.py conv_sigmoid_group_norm --backward` measures on an H200: forward 1.49 ms in float32, 4.0 times eager,
+2.3 times torch.compile; 0.99 ms in bfloat16, 5.4 and 2.8 times; with backward, x's gradient too, 8.67 and 5.29 ms, 2.15
+and 2.4 times eager.
 """
 
 import contextlib
@@ -80,7 +82,7 @@ __device__ __forceinline__ float activation_gradient(float z) {
 // END
 
 // ---------------------------------------------------------------------------------------------------------------------
-// One kernel, two directions. A tile is up to 32 output channels of some pixels of one sample. A block of 256 threads
+// One kernel, three directions. A tile is 16 or 32 output channels of some pixels of one sample. A block of 256 threads
 // makes a tile: it convolves, and its values stay in registers while the block adds up what the statistics need,
 // publishes these sums, waits until all tiles of the sample have published theirs, and then finishes its own. So x is
 // read once, and out written once.
@@ -90,32 +92,62 @@ __device__ __forceinline__ float activation_gradient(float z) {
 //   published    sums of v, v^2                                sums of gamma g, gamma g (v - mean) rstd
 //   finish       out = (v - mean) rstd gamma + beta            dh; sums of dz, dz h
 //
+// The third direction, the gradient of x, is the convolution of dh, with zeros around it, and the turned weights. It
+// writes its values as they are, and waits for nothing.
+//
 // Waiting is safe when all blocks run at once, which a cooperative launch guarantees, and when they are at least as
 // many as a sample's tiles: tiles are taken in order, so a block that waits needs only tiles of the same sample, which
 // other blocks have begun, or will after finishing one of an earlier sample. If blocks are fewer (a small GPU, a huge
 // image), or the cooperative launch is refused, the kernel runs twice: it publishes, then convolves again and finishes.
 // Two blocks share a multiprocessor: while one waits or stores the other convolves.
 //
-// A thread has four channels (a quad) of 16 pixels: four rows of two pairs of columns, the second pair half a tile to
-// the right of the first, so that neighbouring lanes read and write neighbouring pairs. A warp has one quad:
+// The convolution runs on tensor cores where they are much faster than float32's units, which depends on the compute
+// capability that the code is compiled for. A thread has 64 values of h. Without tensor cores they are four channels of
+// 16 pixels; a warp has four channels, and its lanes
 //
 //   columns of the tile   0 1    2 3    ...   14 15    16 17    18 19   ...   30 31
 //   rows 0 to 3           lane 0      1 ...       7         0       1   ...       7
 //   rows 4 to 7           lane 8      9 ...      15         8       9   ...      15
+//
+// With tensor cores they are two channels, eight apart, of 32 pixels: a warp has 16 channels of four rows, and its
+// lanes have the places that mma.sync gives them:
+//
+//   columns of each row   0 1    2 3    4 5    6 7    8 9    ...   30 31
+//   channels 0 and 8      lane 0     1      2      3      0  ...       3
+//   channels 1 and 9      lane 4     5      6      7      4  ...       7
 
-constexpr int kThreads = 256;       // of a block; two blocks run on a multiprocessor
+constexpr bool uses_tensor_cores(int capability) {  // times ten
+    return capability == 80 || capability == 90 || capability == 100 || capability == 103;
+}
+#ifdef __CUDA_ARCH__
+constexpr bool kTensor = uses_tensor_cores(__CUDA_ARCH__ / 10);
+#else
+constexpr bool kTensor = false;  // The host has to ask each kernel what it was compiled for.
+#endif
+
+constexpr int kThreads = 256;  // of a block; two blocks run on a multiprocessor
 constexpr int kWarps = kThreads / 32;
-constexpr int kQuad = 4;            // output channels of a thread
-constexpr int kRows = 4;            // of pixels of a thread
-constexpr int kPixels = 4 * kRows;  // of a thread
-constexpr int kMostQuads = 8;       // of a tile
-constexpr int kMostOuts = kMostQuads * kQuad;
-constexpr int kStage = 8;           // input channels that are in shared memory at once, at most
-constexpr int kColumns = 32;        // of a tile
-constexpr int kHalf = kColumns / 2; // from a thread's first pair of columns to its second
-constexpr int kPitch = kColumns + 4;  // floats of a line of x in shared memory: what taps reach, and no bank conflicts
+constexpr int kValues = 64;                     // of h in a thread
+constexpr int kChannels = kTensor ? 2 : 4;      // output channels of a thread
+constexpr int kChannelStep = kTensor ? 8 : 1;   // from one of them to the next
+constexpr int kWarpChannels = kTensor ? 16 : 4;
+constexpr int kChannelLanes = kTensor ? 4 : 32;  // neighbouring lanes that have the same channels
+constexpr int kRows = 4;                        // of pixels of a thread
+constexpr int kPixels = kValues / kChannels;    // of a thread
+constexpr int kPairs = kPixels / kRows / 2;     // of columns, in each of its rows
+constexpr int kPart = 16;                       // pixels that a thread loads or stores at once
+constexpr int kMostOuts = 32;                   // output channels of a tile
+constexpr int kStage = 8;                       // input channels that are in shared memory at once, at most
+constexpr int kDepth = 4;                       // input channels that tensor cores take at once
+constexpr int kMostSlots = kStage / kDepth * 9;
+constexpr int kColumns = 32;                    // of a tile
+constexpr int kPairStep = kColumns / kPairs;    // columns from one of a thread's pairs to the next
+constexpr int kPitch = kColumns + 4;  // values of a line of x in shared memory: what taps reach, and no bank conflicts
+constexpr int kOutPitch = kColumns + 8;  // of a channel's row of values on their way out: no bank conflicts
+constexpr int kOutFloats = kWarps * 16 * kOutPitch;
 constexpr int kLine = 32;  // counters a counter takes: 128 bytes, so that no two samples' share a line
 
+enum Direction { kForward, kBackward, kInputGradient };
 enum Mode { kWait, kSums, kFinish };  // kWait: both sums and finish, in one launch
 
 struct Statistics { float mean, rest, rstd; };  // of a group of a sample; mean + rest is the mean, to some 48 bits
@@ -130,10 +162,12 @@ struct Arguments {
     float* channel_sums;  // (samples, pixel_tiles, 4, out_channels): shares of dbeta, dgamma, dbias, dscale
     int samples, in_channels, height, width, out_channels, groups, group_channels, rows, columns;
     int dh_type;  // 0 float, 1 half, 2 bfloat16
-    int quads, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int kernel, pad;  // rows and columns of the convolution's kernel, and of zeros on each side of x
+    int outs, stage, tile_rows, column_tiles, pixel_tiles, channel_tiles;
+    int lines;  // of x in shared memory, of each channel
     int tiles, items;  // tiles of a sample, and of all
-    int quad_bits;  // log2 of the threads of a quad
     int parts;  // channel tiles that a group may touch
+    int x_floats, weight_floats;  // of shared memory
     Mode mode;
     float eps;
     double share;  // 1 / the values of a group
@@ -147,7 +181,7 @@ struct Tile {
         item = number;
         sample = number / p.tiles;
         pixel_tile = tile / p.channel_tiles;
-        channel = tile % p.channel_tiles * p.quads * kQuad;
+        channel = tile % p.channel_tiles * p.outs;
         row = pixel_tile / p.column_tiles * p.tile_rows;
         column = pixel_tile % p.column_tiles * kColumns;
     }
@@ -158,13 +192,14 @@ struct Tile {
 struct Norm { float mean, factor, offset, pull, rstd; };
 
 struct Shared {
-    float sums[kWarps][2 * kQuad];  // of each channel of a warp: of d = v - anchor, then of d^2
-    float anchors[kWarps][kQuad];
+    float sums[2][kWarps][16];  // of each channel of a warp: of d = v - anchor, then of d^2
+    float anchors[kWarps][16];
     int counts[kWarps];  // pixels of a warp that lie in the image
     double2 channels[kMostOuts];
     float means[kMostOuts];  // of v, in the backward
     Norm norm[kMostOuts];
     float4 parameters[kMostOuts];  // conv_bias + bias, scale, gamma, beta
+    int offsets[kMostSlots + 1];  // see `multiply`
     Tile tiles[2];  // the one in work and the next
 };
 
@@ -174,20 +209,21 @@ __device__ __forceinline__ unsigned read_thread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
 }
-// What a thread has of each tile: a quad of channels, and from this row and column on its pixels.
+// What a thread has of each tile: its first channel, and its first pixel.
 struct Place {
-    int quad, row, column;
+    int channel, row, column;
     __device__ __forceinline__ explicit Place(const Arguments& p) {
-        const unsigned thread = read_thread();
-        const int in_quad = thread % (1u << p.quad_bits);
-        quad = thread >> p.quad_bits;
-        row = in_quad / (kColumns / 4) * kRows;
-        column = in_quad % (kColumns / 4) * 2;
+        const int warp = read_thread() / 32, lane = read_thread() % 32;
+        const int warps = kWarps * kWarpChannels / p.outs;  // that have the same channels
+        const int lanes = kColumns / 2 / kPairs;  // beside each other
+        channel = warp / warps * kWarpChannels + (kTensor ? lane / kChannelLanes : 0);
+        row = (warp % warps * (kTensor ? 1 : 4) + (kTensor ? 0 : lane / lanes)) * kRows;
+        column = lane % lanes * 2;
     }
 };
-// What it has of one tile. Pixel i is in row i / 4, pair i / 2 % 2, column i % 2 of it.
+// What it has of one tile. Pixel i is in row i / (2 kPairs), pair i / 2 % kPairs, column i % 2 of it.
 struct Pixels {
-    int quad, channels;  // the tile may have fewer channels than the thread could take
+    int channel, channels;  // the first in the tile; the tile may have fewer than the thread could take
     int64_t first;  // index of pixel 0 of the first channel in `out`, `grad` and `dh`
     int plane;  // pixels of a channel
     unsigned valid;  // bit i: pixel i lies in the image
@@ -195,157 +231,222 @@ struct Pixels {
     __device__ __forceinline__ Pixels(const Arguments& p, const Tile& tile) {
         const Place place(p);
         const int row = tile.row + place.row, column = tile.column + place.column;
-        const int channel = tile.channel + place.quad * kQuad;
-        quad = place.quad;
-        channels = p.out_channels - channel;
+        channel = place.channel;
+        channels = p.out_channels - tile.channel - channel;
         columns = p.columns;
         plane = p.rows * columns;
-        first = (int64_t(tile.sample) * p.out_channels + channel) * plane + row * columns + column;
+        first = (int64_t(tile.sample) * p.out_channels + tile.channel + channel) * plane + row * columns + column;
         unsigned of_row = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) of_row |= unsigned(column + i / 2 * kHalf + i % 2 < columns) << i;
+        for (int i = 0; i < 2 * kPairs; ++i) of_row |= unsigned(column + i / 2 * kPairStep + i % 2 < columns) << i;
         valid = 0;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 4 * i : 0;
+        for (int i = 0; i < kRows; ++i) valid |= row + i < p.rows ? of_row << 2 * kPairs * i : 0;
     }
-    __device__ __forceinline__ int offset(int i) const { return i / 4 * columns + i / 2 % 2 * kHalf + i % 2; }
+    // Of the thread's channel o.
+    __device__ __forceinline__ unsigned valid_of(int o) const { return o * kChannelStep < channels ? valid : 0; }
+    __device__ __forceinline__ bool all_valid() const { return valid == ~0u >> (32 - kPixels); }
+    __device__ __forceinline__ int offset(int i, int pitch) const {
+        return i / (2 * kPairs) * pitch + i / 2 % kPairs * kPairStep + i % 2;
+    }
 };
 template <typename T, int PACK> struct alignas(PACK * sizeof(T)) Pack { T values[PACK]; };  // neighbouring columns
 template <int PACK, typename T>
-__device__ __forceinline__ void load_packs(const T* from, const Pixels& at, float (&to)[kPixels]) {
+__device__ __forceinline__ void load_packs(
+    const T* from, const Pixels& at, unsigned valid, int begin, float (&to)[kPart]) {
 #pragma unroll
-    for (int i = 0; i < kPixels; i += PACK) {
+    for (int i = 0; i < kPart; i += PACK) {
         Pack<T, PACK> pack = {};
-        if (at.valid >> i & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(from + at.offset(i));
+        const T* const own = from + at.offset(begin + i, at.columns);
+        if (valid >> (begin + i) & 1) pack = *reinterpret_cast<const Pack<T, PACK>*>(own);
 #pragma unroll
         for (int k = 0; k < PACK; ++k) to[i + k] = to_float(pack.values[k]);
     }
 }
 template <int PACK, typename T>
-__device__ __forceinline__ void store_packs(T* to, const Pixels& at, const float (&from)[kPixels]) {
+__device__ __forceinline__ void store_packs(
+    T* to, const Pixels& at, unsigned valid, int begin, const float (&from)[kPart]) {
 #pragma unroll
-    for (int i = 0; i < kPixels; i += PACK) {
+    for (int i = 0; i < kPart; i += PACK) {
         Pack<T, PACK> pack;
 #pragma unroll
         for (int k = 0; k < PACK; ++k) pack.values[k] = from_float<T>(from[i + k]);
-        if (at.valid >> i & 1) *reinterpret_cast<Pack<T, PACK>*>(to + at.offset(i)) = pack;
+        T* const own = to + at.offset(begin + i, at.columns);
+        if (valid >> (begin + i) & 1) *reinterpret_cast<Pack<T, PACK>*>(own) = pack;
     }
 }
-// Of the thread's channel o; by pairs where rows begin at even places.
+// kPart pixels, from `begin` on, of the thread's channel o; by pairs where rows begin at even places.
 template <typename T>
-__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, float (&to)[kPixels]) {
-    from += at.first + int64_t(o) * at.plane;
-    if (at.columns % 2 == 0) load_packs<2>(from, at, to);
-    else load_packs<1>(from, at, to);
+__device__ __forceinline__ void load_pixels(const T* from, const Pixels& at, int o, int begin, float (&to)[kPart]) {
+    from += at.first + int64_t(o) * kChannelStep * at.plane;
+    if (at.columns % 2 == 0) load_packs<2>(from, at, at.valid_of(o), begin, to);
+    else load_packs<1>(from, at, at.valid_of(o), begin, to);
 }
 template <typename T>
-__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, const float (&from)[kPixels]) {
-    to += at.first + int64_t(o) * at.plane;
-    if (at.columns % 2 == 0) store_packs<2>(to, at, from);
-    else store_packs<1>(to, at, from);
+__device__ __forceinline__ void store_pixels(T* to, const Pixels& at, int o, int begin, const float (&from)[kPart]) {
+    to += at.first + int64_t(o) * kChannelStep * at.plane;
+    if (at.columns % 2 == 0) store_packs<2>(to, at, at.valid_of(o), begin, from);
+    else store_packs<1>(to, at, at.valid_of(o), begin, from);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The convolution. In shared memory x is (channel, line, column), of as many lines and columns as the tile's pixels
-// depend on; columns are padded to `pitch`. Values of 16 bits arrive in `raw`, and are widened from there to x.
+// The convolution. x arrives in shared memory as (channel, line, column), of as many lines and columns as the tile's
+// pixels depend on; columns are padded to kPitch. Without tensor cores float32 is used from there; 16 bits arrive in
+// `raw` and are widened to x. Tensor cores need `raw` always, and x as it is described at `multiply`.
 
-template <int K> __host__ __device__ __forceinline__ int lines_of(const Arguments& p) { return p.tile_rows + K - 1; }
-template <int K> __host__ __device__ __forceinline__ int x_size(const Arguments& p) {
-    return p.stage * lines_of<K>(p) * kPitch;
+// Channels that take room in shared memory.
+__host__ __device__ __forceinline__ int padded(int channels, bool tensor) {
+    return tensor ? (channels + kDepth - 1) / kDepth * kDepth : channels;
+}
+__device__ __forceinline__ int channels_of_stage(const Arguments& p, int first) {
+    return min(p.stage, p.in_channels - first);
 }
 
-// By a block: calls use(channel, line, column) for each pack of columns that this thread copies: always the same packs.
-template <int PACK, int K, typename F>
+// By a block: calls use(channel, line, column) for each pack of columns that this thread copies, of `channels` channels
+// or, with tensor cores, groups of kDepth channels: always the same packs.
+template <int PACK, typename F>
 __device__ __forceinline__ void for_each_pack(const Arguments& p, int channels, F use) {
-    constexpr int kPacks = (kColumns + K - 1 + PACK - 1) / PACK;  // of a line
-    const unsigned thread = read_thread();
-    const int lines = lines_of<K>(p);
-    int channel = 0, line = thread / kPacks, pack = thread % kPacks;
+    const int packs = (kColumns + p.kernel - 1 + PACK - 1) / PACK;  // of a line
+    const int thread = read_thread();
+    int channel = 0, line = thread / packs, pack = thread % packs;
+    const int line_step = kThreads / packs, pack_step = kThreads % packs;
     while (true) {
-        while (line >= lines) {
-            line -= lines;
+        while (line >= p.lines) {
+            line -= p.lines;
             ++channel;
         }
         if (channel >= channels) return;
         use(channel, line, pack * PACK);
-        line += kThreads / kPacks;
-        pack += kThreads % kPacks;
-        if (pack < kPacks) continue;
-        pack -= kPacks;
+        line += line_step;
+        pack += pack_step;
+        if (pack < packs) continue;
+        pack -= packs;
         ++line;
     }
 }
 // By a block: starts to copy the tile's part of x, of the input channels from `first` on; zeros outside the image. From
 // compute capability 8.0 on (cp.async) the copy goes on while the thread does something else.
-template <typename T, int PACK, int K>
+template <typename T, int PACK>
 __device__ __forceinline__ void copy_x(const Arguments& p, const Tile& tile, int first, T* to) {
-    const int lines = lines_of<K>(p);
+    constexpr int kBytes = PACK * sizeof(T), kGroup = kTensor ? kDepth : 1;
     const int64_t plane = int64_t(p.height) * p.width;
     const T* const image = static_cast<const T*>(p.x) + (int64_t(tile.sample) * p.in_channels + first) * plane;
-    const T* const from = image + int64_t(tile.row) * p.width + tile.column;
-    const int rows_left = p.height - tile.row, columns_left = p.width - tile.column;
-    for_each_pack<PACK, K>(p, min(p.stage, p.in_channels - first), [&](int channel, int line, int column) {
-        constexpr int kBytes = PACK * sizeof(T);
-        const bool inside = line < rows_left && column < columns_left;
-        const T* const source = inside ? from + channel * plane + line * p.width + column : image;
-        T* const target = to + (channel * lines + line) * kPitch + column;
-        if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, inside ? 0 : kBytes);
-        else *target = inside ? *source : from_float<T>(0.0f);
+    const int channels = channels_of_stage(p, first);
+    for_each_pack<PACK>(p, padded(channels, kTensor) / kGroup, [&](int group, int line, int column) {
+        const int row = tile.row - p.pad + line, image_column = tile.column - p.pad + column;
+        const bool inside = unsigned(row) < unsigned(p.height) && unsigned(image_column) < unsigned(p.width);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+            const int channel = group * kGroup + i;
+            const bool exists = inside && channel < channels;
+            const T* const source = exists ? image + channel * plane + row * p.width + image_column : image;
+            T* const target = to + (channel * p.lines + line) * kPitch + column;
+            if constexpr (kBytes >= 4) __pipeline_memcpy_async(target, source, kBytes, exists ? 0 : kBytes);
+            else *target = exists ? *source : from_float<T>(0.0f);
+        }
     });
     __pipeline_commit();
 }
-// Waits for the thread's own copies, and widens them.
-template <typename T, int PACK, int K>
+// What tensor cores multiply: 11 bits of the value.
+__device__ __forceinline__ float to_tf32(float v) {
+    unsigned rounded = 0;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
+#endif
+    return __uint_as_float(rounded);
+}
+// Waits for the thread's own copies, and makes x of them.
+template <typename T, int PACK>
 __device__ __forceinline__ void receive_x(const Arguments& p, int first, const T* raw, float* x) {
     __pipeline_wait_prior(0);
-    if constexpr (sizeof(T) == 2) {
-        const int lines = lines_of<K>(p);
-        for_each_pack<PACK, K>(p, min(p.stage, p.in_channels - first), [&](int channel, int line, int column) {
-            const int at = (channel * lines + line) * kPitch + column;
+    const int channels = channels_of_stage(p, first), image = p.lines * kPitch;
+    if constexpr (kTensor) {
+        const int groups = padded(channels, true) / kDepth;
+        for_each_pack<PACK>(p, groups, [&](int group, int line, int column) {
+            const int pixel = line * kPitch + column;
+            Pack<T, PACK> packs[kDepth];
+#pragma unroll
+            for (int c = 0; c < kDepth; ++c) {
+                packs[c] = *reinterpret_cast<const Pack<T, PACK>*>(raw + (group * kDepth + c) * image + pixel);
+            }
+#pragma unroll
+            for (int i = 0; i < PACK; ++i) {
+                float hi[kDepth], lo[kDepth];
+#pragma unroll
+                for (int c = 0; c < kDepth; ++c) {
+                    const float full = to_float(packs[c].values[i]);
+                    hi[c] = sizeof(T) == 4 ? to_tf32(full) : full;
+                    lo[c] = to_tf32(full - hi[c]);
+                }
+                float4* const to = reinterpret_cast<float4*>(x) + group * image + pixel + i;
+                *to = make_float4(hi[0], hi[1], hi[2], hi[3]);
+                if (sizeof(T) == 4) to[groups * image] = make_float4(lo[0], lo[1], lo[2], lo[3]);
+            }
+        });
+    } else if constexpr (sizeof(T) == 2) {
+        for_each_pack<PACK>(p, channels, [&](int channel, int line, int column) {
+            const int at = channel * image + line * kPitch + column;
 #pragma unroll
             for (int i = 0; i < PACK; ++i) x[at + i] = to_float(raw[at + i]);
         });
     }
 }
 // The two, by pairs of columns where rows begin at even places.
-template <typename T, int K>
+template <typename T>
 __device__ __forceinline__ void start_x(const Arguments& p, const Tile& tile, int first, T* raw) {
-    if (p.width % 2 == 0) copy_x<T, 2, K>(p, tile, first, raw);
-    else copy_x<T, 1, K>(p, tile, first, raw);
+    if (p.width % 2 == 0) copy_x<T, 2>(p, tile, first, raw);
+    else copy_x<T, 1>(p, tile, first, raw);
 }
-template <typename T, int K>
+template <typename T>
 __device__ __forceinline__ void finish_x(const Arguments& p, int first, const T* raw, float* x) {
-    if (p.width % 2 == 0) receive_x<T, 2, K>(p, first, raw, x);
-    else receive_x<T, 1, K>(p, first, raw, x);
+    if (p.width % 2 == 0) receive_x<T, 2>(p, first, raw, x);
+    else receive_x<T, 1>(p, first, raw, x);
 }
 
-// By a block: the tile's parameters, and the weights of input channels from `first` on as (in, tap, out).
-template <typename T, int K>
+// The weight of output channel o, input channel `in` and a tap; for the gradient of x it is the turned kernel's.
+template <typename T, Direction DIRECTION>
+__device__ __forceinline__ float weight_of(const Arguments& p, int o, int in, int tap) {
+    const int taps = p.kernel * p.kernel;
+    const int64_t at = DIRECTION == kInputGradient ? (int64_t(in) * p.out_channels + o) * taps + taps - 1 - tap
+                                                   : (int64_t(o) * p.in_channels + in) * taps + tap;
+    return o < p.out_channels && in < p.in_channels ? to_float(static_cast<const T*>(p.weight)[at]) : 0.0f;
+}
+// By a block: the tile's parameters, and the weights of input channels from `first` on: as (in, tap, out), or as
+// `multiply` reads them.
+template <typename T, Direction DIRECTION>
 __device__ __forceinline__ void load_weights(const Arguments& p, int channel, int first, float* to, Shared& shared) {
-    const int outs = p.quads * kQuad, taps = min(p.stage, p.in_channels - first) * K * K;
-    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
-    for (int i = threadIdx.x; i < taps * outs; i += kThreads) {
-        const int o = channel + i % outs;
-        const int64_t row = (int64_t(o) * p.in_channels + first) * K * K;
-        to[i] = o < p.out_channels ? at(p.weight, row + i / outs) : 0.0f;
+    const int taps = p.kernel * p.kernel, channels = channels_of_stage(p, first);
+    if (kTensor) {
+        const int slots = padded(channels, true) / kDepth * taps, steps = (slots + 1) / 2;
+        for (int i = threadIdx.x; i < p.outs / 16 * steps * 128; i += kThreads) {
+            const int lane = i / 4 % 32, slot = i / 128 % steps * 2 + i / 2 % 2;
+            const int o = channel + i / 128 / steps * 16 + i % 2 * 8 + lane / 4;
+            const int in = slot / taps * kDepth + lane % 4;
+            to[i] = slot < slots && in < channels ? weight_of<T, DIRECTION>(p, o, first + in, slot % taps) : 0.0f;
+        }
+    } else {
+        for (int i = threadIdx.x; i < channels * taps * p.outs; i += kThreads) {
+            const int in = i / p.outs / taps, tap = i / p.outs % taps;
+            to[i] = weight_of<T, DIRECTION>(p, channel + i % p.outs, first + in, tap);
+        }
     }
+    const auto at = [](const void* values, int64_t i) { return to_float(static_cast<const T*>(values)[i]); };
     const int i = threadIdx.x, o = channel + i;
-    if (i >= outs || o >= p.out_channels) return;
+    if (DIRECTION == kInputGradient || i >= p.outs || o >= p.out_channels) return;
     shared.parameters[i] = {at(p.conv_bias, o) + at(p.bias, o), at(p.scale, o), at(p.gamma, o), at(p.beta, o)};
 }
 
-// By a thread: adds the products of `channels` input channels. x points to its first pixel, weights to its quad.
+// By a thread: adds the products of `channels` input channels. x points to its first pixel, weights to its channels.
 template <int K>
 __device__ __forceinline__ void accumulate(
-    const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kQuad][kPixels]) {
+    const Arguments& p, const float* x, const float* weights, int channels, float (&sum)[kChannels][kPixels]) {
     constexpr int kNeeds = K == 3 ? 4 : 2;  // columns of x for a pair of columns
-    const int outs = p.quads * kQuad;
 #pragma unroll 1
     for (int c = 0; c < channels; ++c) {
-        float w[K * K][kQuad];
+        float w[K * K][kChannels];
 #pragma unroll
         for (int tap = 0; tap < K * K; ++tap) {
-            const float4 four = *reinterpret_cast<const float4*>(weights + tap * outs);
+            const float4 four = *reinterpret_cast<const float4*>(weights + tap * p.outs);
             w[tap][0] = four.x;
             w[tap][1] = four.y;
             w[tap][2] = four.z;
@@ -357,7 +458,7 @@ __device__ __forceinline__ void accumulate(
 #pragma unroll
             for (int i = 0; i < kNeeds; ++i) {
                 const int pair = i / (kNeeds / 2), column = i % (kNeeds / 2) * 2;
-                const float2 two = *reinterpret_cast<const float2*>(x + line * kPitch + pair * kHalf + column);
+                const float2 two = *reinterpret_cast<const float2*>(x + line * kPitch + pair * kPairStep + column);
                 in[pair][column] = two.x;
                 in[pair][column + 1] = two.y;
             }
@@ -366,14 +467,154 @@ __device__ __forceinline__ void accumulate(
                 const int row = line - tap / K;
                 if (row < 0 || row >= kRows) continue;
 #pragma unroll
-                for (int i = 0; i < 4 * kQuad; ++i) {
+                for (int i = 0; i < 16; ++i) {
                     const int o = i / 4, pixel = row * 4 + i % 4;
                     sum[o][pixel] = fmaf(w[tap][o], in[i / 2 % 2][i % 2 + tap % K], sum[o][pixel]);
                 }
             }
         }
-        x += lines_of<K>(p) * kPitch;
-        weights += K * K * outs;
+        x += p.lines * kPitch;
+        weights += K * K * p.outs;
+    }
+}
+
+// Four 8 x 4 matrices of 32-bit numbers; lane 8 i + j points at row j of matrix i, and gets column lane % 4 of row
+// lane / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+        : "r"(from)
+        : "memory");
+#endif
+}
+// d += a b: 16 channels and 8 pixels, of 8 products each.
+__device__ __forceinline__ void mma(float (&d)[4], const float (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(b0), "r"(b1));
+#endif
+}
+// By a warp, on tensor cores: the same.
+//
+// Tensor cores multiply numbers of 11 bits and float32's exponents (TF32) exactly, and add the products up in float32.
+// A float32 number is the sum of two of these, its pieces: hi is the nearest to it, lo the nearest to the rest. Then
+// x w = hi hi' + hi lo' + lo hi', but for lo lo', which is at most 2^-22 of it and of random sign. Numbers of 16 bits
+// have at most 11 bits of their own, and need one product. Tensor cores truncate their sums. Those of each step
+// therefore begin at zero, with the small products, and are added to `sum`, which rounds.
+//
+// A slot is a tap of kDepth channels, and a step takes two slots. In x 16 bytes are kDepth channels of a pixel:
+//
+//     x          (group of kDepth channels, line, column, channel), the hi of all, then the lo of all
+//     weights    (16 output channels, step, lane, 4): what mma takes of a lane
+//     offsets    of slots: bytes from a pixel to what the tap needs
+template <int PIECES>
+__device__ __forceinline__ void multiply(const Arguments& p, const float* x, const float* weights, const int* offsets,
+    int channels, float (&sum)[kChannels][kPixels]) {
+    const int groups = padded(channels, true) / kDepth, slots = groups * p.kernel * p.kernel;
+    const int lane = threadIdx.x % 32;
+    // This lane points ldmatrix at slot lane / 8 % 2: of hi, then of lo; or of eight pixels, then of the next eight.
+    const uint32_t own = uint32_t(__cvta_generic_to_shared(x)) + lane % 8 * 16 +
+        lane / 16 * (PIECES == 2 ? groups * p.lines * kPitch * 16 : 128);
+    offsets += lane / 8 % 2;
+#pragma unroll 1
+    for (int slot = 0; slot < slots; slot += 2) {
+        const float4 four = *reinterpret_cast<const float4*>(weights + slot * 64);
+        float hi[4] = {four.x, four.y, four.z, four.w}, lo[4];
+        if (PIECES == 2) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float w = hi[i];
+                hi[i] = to_tf32(w);
+                lo[i] = to_tf32(w - hi[i]);
+            }
+        }
+        const uint32_t at = own + (slot + lane / 8 % 2 < slots ? offsets[slot] : 0);
+        constexpr int kTiles = 4;  // of 8 pixels each, whose products do not wait for each other
+#pragma unroll
+        for (int j = 0; j < kPixels / 2; j += kTiles) {
+            uint32_t b[kTiles][2 * PIECES];
+            float part[kTiles][4];
+#pragma unroll
+            for (int t = 0; t < kTiles; t += 3 - PIECES) {
+                uint32_t four[4];
+                load_matrices(four, at + ((j + t) / kPairs * kPitch + (j + t) % kPairs * 8) * 16);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) b[t + i / (2 * PIECES)][i % (2 * PIECES)] = four[i];
+            }
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) part[t][i] = PIECES == 2 ? 0.0f : sum[i / 2][2 * (j + t) + i % 2];
+            }
+            if (PIECES == 2) {
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t) mma(part[t], lo, b[t][0], b[t][1]);
+#pragma unroll
+                for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][2 * PIECES - 2], b[t][2 * PIECES - 1]);
+            }
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) mma(part[t], hi, b[t][0], b[t][1]);
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& own_sum = sum[i / 2][2 * (j + t) + i % 2];
+                    own_sum = PIECES == 2 ? own_sum + part[t][i] : part[t][i];
+                }
+            }
+        }
+    }
+}
+// By a thread, after `multiply`: if one of its values is not finite, all of them in float32, from device memory. The
+// pieces of an infinite number have NaN as the sum of their products, and a slot that does not exist is infinity times
+// zero.
+template <typename T>
+__device__ __forceinline__ void mend(const Arguments& p, const Tile& tile, float (&h)[kChannels][kPixels]) {
+    float zero = 0;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) zero = fmaf(h[i / kPixels][i % kPixels], 0.0f, zero);
+    if (zero == 0) return;
+    const Pixels pixels(p, tile);
+    const Place place(p);
+    const int taps = p.kernel * p.kernel;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) h[i / kPixels][i % kPixels] = 0;
+#pragma unroll 1
+    for (int n = 0; n < p.in_channels * taps; ++n) {
+        const int in = n / taps, row = tile.row + place.row + n % taps / p.kernel;
+        float w[kChannels];
+#pragma unroll
+        for (int o = 0; o < kChannels; ++o) {
+            w[o] = weight_of<T, kForward>(p, tile.channel + place.channel + o * kChannelStep, in, n % taps);
+        }
+        const int64_t line = (int64_t(tile.sample) * p.in_channels + in) * p.height + row;
+        const T* const from = static_cast<const T*>(p.x) + line * p.width + tile.column + place.column + n % p.kernel;
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            const float v = pixels.valid >> i & 1 ? to_float(from[pixels.offset(i, p.width)]) : 0.0f;
+#pragma unroll
+            for (int o = 0; o < kChannels; ++o) h[o][i] = fmaf(w[o], v, h[o][i]);
+        }
+    }
+}
+// By a block, between two __syncthreads: h += the convolution of the stage's input channels.
+template <typename T, Direction DIRECTION>
+__device__ __forceinline__ void convolve_stage(const Arguments& p, const float* x, const float* weights,
+    const Shared& shared, int channels, float (&h)[kChannels][kPixels]) {
+    const Place place(p);
+    if constexpr (kTensor) {
+        constexpr int kPieces = sizeof(T) == 4 ? 2 : 1;
+        const int steps = (padded(channels, true) / kDepth * p.kernel * p.kernel + 1) / 2;
+        const float* const own = weights + (place.channel / 16 * steps * 32 + threadIdx.x % 32) * 4;
+        multiply<kPieces>(p, x + place.row * kPitch * kDepth, own, shared.offsets, channels, h);
+    } else {
+        x += place.row * kPitch + place.column;
+        if (p.kernel == 3) accumulate<3>(p, x, weights + place.channel, channels, h);
+        else accumulate<1>(p, x, weights + place.channel, channels, h);
     }
 }
 
@@ -381,30 +622,32 @@ __device__ __forceinline__ void accumulate(
 // Sums: of a thread's pixels in float, of a warp's by shuffles, from there on in double. The order of the additions is
 // always the same, so results are the same bits each time.
 
-// Each lane has eight values. Lane l returns the sum of value l / 4 over the warp: in three steps a lane gives
-// half of its values away, so that nine shuffles suffice.
-__device__ __forceinline__ float sum_of_warp(float (&values)[2 * kQuad]) {
+// The kChannelLanes lanes that have the same channels each have eight or four values. A lane returns the sum of one of
+// them, number lane / 4 of eight or lane % 4 of four: in each step a lane gives half of its values away.
+__device__ __forceinline__ float sum_of_lanes(float (&values)[2 * kChannels]) {
+    int distance = kChannelLanes / 2;
 #pragma unroll
-    for (int step = 0; step < 3; ++step) {
-        const int half = kQuad >> step, distance = 4 * half;
+    for (int half = kChannels; half > 0; half /= 2) {
         const bool upper = threadIdx.x & distance;
 #pragma unroll
         for (int i = 0; i < half; ++i) {
             const float given = upper ? values[i] : values[i + half];
             values[i] = (upper ? values[i + half] : values[i]) + __shfl_xor_sync(~0u, given, distance);
         }
+        distance /= 2;
     }
-    const float two = values[0] + __shfl_xor_sync(~0u, values[0], 2);
-    return two + __shfl_xor_sync(~0u, two, 1);
+    for (; distance > 0; distance /= 2) values[0] += __shfl_xor_sync(~0u, values[0], distance);
+    return values[0];
 }
 
 // By a warp, of a channel c for each lane: the sums of the block's warps, that is of v and v^2.
 __device__ __forceinline__ double2 sums_of_channel(const Arguments& p, const Shared& shared, int c) {
-    const int warps = kWarps / p.quads, first = c / kQuad * warps;  // that have the quad
+    const int warps = kWarps * kWarpChannels / p.outs, first = c / kWarpChannels * warps;  // that have the channel
+    const int own = c % kWarpChannels;
     double2 all = {};
     for (int warp = first; warp < first + warps; ++warp) {
-        const double n = shared.counts[warp], anchor = shared.anchors[warp][c % kQuad];
-        const double sum = shared.sums[warp][c % kQuad], square = shared.sums[warp][kQuad + c % kQuad];
+        const double n = shared.counts[warp], anchor = shared.anchors[warp][own];
+        const double sum = shared.sums[0][warp][own], square = shared.sums[1][warp][own];
         if (n == 0) continue;
         all.x += sum + n * anchor;
         all.y += square + anchor * (2 * sum + n * anchor);
@@ -424,7 +667,7 @@ __device__ __forceinline__ float& channel_sum(const Arguments& p, const Tile& ti
 // By the first warp: the tile's sums to global memory, and 1 to the sample's counter.
 template <bool BACKWARD>
 __device__ __forceinline__ void publish(const Arguments& p, const Tile& tile, Shared& shared, int lane) {
-    const int outs = p.quads * kQuad, end = min(outs, p.out_channels - tile.channel);
+    const int outs = p.outs, end = min(outs, p.out_channels - tile.channel);
     if (lane < end) {
         double2 all = sums_of_channel(p, shared, lane);
         if (BACKWARD) {
@@ -463,7 +706,7 @@ __device__ __forceinline__ void await_sample(const Arguments& p, int sample) {
 // By a block: the totals of the tile's groups, a warp for each, and from them what finish needs of each channel.
 template <bool BACKWARD>
 __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Shared& shared) {
-    const int lane = threadIdx.x % 32, outs = p.quads * kQuad, end = min(tile.channel + outs, p.out_channels);
+    const int lane = threadIdx.x % 32, outs = p.outs, end = min(tile.channel + outs, p.out_channels);
     for (int group = tile.channel / p.group_channels + threadIdx.x / 32; true; group += kWarps) {
         const int first = group * p.group_channels, last = first + p.group_channels - 1;
         if (first >= end) return;
@@ -509,22 +752,30 @@ __device__ __forceinline__ void gather(const Arguments& p, const Tile& tile, Sha
 
 // By a warp: its sums, to where sums_of_channel finds them.
 __device__ __forceinline__ void keep_sums(
-    float (&sums)[2 * kQuad], const float (&anchors)[kQuad], int count, Shared& shared, int warp) {
-    const float sum = sum_of_warp(sums);
-    if (threadIdx.x % 4 == 0) shared.sums[warp][threadIdx.x % 32 / 4] = sum;
-    if (threadIdx.x % 32 != 0) return;
-    for (int o = 0; o < kQuad; ++o) shared.anchors[warp][o] = anchors[o];
-    shared.counts[warp] = count;
+    float (&sums)[2 * kChannels], const float (&anchors)[kChannels], int count, Shared& shared, int warp) {
+    const int lane = threadIdx.x % 32;
+    const float sum = sum_of_lanes(sums);
+    if (lane == 0) shared.counts[warp] = count;
+    if (!kTensor && lane % 4 != 0) return;
+    const int which = kTensor ? lane % 4 : lane / 4;  // of the values, of which the first half has anchors
+    const int c = (kTensor ? lane / kChannelLanes : 0) + which % kChannels * kChannelStep;
+    shared.sums[which / kChannels][warp][c] = sum;
+    float anchor = anchors[0];
+#pragma unroll
+    for (int o = 1; o < kChannels; ++o) anchor = which == o ? anchors[o] : anchor;
+    if (which < kChannels) shared.anchors[warp][c] = anchor;
 }
 
 // Forward: sums of v - anchor, where anchor is a value of the same channel: if all are close to 1, their differences
 // keep their digits.
-__device__ __forceinline__ void sum_values(float (&v)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    const bool whole = __all_sync(~0u, pixels.valid == 0xffff);
-    float sums[2 * kQuad] = {}, anchors[kQuad];
+__device__ __forceinline__ void sum_values(
+    float (&v)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    const bool whole = __all_sync(~0u, pixels.all_valid());
+    float sums[2 * kChannels] = {}, anchors[kChannels];
 #pragma unroll
-    for (int o = 0; o < kQuad; ++o) {
-        const float anchor = __shfl_sync(~0u, v[o][0], 0);  // lane 0's first pixel: outside the image only if all are
+    for (int o = 0; o < kChannels; ++o) {
+        // The first pixel of the first of the lanes: outside the image only if all are.
+        const float anchor = __shfl_sync(~0u, v[o][0], 0, kChannelLanes);
         anchors[o] = anchor;
         if (!whole) {
 #pragma unroll
@@ -534,162 +785,231 @@ __device__ __forceinline__ void sum_values(float (&v)[kQuad][kPixels], const Pix
         for (int i = 0; i < kPixels; ++i) {
             const float d = v[o][i] - anchor;
             sums[o] += d;
-            sums[kQuad + o] = fmaf(d, d, sums[kQuad + o]);
+            sums[kChannels + o] = fmaf(d, d, sums[kChannels + o]);
         }
     }
     int count = __popc(pixels.valid);
-    for (int distance = 16; distance > 0; distance /= 2) count += __shfl_xor_sync(~0u, count, distance);
+    for (int distance = kChannelLanes / 2; distance > 0; distance /= 2) {
+        count += __shfl_xor_sync(~0u, count, distance);
+    }
     keep_sums(sums, anchors, count, shared, warp);
 }
+// By a warp, with tensor cores: its 16 channels of a row at a time go through shared memory, so that a store writes 128
+// bytes of a channel instead of 32. `way` is the warp's own part.
+template <typename T, int PACK>
+__device__ __forceinline__ void write_rows(const Arguments& p, const Tile& tile, const float (&v)[kChannels][kPixels],
+    const Pixels& pixels, const Shared& shared, float* way) {
+    constexpr int kLanes = kColumns / PACK;  // that write a channel's row
+    const int lane = threadIdx.x % 32, first = pixels.channel / 16 * 16;
+    const int row = tile.row + Place(p).row, column = tile.column + lane % kLanes * PACK;
+    T* to = static_cast<T*>(p.out) + (int64_t(tile.sample) * p.out_channels + tile.channel + first) * pixels.plane;
+    to += int64_t(lane / kLanes) * pixels.plane + int64_t(row) * p.columns + column;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kValues / kRows; i += 2) {
+            const int o = i / (2 * kPairs), pair = i / 2 % kPairs, pixel = r * 2 * kPairs + pair * 2;
+            const int c = pixels.channel + o * kChannelStep;
+            const Norm n = shared.norm[c];
+            float2* const at = reinterpret_cast<float2*>(way + (c - first) * kOutPitch + pair * 8 + lane % 4 * 2);
+            *at = make_float2(
+                fmaf(v[o][pixel] - n.mean, n.factor, n.offset), fmaf(v[o][pixel + 1] - n.mean, n.factor, n.offset));
+        }
+        __syncwarp();
+        const bool valid = row + r < p.rows && column < p.columns;
+#pragma unroll
+        for (int c = 0; c < 16; c += PACK) {
+            const float* const from = way + (c + lane / kLanes) * kOutPitch + lane % kLanes * PACK;
+            const Pack<float, PACK> pack = *reinterpret_cast<const Pack<float, PACK>*>(from);
+            Pack<T, PACK> out;
+#pragma unroll
+            for (int i = 0; i < PACK; ++i) out.values[i] = from_float<T>(pack.values[i]);
+            const bool exists = valid && first + c + lane / kLanes < p.out_channels - tile.channel;
+            if (exists) *reinterpret_cast<Pack<T, PACK>*>(to + int64_t(c) * pixels.plane + r * p.columns) = out;
+        }
+    }
+}
+// `way` is the block's: where x was.
 template <typename T>
 __device__ __forceinline__ void write_values(
-    const Arguments& p, float (&v)[kQuad][kPixels], const Pixels& pixels, const Shared& shared) {
+    const Arguments& p, const Tile& tile, float (&v)[kChannels][kPixels], const Shared& shared, float* way) {
+    const Pixels pixels(p, tile);
+    if constexpr (kTensor) {
+        way += threadIdx.x / 32 * 16 * kOutPitch;
+        if (p.columns % 2 == 0) write_rows<T, 2>(p, tile, v, pixels, shared, way);
+        else write_rows<T, 1>(p, tile, v, pixels, shared, way);
+        __syncthreads();  // x comes there again
+    } else {
 #pragma unroll
-    for (int o = 0; o < kQuad; ++o) {
-        if (o >= pixels.channels) break;
-        const Norm n = shared.norm[pixels.quad * kQuad + o];
+        for (int o = 0; o < kChannels; ++o) {
+            const Norm n = shared.norm[pixels.channel + o * kChannelStep];
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
-        store_pixels(static_cast<T*>(p.out), pixels, o, v[o]);
+            for (int i = 0; i < kPixels; ++i) v[o][i] = fmaf(v[o][i] - n.mean, n.factor, n.offset);
+            store_pixels(static_cast<T*>(p.out), pixels, o, 0, reinterpret_cast<float (&)[kPart]>(v[o]));
+        }
     }
 }
 
 // Backward, g is the gradient of out. By a block, before a __syncthreads: the channels' means.
 __device__ __forceinline__ void load_means(const Arguments& p, const Tile& tile, Shared& shared) {
     const int c = tile.channel + threadIdx.x;
-    if (threadIdx.x >= p.quads * kQuad || c >= p.out_channels) return;
+    if (threadIdx.x >= p.outs || c >= p.out_channels) return;
     shared.means[threadIdx.x] = p.statistics[int64_t(tile.sample) * p.groups + c / p.group_channels].mean;
+}
+// Outside the image h becomes 0: an infinite weight makes it NaN there, and NaN times a gradient of 0 is NaN in sums.
+__device__ __forceinline__ void clear_outside(float (&h)[kChannels][kPixels], const Pixels& pixels) {
+    if (__all_sync(~0u, pixels.all_valid())) return;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        float& value = h[i / kPixels][i % kPixels];
+        value = pixels.valid >> i % kPixels & 1 ? value : 0.0f;
+    }
 }
 // Then sums of g and g (v - mean).
 template <typename T>
 __device__ __forceinline__ void sum_gradients(
-    const Arguments& p, const float (&h)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    float sums[2 * kQuad] = {};
+    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    float sums[2 * kChannels] = {};
 #pragma unroll
-    for (int o = 0; o < kQuad; ++o) {
-        if (o >= pixels.channels) break;
-        float g[kPixels];
-        load_pixels(static_cast<const T*>(p.grad), pixels, o, g);
-        const float mean = shared.means[pixels.quad * kQuad + o], scale = shared.parameters[pixels.quad * kQuad + o].y;
+    for (int i = 0; i < kValues; i += kPart) {
+        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
+        const float mean = shared.means[c], scale = shared.parameters[c].y;
+        float g[kPart];
+        load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-            sums[o] += g[i];
-            sums[kQuad + o] = fmaf(g[i], activation(h[o][i] * scale) - mean, sums[kQuad + o]);
+        for (int k = 0; k < kPart; ++k) {
+            sums[o] += g[k];
+            sums[kChannels + o] = fmaf(g[k], activation(h[o][begin + k] * scale) - mean, sums[kChannels + o]);
         }
-        __syncwarp();  // or the compiler loads all channels at once, and runs out of registers
+        __syncwarp();  // or the compiler loads all at once, and runs out of registers
     }
-    const float anchors[kQuad] = {};
+    const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
 // At last dh = dz scale, where dz = dv dv/dz and z = h scale; and sums of dz / rstd and dz h / rstd.
 template <typename T>
 __device__ __forceinline__ void write_gradients(
-    const Arguments& p, const float (&h)[kQuad][kPixels], const Pixels& pixels, Shared& shared, int warp) {
-    float sums[2 * kQuad] = {};
+    const Arguments& p, const float (&h)[kChannels][kPixels], const Pixels& pixels, Shared& shared, int warp) {
+    float sums[2 * kChannels] = {};
 #pragma unroll
-    for (int o = 0; o < kQuad; ++o) {
-        if (o >= pixels.channels) break;
-        float g[kPixels];  // then dh
-        load_pixels(static_cast<const T*>(p.grad), pixels, o, g);
-        const Norm n = shared.norm[pixels.quad * kQuad + o];
-        const float scale = shared.parameters[pixels.quad * kQuad + o].y;
+    for (int i = 0; i < kValues; i += kPart) {
+        const int o = i / kPixels, begin = i % kPixels, c = pixels.channel + o * kChannelStep;
+        float g[kPart];  // then dh
+        load_pixels(static_cast<const T*>(p.grad), pixels, o, begin, g);
+        const Norm n = shared.norm[c];
+        const float scale = shared.parameters[c].y;
 #pragma unroll
-        for (int i = 0; i < kPixels; ++i) {
-            const float z = h[o][i] * scale;
-            const float dv = fmaf(n.factor, g[i], -fmaf(activation(z) - n.mean, n.pull, n.offset));
-            const float dz = pixels.valid >> i & 1 ? dv * activation_gradient(z) : 0.0f;
+        for (int k = 0; k < kPart; ++k) {
+            const float value = h[o][begin + k], z = value * scale;
+            const float dv = fmaf(n.factor, g[k], -fmaf(activation(z) - n.mean, n.pull, n.offset));
+            const float dz = pixels.valid >> (begin + k) & 1 ? dv * activation_gradient(z) : 0.0f;
             sums[o] += dz;
-            sums[kQuad + o] = fmaf(dz, h[o][i], sums[kQuad + o]);
-            g[i] = dz * n.rstd * scale;
+            sums[kChannels + o] = fmaf(dz, value, sums[kChannels + o]);
+            g[k] = dz * n.rstd * scale;
         }
-        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), pixels, o, g);
-        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), pixels, o, g);
-        else store_pixels(static_cast<__nv_bfloat16*>(p.out), pixels, o, g);
+        if (sizeof(T) == 2 || p.dh_type == 0) store_pixels(static_cast<T*>(p.out), pixels, o, begin, g);
+        else if (p.dh_type == 1) store_pixels(static_cast<__half*>(p.out), pixels, o, begin, g);
+        else store_pixels(static_cast<__nv_bfloat16*>(p.out), pixels, o, begin, g);
         __syncwarp();
     }
-    const float anchors[kQuad] = {};
+    const float anchors[kChannels] = {};
     keep_sums(sums, anchors, 1, shared, warp);
 }
 // By the first warp, after __syncthreads.
 __device__ __forceinline__ void publish_gradients(
     const Arguments& p, const Tile& tile, const Shared& shared, int lane) {
-    if (lane >= min(p.quads * kQuad, p.out_channels - tile.channel)) return;
+    if (lane >= min(p.outs, p.out_channels - tile.channel)) return;
     const double2 all = sums_of_channel(p, shared, lane);
     const double rstd = shared.norm[lane].rstd, scale = shared.parameters[lane].y;
     channel_sum(p, tile, 2, lane) = float(all.x * rstd * scale);
     channel_sum(p, tile, 3, lane) = float(all.y * rstd);
 }
 
-template <typename T, int K, bool BACKWARD>
+// What follows the convolution: bias and, forward, activation.
+template <Direction DIRECTION>
+__device__ __forceinline__ void add_bias(const Arguments& p, const Shared& shared, float (&h)[kChannels][kPixels]) {
+    const Place place(p);
+#pragma unroll
+    for (int o = 0; o < kChannels; ++o) {
+        const float4 parameters = shared.parameters[place.channel + o * kChannelStep];
+#pragma unroll
+        for (int i = 0; i < kPixels; ++i) {
+            h[o][i] += parameters.x;
+            if (DIRECTION == kForward) h[o][i] = activation(h[o][i] * parameters.y);
+        }
+    }
+}
+template <typename T, Direction DIRECTION>
 __global__ void __launch_bounds__(kThreads, 2) convolve_and_normalize(const __grid_constant__ Arguments p) {
     extern __shared__ float4 dynamic[];
     __shared__ Shared shared;
     float* const x = reinterpret_cast<float*>(dynamic);
-    float* const weights = x + x_size<K>(p);
-    T* const raw = reinterpret_cast<T*>(sizeof(T) == 4 ? x : weights + p.stage * K * K * p.quads * kQuad);
+    float* const weights = x + p.x_floats;
+    T* const raw = reinterpret_cast<T*>(sizeof(T) == 4 && !kTensor ? x : weights + p.weight_floats);
     const int warp = threadIdx.x / 32;
     const bool one_load = p.channel_tiles == 1 && p.in_channels <= p.stage;  // of weights, for all tiles
     if (threadIdx.x == 0) shared.tiles[0].set(p, blockIdx.x);
+    if (kTensor && threadIdx.x <= kMostSlots) {
+        const int taps = p.kernel * p.kernel, tap = threadIdx.x % taps;
+        const int line = threadIdx.x / taps * p.lines + tap / p.kernel;
+        shared.offsets[threadIdx.x] = (line * kPitch + tap % p.kernel) * kDepth * 4;
+    }
+    if (DIRECTION == kInputGradient && threadIdx.x < kMostOuts) shared.norm[threadIdx.x] = {0, 1, 0};
     __syncthreads();
-    start_x<T, K>(p, shared.tiles[0], 0, raw);
-    if (one_load) load_weights<T, K>(p, 0, 0, weights, shared);
+    start_x<T>(p, shared.tiles[0], 0, raw);
+    if (one_load) load_weights<T, DIRECTION>(p, 0, 0, weights, shared);
     for (int place = 0; shared.tiles[place].item < p.items; place = 1 - place) {  // the tiles' places take turns
         const Tile& tile = shared.tiles[place];
         Tile& next = shared.tiles[1 - place];
-        if (BACKWARD) load_means(p, tile, shared);
-        float h[kQuad][kPixels] = {};
+        if (DIRECTION == kBackward) load_means(p, tile, shared);
+        float h[kChannels][kPixels] = {};
         for (int first = 0; first < p.in_channels; first += p.stage) {
             if (!one_load) {
                 __syncthreads();
-                if (first > 0) start_x<T, K>(p, tile, first, raw);
-                load_weights<T, K>(p, tile.channel, first, weights, shared);
+                if (first > 0) start_x<T>(p, tile, first, raw);
+                load_weights<T, DIRECTION>(p, tile.channel, first, weights, shared);
             }
-            finish_x<T, K>(p, first, raw, x);
+            finish_x<T>(p, first, raw, x);
             __syncthreads();
-            const Place place(p);
-            accumulate<K>(p, x + place.row * kPitch + place.column, weights + place.quad * kQuad,
-                min(p.stage, p.in_channels - first), h);
+            convolve_stage<T, DIRECTION>(p, x, weights, shared, channels_of_stage(p, first), h);
         }
         if (threadIdx.x == 0) next.set(p, tile.item + gridDim.x);
-        {
-            const Place place(p);
-#pragma unroll
-            for (int o = 0; o < kQuad; ++o) {
-                const float4 parameters = shared.parameters[place.quad * kQuad + o];
-#pragma unroll
-                for (int i = 0; i < kPixels; ++i) {
-                    h[o][i] += parameters.x;
-                    if (!BACKWARD) h[o][i] = activation(h[o][i] * parameters.y);
-                }
-            }
+        if (DIRECTION == kInputGradient) {
+            __syncthreads();
+            if (next.item < p.items) start_x<T>(p, next, 0, raw);
+            write_values<T>(p, tile, h, shared, x);
+            continue;
         }
+        if constexpr (kTensor && DIRECTION != kInputGradient) mend<T>(p, tile, h);
+        add_bias<DIRECTION>(p, shared, h);
+        if (DIRECTION == kBackward) clear_outside(h, Pixels(p, tile));
         if (p.mode != kFinish) {
             const Pixels pixels(p, tile);
-            if (BACKWARD) {
-                sum_gradients<T>(p, h, pixels, shared, warp);
-            } else sum_values(h, pixels, shared, warp);
+            if (DIRECTION == kBackward) sum_gradients<T>(p, h, pixels, shared, warp);
+            else sum_values(h, pixels, shared, warp);
         }
         __syncthreads();
-        if (p.mode != kFinish && warp == 0) publish<BACKWARD>(p, tile, shared, threadIdx.x);
-        if (next.item < p.items) start_x<T, K>(p, next, 0, raw);  // while the other blocks publish
+        if (p.mode != kFinish && warp == 0) publish<DIRECTION == kBackward>(p, tile, shared, threadIdx.x);
+        if (next.item < p.items) start_x<T>(p, next, 0, raw);  // while the other blocks publish
         if (p.mode == kSums) continue;
         if (p.mode == kWait && threadIdx.x == 0) await_sample(p, tile.sample);
         __syncthreads();
-        gather<BACKWARD>(p, tile, shared);
+        gather<DIRECTION == kBackward>(p, tile, shared);
         __syncthreads();
-        const Pixels pixels(p, tile);
-        if (BACKWARD) {
-            write_gradients<T>(p, h, pixels, shared, warp);
+        if (DIRECTION == kBackward) {
+            write_gradients<T>(p, h, Pixels(p, tile), shared, warp);
             __syncthreads();
             if (warp == 0) publish_gradients(p, tile, shared, threadIdx.x);
         } else {
-            write_values<T>(p, h, pixels, shared);
+            write_values<T>(p, tile, h, shared, x);
         }
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Launching it. sizes: samples, in_channels, height, width, out_channels, groups, kernel size, types of x and of dh.
+// Launching it. sizes: samples, in_channels, height, width, out_channels, groups, kernel size, types of x and of dh,
+// padding.
 
 static Arguments plan(const int64_t* sizes) {
     Arguments p = {};
@@ -697,15 +1017,16 @@ static Arguments plan(const int64_t* sizes) {
     for (int i = 0; i < 6; ++i) *given[i] = int(sizes[i]);
     p.dh_type = int(sizes[8]);
     p.group_channels = p.out_channels / p.groups;
-    p.rows = p.height - int(sizes[6]) + 1;
-    p.columns = p.width - int(sizes[6]) + 1;
+    p.kernel = int(sizes[6]);
+    p.pad = int(sizes[9]);
+    p.rows = p.height + 2 * p.pad - p.kernel + 1;
+    p.columns = p.width + 2 * p.pad - p.kernel + 1;
     p.share = 1.0 / (double(p.group_channels) * p.rows * p.columns);
-    p.quads = p.out_channels <= 2 * kQuad ? 2 : p.out_channels <= 4 * kQuad ? 4 : kMostQuads;
-    while (kThreads >> p.quad_bits > p.quads) ++p.quad_bits;
-    const int outs = p.quads * kQuad;
-    p.channel_tiles = (p.out_channels + outs - 1) / outs;
-    p.parts = outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * outs - 2) / outs;
-    p.tile_rows = kThreads * kPixels / p.quads / kColumns;
+    p.outs = p.out_channels <= 16 ? 16 : kMostOuts;
+    p.channel_tiles = (p.out_channels + p.outs - 1) / p.outs;
+    p.parts = p.outs % p.group_channels == 0 ? 1 : (p.group_channels + 2 * p.outs - 2) / p.outs;
+    p.tile_rows = kThreads * kValues / p.outs / kColumns;
+    p.lines = p.tile_rows + p.kernel - 1;
     p.column_tiles = (p.columns + kColumns - 1) / kColumns;
     p.pixel_tiles = (p.rows + p.tile_rows - 1) / p.tile_rows * p.column_tiles;
     p.tiles = p.pixel_tiles * p.channel_tiles;
@@ -721,8 +1042,8 @@ extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) 
     *bytes = counter_bytes(p) + *rows * p.groups * p.parts * int64_t(sizeof(double2));
 }
 
-template <typename T, int K, bool BACKWARD> static cudaError_t launch(Arguments p, cudaStream_t stream) {
-    auto* const kernel = convolve_and_normalize<T, K, BACKWARD>;
+template <typename T, Direction DIRECTION> static cudaError_t launch(Arguments p, cudaStream_t stream) {
+    auto* const kernel = convolve_and_normalize<T, DIRECTION>;
     int device, sms, of_sm, resident;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
@@ -730,20 +1051,35 @@ template <typename T, int K, bool BACKWARD> static cudaError_t launch(Arguments 
         error = cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
     }
     if (error != cudaSuccess) return error;
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+    const bool tensor = uses_tensor_cores(attributes.ptxVersion);
     const auto bytes_of = [&](int stage) {
         p.stage = stage;
-        const int x = x_size<K>(p), raw = sizeof(T) == 4 ? 0 : x;
-        return 4 * (x + stage * K * K * p.quads * kQuad) + 2 * raw;
+        const int channels = padded(stage, tensor), image = p.lines * kPitch, taps = p.kernel * p.kernel;
+        const int pieces = tensor && sizeof(T) == 4 ? 2 : 1;
+        p.x_floats = std::max(channels * image * pieces, tensor ? kOutFloats : 0);
+        p.weight_floats = p.outs * (tensor ? (channels / kDepth * taps + 1) / 2 * 2 * kDepth : channels * taps);
+        const int raw = tensor || sizeof(T) == 2 ? channels * image : 0;
+        return 4 * (p.x_floats + p.weight_floats) + raw * int(sizeof(T));
     };
-    int bytes = bytes_of(std::min(kStage, p.in_channels));
+    int bytes = bytes_of(std::min(kStage, padded(p.in_channels, tensor)));
     // Each block also has `Shared`, and a KiB of the system's.
-    while (p.stage > 1 && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) bytes = bytes_of(p.stage / 2);
+    while (p.stage > (tensor ? kDepth : 1) && 2 * (bytes + int(sizeof(Shared)) + 1024) > of_sm) {
+        bytes = bytes_of(p.stage / 2);
+    }
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error == cudaSuccess) {
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
     }
     if (error != cudaSuccess) return error;
     const int grid = std::min(resident * sms, p.items);
+    if (DIRECTION == kInputGradient) {
+        p.mode = kFinish;
+        kernel<<<grid, kThreads, bytes, stream>>>(p);
+        return cudaGetLastError();
+    }
     if (grid >= p.tiles) {
         p.mode = kWait;
         error = cudaMemsetAsync(p.done, 0, counter_bytes(p), stream);
@@ -783,9 +1119,18 @@ extern "C" int conv_launch(
     }
     const auto of_type = [&](auto zero) {
         using T = decltype(zero);
-        if (sizes[6] == 1) return backward ? launch<T, 1, true>(p, stream) : launch<T, 1, false>(p, stream);
-        return backward ? launch<T, 3, true>(p, stream) : launch<T, 3, false>(p, stream);
+        return backward ? launch<T, kBackward>(p, stream) : launch<T, kForward>(p, stream);
     };
+    return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
+}
+// dx from dh, which is `x` in the sizes.
+extern "C" int conv_input_gradient(
+    const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream) {
+    Arguments p = plan(sizes);
+    p.x = dh;
+    p.weight = weight;
+    p.out = dx;
+    const auto of_type = [&](auto zero) { return launch<decltype(zero), kInputGradient>(p, stream); };
     return sizes[7] == 0 ? of_type(float()) : sizes[7] == 1 ? of_type(__half()) : of_type(__nv_bfloat16());
 }
 """
@@ -1138,9 +1483,17 @@ Tensors backward_meta(
         at::empty_symint({4, parameters[kBias].sym_numel()}, grad.options().dtype(at::kFloat))};
 }
 
+// The gradient of x: dh's convolution with the turned weights.
+Tensor input_gradient_meta(const Tensor& dh, const Tensor& weight) {
+    const auto rows = dh.sym_size(2) + weight.sym_size(2) - 1, columns = dh.sym_size(3) + weight.sym_size(3) - 1;
+    return at::empty_symint({dh.sym_size(0), weight.sym_size(1), rows, columns}, dh.options());
+}
+
 #ifdef WITH_CUDA
 extern "C" void conv_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows);
 extern "C" int conv_launch(void* const* pointers, const int64_t* sizes, double eps, bool backward, cudaStream_t stream);
+extern "C" int conv_input_gradient(
+    const void* dh, const void* weight, void* dx, const int64_t* sizes, cudaStream_t stream);
 
 Tensor aligned(const Tensor& t) {  // contiguous, and at 16 bytes, which a slice of another tensor need not be
     const Tensor ready = t.contiguous();
@@ -1153,7 +1506,7 @@ Tensor launch(const Tensor& x, at::TensorList parameters, const Tensor& statisti
     const Tensor& grad) {
     const Tensor& weight = parameters[kWeight];
     const int64_t sizes[] = {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), statistics.size(1),
-        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type())};
+        weight.size(2), number_of(x.scalar_type()), number_of(out.scalar_type()), 0};
     int64_t bytes, rows;
     conv_sizes(sizes, &bytes, &rows);
     std::vector<Tensor> held = {aligned(x)};
@@ -1184,6 +1537,18 @@ Tensors backward_cuda(
     const Tensor rows = launch(x, parameters, statistics, dh, 0, grad);
     return {dh, rows.sum(at::IntArrayRef{0}, false, at::kDouble).to(at::kFloat)};
 }
+Tensor input_gradient_cuda(const Tensor& dh, const Tensor& weight) {
+    const c10::cuda::CUDAGuard guard(dh.device());
+    const Tensor dx = input_gradient_meta(dh, weight);
+    if (dx.numel() == 0) return dx;
+    const int64_t type = number_of(dh.scalar_type());
+    const int64_t sizes[] = {dh.size(0), dh.size(1), dh.size(2), dh.size(3), weight.size(1), 1, weight.size(2), type,
+        type, weight.size(2) - 1};
+    const int error = conv_input_gradient(
+        dh.const_data_ptr(), weight.const_data_ptr(), dx.mutable_data_ptr(), sizes, c10::cuda::getCurrentCUDAStream());
+    TORCH_CHECK(error == 0, "launch failed: ", cudaGetErrorString(cudaError_t(error)));
+    return dx;
+}
 #endif
 
 }  // namespace
@@ -1193,15 +1558,18 @@ TORCH_LIBRARY(NAMESPACE, m) {
     m.def("forward(Tensor x, Tensor[] parameters, int groups, float eps) -> (Tensor, Tensor)");
     m.def("backward(Tensor grad, Tensor x, Tensor[] parameters, Tensor statistics, ScalarType dtype)"
           " -> (Tensor, Tensor)");
+    m.def("input_gradient(Tensor dh, Tensor weight) -> Tensor");
+    m.impl("input_gradient", torch::dispatch(c10::DispatchKey::Meta, input_gradient_meta));
     m.impl("forward", torch::dispatch(c10::DispatchKey::CPU, forward_cpu));
     m.impl("forward", torch::dispatch(c10::DispatchKey::Meta, forward_meta));
     m.impl("backward", torch::dispatch(c10::DispatchKey::Meta, backward_meta));
 #ifdef WITH_CUDA
     m.impl("forward", torch::dispatch(c10::DispatchKey::CUDA, forward_cuda));
     m.impl("backward", torch::dispatch(c10::DispatchKey::CUDA, backward_cuda));
+    m.impl("input_gradient", torch::dispatch(c10::DispatchKey::CUDA, input_gradient_cuda));
 #endif
     // Gradients go through the autograd.Function below; backward through an operator called directly raises an error.
-    for (const char* name : {"forward", "backward"}) {
+    for (const char* name : {"forward", "backward", "input_gradient"}) {
         m.impl(name, torch::dispatch(c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback()));
     }
 }
@@ -1284,6 +1652,7 @@ def _load(name: str, arch: str = "") -> str:
 
 NAMESPACE = _load("conv_sigmoid_group_norm")
 _forward, _backward = getattr(torch.ops, NAMESPACE).forward, getattr(torch.ops, NAMESPACE).backward
+_input_gradient = getattr(torch.ops, NAMESPACE).input_gradient
 
 # The types whose computation the fast path takes over: on a GPU all three, on a CPU float32 and what it has no
 # instructions for. PyTorch's convolution takes up to 30 times as long in such a type as in float32.
@@ -1406,9 +1775,15 @@ class ConvSigmoidGroupNorm(torch.autograd.Function):
         of_x = of_weight = None
         if needs[0] or needs[1]:
             low = [t.to(ctx.dtype) for t in (x, weight)]
-            of_x, of_weight, _ = torch.ops.aten.convolution_backward(
-                dh, *low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [needs[0], needs[1], False]
-            )
+            ours = needs[0] and weight.shape[2] == 3 and weight.shape[1] >= 4 and x.is_cuda  # else cuDNN is as fast
+            if ours:
+                of_x = _input_gradient(dh, low[1].contiguous())
+            rest = [needs[0] and not ours, needs[1], False]
+            if any(rest):
+                found = torch.ops.aten.convolution_backward(
+                    dh, *low, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, rest
+                )
+                of_x, of_weight = of_x if ours else found[0], found[1]
         of_beta, of_gamma, of_bias, of_scale = sums.to(grad.dtype).unbind()
         found = (of_x, of_weight, of_bias, of_bias.clone(), of_scale, of_gamma, of_beta)  # both biases have the same
         return (
