@@ -1518,10 +1518,12 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
 static int bands_of(const int64_t* sizes) {
     return std::max(1, int(std::min(sizes[kMultiprocessors] / sizes[kSamples], sizes[kHeight] / 8)));
 }
+// At most as many bands has a sample of convolve_and_normalize, as each has two rows of the output or more.
+static int64_t most_bands(const int64_t* sizes) { return (sizes[kHeight] - 1) / 2; }
 // Bytes of the workspace, and rows of partial sums.
 extern "C" void conv_backward_sizes(const int64_t* sizes, int64_t* bytes, int64_t* rows) {
     const int64_t pixels = (sizes[kHeight] - 2) * (sizes[kWidth] - 2), channels = sizes[kSamples] * sizes[kOutChannels];
-    const int64_t measured = sizeof(float4) * sizes[kMultiprocessors];  // of a channel: no more bands than these
+    const int64_t measured = sizeof(float4) * most_bands(sizes);  // of a channel
     const int64_t h = (sizes[kType] == 0 ? 4 : 2) * pixels;
     *bytes = conv_totals_bytes(sizes) + channels * (int64_t(sizeof(Channel)) + measured + h);
     *rows = sizes[kSamples] * bands_of(sizes) * kWarps;
@@ -1534,7 +1536,7 @@ template <typename T> static int launch_backward(void* const* pointers, const in
     auto* const channels =
         reinterpret_cast<Channel*>(static_cast<char*>(pointers[kWorkspace]) + conv_totals_bytes(sizes));
     auto* const measured = reinterpret_cast<float4*>(channels + all_channels);
-    auto* const h = reinterpret_cast<T*>(measured + all_channels * sizes[kMultiprocessors]);
+    auto* const h = reinterpret_cast<T*>(measured + all_channels * most_bands(sizes));
     const int weights = conv.out_channels * conv.in_channels * kTaps;
     BackwardArguments<T> p = {conv, h, static_cast<T*>(pointers[kGradX]), channels,
         static_cast<float*>(pointers[kSums]), weights, weights + 4 * conv.out_channels};
