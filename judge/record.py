@@ -113,7 +113,7 @@ class Result:
         new, eager = (holds > self.ms[name] * roofline.IMPOSSIBLE[self.device] for name in ("new", "eager"))
         least = f"what this machine was measured to reach allows {holds:.4g} ms or more"
         if new and not eager and case.constant:
-            self.notes.append("no floor: the Model's answer is zero whatever it is given")
+            self.notes.append("no floor: the Model's answer is the same whatever it is given")
             return
         if new and not eager and ceilings.floor_ms(nbytes, 0, *work) < ms and bench.seen_ms(samples) < holds:
             self.notes.append(f"no floor: {least} for the Model's matrix products; it does without some of them")

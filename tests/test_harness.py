@@ -528,7 +528,7 @@ def test_a_strict_float32_product_counts_as_three_halves_or_one_float32():
         ("plain", 1.2, 1, None),
         ("plain", 2.0, 9, "not possible"),
         ("plain", 2.0, 1, "no floor"),
-        ("knows_that_it_is_zero", 2.0, 9, "no floor: the Model's answer is zero whatever it is given"),
+        ("knows_that_it_is_zero", 2.0, 9, "no floor: the Model's answer is the same whatever it is given"),
     ],
 )
 def test_what_no_machine_could_reach_is_measured_again_and_rejected(tmp_path, monkeypatch, name, share, slower, said):

@@ -39,9 +39,9 @@ from judge.source import Pair, Problem, load, make  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Two hundred candidates are many: less is timed than the harness times.
-SECONDS, TIMEOUT = 0.2, 60.0
+SECONDS, TIMEOUT = 0.05, 60.0
 BASELINES, MOST_WORDS = ("eager", "compile"), 300
-bench.MIN_ROUNDS, bench.MOST_CALLS = 12, 3
+bench.MIN_ROUNDS, bench.MOST_CALLS = 9, 2
 
 
 class Turns:
@@ -117,6 +117,8 @@ def judge_all(asked: argparse.Namespace) -> None:
     check.put = within(turns.with_others, check.put)
     bench.rounds = within(turns.alone, bench.rounds)
     ceilings = Ceilings(DEVICE, ("float32",))
+    while not (claims / "ceilings").exists():
+        time.sleep(0.1)
     vars(ceilings).update(json.loads((claims / "ceilings").read_text()))
     baselines = tuple(asked.baselines.split(","))
     options = Options(device=DEVICE, require="right", baselines=baselines, seconds=SECONDS, timeout=TIMEOUT)
@@ -216,12 +218,13 @@ def main() -> None:
             with ThreadPoolExecutor(asked.processes) as pool:
                 list(pool.map(run, [[*command, "--build", name] for name in names]))
             return
-        ceilings = Ceilings(DEVICE, ("float32",))
-        ceilings.measure()
-        figures = {"copy_bandwidth": ceilings.copy_bandwidth, "matrix_rate": ceilings.matrix_rate}
-        (claims / "ceilings").write_text(json.dumps(figures))
         command += ["--limit", str(asked.limit), "--baselines", asked.baselines, *names]
         started = [subprocess.Popen(command, env=environment, cwd=claims) for _ in range(asked.processes)]
+        ceilings = Ceilings(DEVICE, ("float32",))  # while they load PyTorch
+        ceilings.measure()
+        figures = {"copy_bandwidth": ceilings.copy_bandwidth, "matrix_rate": ceilings.matrix_rate}
+        (claims / "figures").write_text(json.dumps(figures))
+        (claims / "figures").rename(claims / "ceilings")
         for process in started:
             process.wait()
 
