@@ -36,7 +36,6 @@ import types
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
@@ -1748,6 +1747,8 @@ def _load(name: str, arch: str = "") -> str:
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _GPUS = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.version.cuda else 0))
 _SMS = [gpu.multi_processor_count if gpu.major == 9 else 0 for gpu in _GPUS]  # 0: no wgmma, the kernel's instruction
+if any(_SMS):  # where nothing is built, its 0.1 s are saved
+    from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_conv_sigmoid_group_norm", "90a") if any(_SMS) else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 

@@ -34,7 +34,6 @@ import types
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #include <cuda_bf16.h>
@@ -696,6 +695,8 @@ def _is_hopper(gpu: int) -> bool:
 
 NEEDS = "sm_90"  # the fast path's GPU; without one, nothing is built
 _HOPPERS = [_is_hopper(gpu) for gpu in range(torch.cuda.device_count() if torch.version.cuda else 0)]
+if any(_HOPPERS):  # where nothing is built, its 0.1 s are saved
+    from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_instance_norm", "90a") if any(_HOPPERS) else ""
 _forward = getattr(torch.ops, NAMESPACE).forward if NAMESPACE else None
 _backward = getattr(torch.ops, NAMESPACE).backward if NAMESPACE else None

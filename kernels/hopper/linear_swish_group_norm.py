@@ -34,7 +34,6 @@ import types
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import cpp_extension
 
 CUDA_SOURCE = r"""
 #include <cuda.h>
@@ -1712,6 +1711,8 @@ _HOPPERS = [
     if torch.cuda.get_device_capability(i)[0] == 9
 ]
 _GROUP = 64  # features of a group, as in the kernels
+if _HOPPERS:  # where nothing is built, its 0.1 s are saved
+    from torch.utils import cpp_extension
 NAMESPACE = _load("hopper_linear_swish_group_norm", "90a") if _HOPPERS else ""
 _OPERATORS = getattr(torch.ops, NAMESPACE) if NAMESPACE else None
 
