@@ -8,7 +8,8 @@ mean and rstd are those of a group of channels of one sample: rstd = 1 / sqrt(me
 Two paths, chosen in `ModelNew.forward`:
 - our kernels, for what `fits`: on NVIDIA GPUs of compute capability 7.5 or newer 3x3 and 1x1 convolutions of few input
   channels, any height, width and number of output channels; float32, float16, bfloat16, autocast, with gradients or
-  without. On CPUs float32 without gradients, and 16 bits where the CPU has no instructions for them.
+  without. On CPUs float32 without gradients, images of 128 pixels or more; and 16 bits where the CPU has no
+  instructions for them.
 - otherwise the Model's own layers.
 
 The forward reads x once and writes out once: v stays in registers. The convolution runs on tensor cores where they are
@@ -1171,17 +1172,17 @@ Tensors forward_meta(const Tensor& x, at::TensorList parameters, int64_t groups,
 }
 // ---- on a CPU: a direct convolution in registers, and the rest while a group is in the cache
 //
-// A sample is made in bands of some rows and four channels. A pixel of h keeps x's row length: (row, column)
-// is kept at row * width + column. Then a tap, one weight of the kernel, needs for each pixel the value of x at one and
-// the same distance, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
+// A sample is made in bands of some rows and four channels. A pixel of h keeps x's row length: (row, column) is kept at
+// row * width + column. Then a tap, one weight of the kernel, needs for each pixel the value of x at one and the same
+// distance, offsets[tap], and a band is one long row, cut into tiles of kTilePixels:
 //
 //     x's rows, width 8      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | ...
 //     h of 3 x 3 kernels     0 1 2 3 4 5 - - | 8 9 10 11 12 13  -  - | ...      "-" mixes two rows, and is left out
 //
 // A tile's sums, 4 channels x 3 vectors, fill 12 of AVX2's 16 registers, or 4 x 6 fill 24 of AVX512's 32; each value of
 // x that is loaded takes part in four products. Then the band, which is in the first-level cache, is activated, its
-// values and their squares are added up in double, and it is copied to out, whose cache lines were asked for with each
-// tile: so the whole is 1.15 times as fast. When all bands of a group are there, its channels are normalised in place.
+// values and their squares are added up in double, and it is copied to out, whose cache lines each tile asked for: so
+// the whole is 1.1 times as fast. When all bands of a group are there, its channels are normalised in place.
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
 #elif defined(__AVX__)
@@ -1295,8 +1296,8 @@ void use_huge_pages(const Tensor& t) {
     madvise(reinterpret_cast<void*>(first), begin + t.nbytes() - first, MADV_HUGEPAGE);
 }
 
-// One call: its tensors, all contiguous; their sizes, and where they lie; and what its threads tell each other.
-struct DirectConvolution {
+// The tensors of a call, all contiguous; their sizes, and where they lie.
+struct Call {
     Tensor input;
     std::vector<Tensor> parameters;
     int64_t groups;
@@ -1325,6 +1326,10 @@ struct DirectConvolution {
     const float* gamma = parameters[kGamma].const_data_ptr<float>();
     const float* beta = parameters[kBeta].const_data_ptr<float>();
     float* out = output.mutable_data_ptr<float>();
+};
+
+// The work, and what its threads tell each other.
+struct DirectConvolution : Call {
     std::vector<int64_t> offsets;  // of the taps
     std::vector<float> weights;  // (tiles, taps, 4): in the order of their use; zeros fill up the last tile
     std::vector<Sums> of_bands;  // (samples, outs, bands)
@@ -1412,6 +1417,7 @@ struct DirectConvolution {
         }
     }
 
+    // A thread makes a slice from its bands to the end, and finds it in its cache again.
     void make_slice(int64_t sample, int64_t slice) {
         const int64_t begin = slice * slice_channels;
         const int64_t end = std::min(begin + slice_channels, outs);
@@ -1425,23 +1431,24 @@ struct DirectConvolution {
         const auto in_parallel = [](int64_t n, int64_t values, const auto& make) {  // `values` in each of n
             at::parallel_for(0, n, kGrain / values + 1, make);
         };
-        if (samples * slices >= 4 * at::get_num_threads()) {  // a thread finds its slice in its cache again
+        if (samples * slices >= 4 * at::get_num_threads()) {
             const int64_t tiles_of_slice = at::divup(tiles, slices);
             in_parallel(samples * slices, tiles_of_slice * bands * band_values, [&](int64_t begin, int64_t end) {
                 for (int64_t i = begin; i < end; ++i) make_slice(i / slices, i % slices);
             });
             return;
         }
-        in_parallel(samples * tiles * bands, band_values, [&](int64_t b, int64_t e) { make_bands(b, e); });
+        in_parallel(samples * tiles * bands, band_values, [&](int64_t begin, int64_t end) { make_bands(begin, end); });
         add_up_groups(0, samples * groups);
-        in_parallel(samples * outs, rows * columns, [&](int64_t b, int64_t e) { normalize_channels(b, e); });
+        in_parallel(
+            samples * outs, rows * columns, [&](int64_t begin, int64_t end) { normalize_channels(begin, end); });
     }
 };
 
 Tensor convolve_directly(const Tensor& x, at::TensorList parameters, int64_t groups, double eps) {
     std::vector<Tensor> contiguous;
     for (const Tensor& t : parameters) contiguous.push_back(t.contiguous());
-    DirectConvolution convolution{x.contiguous(), contiguous, groups, eps};
+    DirectConvolution convolution{{x.contiguous(), contiguous, groups, eps}};
     convolution.prepare();
     convolution.run();
     return convolution.output;
@@ -1834,6 +1841,7 @@ class ModelNew(nn.Module):
     """A drop-in for `Model`: the same constructor, attributes, parameters and state_dict.
 
     forward: x (N, in_channels, H, W), any floating dtype and layout; the output's layout and errors are the Model's.
+    torch.export under torch.no_grad holds our operator; else, on a CPU, the Model's layers, which PT2E can quantize.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, num_groups, bias_shape, scale_shape):
