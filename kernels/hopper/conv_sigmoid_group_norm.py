@@ -119,11 +119,11 @@ __device__ __forceinline__ float activation(float t) {  // v, given kActivationF
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(v) : "f"(1.0f + exp2_approx(t)));
     return v;
 }
-// Of 16-bit types the forward holds u = tanh(z / 2) in place of v = 1/2 + u / 2, given z / 2: one instruction of the
-// special-function unit, not two, and the norm's factors make up for the rest. tanh.approx is off by at most 2^-11 of
-// itself (PTX ISA), so v by at most 2^-12. Where v is 1/8 or more, that is less than eager may lose by rounding v to
-// bfloat16; from 1/2 on it is no more than by rounding v to float16. Below, v may be less exact than eager's. Of
-// float32 u is v.
+// What the forward holds is u: of float32 v itself, and of 16-bit types tanh(z / 2), where v = 1/2 + u / 2. That is one
+// instruction of the special-function unit, not two, and the factors of the norm make up for the rest. With tanh.approx
+// v is off by at most 2^-17.9, as measured for all floats on an H100 (PTX guarantees 2^-12). Where v is 2^-11 or more,
+// which is from z = -7.6 on, that is less than eager may lose by rounding v to bfloat16 or float16. Below, v may be
+// less exact than eager's, by up to 2^-19.7.
 template <typename T> struct Held {
     static constexpr bool kTanh = sizeof(T) == 2;
     static constexpr float kFactor = kTanh ? 0.5f : kActivationFactor;  // u is given t = kFactor * z
@@ -181,19 +181,20 @@ template <> __device__ __forceinline__ ActivationAndSlope activation_and_slope<f
 // channel whose values differ much in size, errors were 2.4 times float32's. There the spare channels add what is
 // missing: channel 1 w * rest_of(x), and channel 2 rest_of(w) * x.
 //
-// Float32 takes these three products (and lo lo). Of 16-bit types x and the weights are operands as they are, fp16 or
-// bf16: one product. Then the eight rows that hold lo above are free, and take the same channels' next output row:
+// All this is of float32. Of 16-bit types x and the weights are operands as they are, fp16 or bf16: one product. Then
+// the eight rows that hold lo above are free, and take the same channels' next output row:
 //
 //     rows 16 w + 0 to 7                     weights of the task's upper row: its taps lie in rows 0 to 2 of x
 //     rows 16 w + 8 to 15                    weights of its lower row: the same taps, in rows 1 to 3 of x
 //
-// So K runs over 4 x 3 taps, six wgmmas for two rows of 64 pixels, where each row alone would take five. x has no lo,
-// and its place in shared memory holds a second stage of x. (In turns: 0.347 to 0.318 ms.)
+// So K runs over 4 x 3 taps: six wgmmas for two rows of 64 pixels, where each row alone would take five. There is no lo
+// of x, and its place in shared memory holds a second stage of x. (Measured in turns, 0.347 ms became 0.318.)
 //
 // `bring` scales float32's x by a power of two, so that fp16's steps are fine enough (see prepare_scales). Where x
 // overflows fp16 sums become NaN, and the warp computes its values again (convolve_again).
 //
-// Where TF32 is allowed three products stay: with few channels eager's convolution is as accurate as without TF32.
+// Where TF32 is allowed float32 is computed in the same way: with few channels eager's convolution is as accurate there
+// as without TF32.
 
 constexpr int kTaskPixels = 64;  // of one row: the n of a task's wgmma
 constexpr int kProducers = 2;  // warpgroups
@@ -239,7 +240,7 @@ struct ConvArguments : Plan {
     void* out;  // of T
     const float *weight, *conv_bias, *bias, *scale, *gamma, *beta;
     Statistics* statistics;  // (samples, groups)
-    unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s u and u^2; zeros before the launch
+    unsigned long long* totals;  // (samples, groups, kLine), two used: of `post`'s s and s^2; zeros before the launch
     // When h + bias is written, these take the memory of totals, (samples) each: the bits of the largest |x|, and 1 if
     // convolve_again ran for the sample.
     uint32_t *largest, *remade;
@@ -249,7 +250,7 @@ struct ConvArguments : Plan {
     double to_fixed, from_fixed;  // powers of two: factors of a sum when it is added to a total, and when it is read
 };
 
-struct Norm { float middle, factor, offset; };  // output = (v - middle) * factor + offset. In float32 middle is 0
+struct Norm { float middle, factor, offset; };  // output = (u - middle) * factor + offset. In float32 middle is 0
 struct Deviations { float anchor, sum, square; };  // anchor is a value near all v; sums of v - anchor and its square
 struct Moments { float mean, square; };  // of a warpgroup's v of a channel: the mean, and the sum of (v - mean)^2
 struct Scales { float weight[kMostOut], input; };  // powers of two: factors of a channel's weights, and of x
@@ -266,11 +267,11 @@ struct alignas(128) ConvShared {  // static; x, then the places of v, are in dyn
 };
 static_assert(sizeof(ConvShared) <= 4608, "what the benchmark's x and v leave of 227 KiB");
 
-// Of a block. A line is the kTall rows of a task. Task i is 64 pixels of line i % lines, from column i / lines * 64 on.
+// Of a block. A line is kTall rows of it. Task i is 64 pixels of line i % lines, from column i / lines * 64 on.
 struct Band { int first_row, rows, lines, tasks; };
 
 // Where a role is in its loop over the team's samples: the sample, the stage of its x, the place of its v, and the
-// parities of the mbarriers. Who does not touch x needs no stage.
+// parities of the mbarriers. A role that does not touch x needs no stage.
 template <int STAGES = 1> struct SampleCursor {
     int sample = blockIdx.y, place = 0, stage = 0;
     uint32_t x_parity = 0, parity = 0;
@@ -397,8 +398,8 @@ __device__ __forceinline__ float rest_of(float v) {  // v - (hi + lo)
     return lo - __half2float(__float2half_rn(lo));
 }
 // Splits a pixel's channels, times scale, into fp16 hi and lo. A value that overflows fp16 has hi infinity and lo minus
-// infinity, so the sums with it are NaN. (Of 16-bit x there is no lo, but infinity times a weight's lo of 0 is NaN.) If
-// `single`, there is one input channel, and channel 1 becomes what hi and lo leave of it.
+// infinity, so the sums with it are NaN. If `single`, there is one input channel, and channel 1 becomes what hi and lo
+// leave of it.
 template <typename T>
 __device__ __forceinline__ void split_pixel(const T (&x)[kMostIn], float scale, uint4& hi, uint4& lo, bool single) {
     float v[kMostIn];
@@ -455,7 +456,8 @@ template <bool NORMALIZE> __device__ __forceinline__ void prepare_scales(const C
     __syncthreads();
 }
 
-// What a thread of `bring` loaded, to shared memory. Of float32 a pixel as fp16 hi and, a plane further on, lo.
+// Stores what a thread of `bring` has loaded to shared memory. Of float32 that is a pixel: fp16 hi and, a plane further
+// on, lo.
 __device__ __forceinline__ void store_pixels(
     uint4* to, const Pack<float, 1> (&x)[kMostIn], float scale, int plane, bool single) {
     float values[kMostIn];
@@ -463,7 +465,8 @@ __device__ __forceinline__ void store_pixels(
     for (int c = 0; c < kMostIn; ++c) values[c] = x[c].value[0];
     split_pixel(values, scale, to[0], to[plane], single);
 }
-// Of 16-bit types two pixels, as they are.
+// Of 16-bit types that is two pixels, as they are. A pack has a channel of both, a word of shared memory two channels
+// of one.
 template <typename T>
 __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kMostIn], float, int, bool) {
     uint32_t first[4], second[4];
@@ -477,7 +480,8 @@ __device__ __forceinline__ void store_pixels(uint4* to, const Pack<T, 2> (&x)[kM
     to[0] = make_uint4(first[0], first[1], first[2], first[3]);
     to[1] = make_uint4(second[0], second[1], second[2], second[3]);
 }
-// The largest |x| of a thread, as bits, of which NaN's are the largest: of one float, or of two values side by side.
+// The largest |x| so far, as bits, because those of NaN are the largest: of a float, or of two 16-bit values side by
+// side.
 __device__ __forceinline__ uint32_t larger(uint32_t bits, const Pack<float, 1>& x) {
     return max(bits, __float_as_uint(fabsf(x.value[0])));
 }
@@ -491,15 +495,17 @@ template <typename T> __device__ __forceinline__ uint32_t bits_of_float(uint32_t
 }
 
 // Two warpgroups copy the band of x from global to shared memory: of float32 as fp16 hi and lo, of 16-bit types as it
-// is. A thread has four pixels at a time, of all channels: every 256th, or every 256th two. It loads these, waits for
-// x_empty, stores them, and wakes the consumers (x_full).
+// is. A thread has every 256th load, which is a pixel or, in 16 bits, two. It loads four pixels of all channels at a
+// time, waits for x_empty, stores them, and wakes the consumers (x_full).
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared, const Band& band, unsigned char* x) {
     using S = Shape<T, NORMALIZE>;
     fewer_registers<S::kProducerRegisters>();
-    constexpr int kStride = 128 * kProducers * S::kBeside, kLoads = 4 / S::kBeside;
+    constexpr int kStride = 128 * kProducers * S::kBeside;  // pixels, from a thread's load to its next
+    constexpr int kLoads = 4 / S::kBeside;
     using Load = Pack<T, S::kBeside>;
-    const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kBeside, pixels = (band.rows + 2) * p.width;
+    const int thread = (threadIdx.x - 128 * S::kConsumers) * S::kBeside;  // its first pixel
+    const int pixels = (band.rows + 2) * p.width;
     const int padded = (band.lines * S::kTall + 2) * p.width;  // a row of zeros beneath, if a task has but one row
     const int64_t image = int64_t(p.height) * p.width;
     const auto band_of = [&](int sample, int channel) {
@@ -509,8 +515,7 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
     const float scale = shared.scales.input;
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int later = cursor.sample + p.teams;
-        const bool ahead =
-            sizeof(T) == 4 && later < p.samples;  // saves 8% of the time; of 16-bit types it would cost 6%
+        const bool ahead = sizeof(T) == 4 && later < p.samples;  // saves 8% of the time; in 16 bits it would cost 6%
         if (ahead && thread < p.in_channels) prefetch_to_l2(band_of(later, thread), pixels * sizeof(T));
         uint32_t largest = 0;
 #pragma unroll 1
@@ -522,10 +527,10 @@ __device__ __forceinline__ void bring(const ConvArguments& p, ConvShared& shared
 #pragma unroll
                 for (int i = 0; i < kLoads; ++i) {
                     raw[i][c] = {};
-                    if (begin + i * kStride < pixels)
-                        raw[i][c] = load_pack(reinterpret_cast<const Load*>(from + i * kStride));
+                    if (begin + i * kStride >= pixels) continue;
+                    raw[i][c] = load_pack(reinterpret_cast<const Load*>(from + i * kStride));
                 }
-                from += c < p.in_channels - 1 ? image : 0;  // again the last: weights are 0, or see load_weights
+                from += c < p.in_channels - 1 ? image : 0;  // after the last channel again the last: its weights are 0
             }
             if (begin == thread) mbarrier_wait(&shared.x_empty[cursor.stage], cursor.x_parity ^ 1);
             uint4* const to = reinterpret_cast<uint4*>(x) + cursor.stage * p.x_plane + begin;
@@ -628,16 +633,19 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
     }
 }
 
-// The consumers take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on the turn to issue wgmma:
-// one's wgmma overlaps the others' activations. Lane t of four has pixels 2 t, 2 t + 1 of every eight of a task's rows,
-// of one channel. Waits for x_full, its turn and, before a sample's first store to v, v_empty. Wakes the next warpgroup
-// when its wgmma is issued, the producers when its last wgmma of the sample is done, then `post`, or who writes h.
+// The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
+// the turn to issue wgmma, so that one's wgmma runs during the others' activations. Lane t of four has pixels 2 t and 2
+// t + 1 of every eight of a task's rows, of one channel. A consumer waits for x_full, for its turn and, before a
+// sample's first store to v, for v_empty. It wakes the next consumer when its wgmma is issued, the producers when its
+// last wgmma of the sample is done, and last `post`, or the warps that write h.
 template <typename T, bool NORMALIZE>
 __device__ __forceinline__ void convolve(
     const ConvArguments& p, ConvShared& shared, const Band& band, const unsigned char* x, float* held, int warp) {
     using S = Shape<T, NORMALIZE>;
     more_registers<S::kConsumerRegisters>();
-    const int warpgroup = warp / 4, t = threadIdx.x % 4, c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
+    const int warpgroup = warp / 4;
+    const int t = threadIdx.x % 4;
+    const int c = warp % 4 * 8 + channel_of_row(threadIdx.x % 32 / 4);
     uint4 a[S::kSteps];
     const float weight_scale = shared.scales.weight[c];
     load_weights<T>(p, weight_scale, c, a);
@@ -649,20 +657,24 @@ __device__ __forceinline__ void convolve(
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
     const uint32_t x_begin = __shfl_sync(~0u, shared_address(x) / 16, 0);  // warp-uniform, which saves 1% of the time
-    const int own_turn = 1 + warpgroup, next_turn = own_turn < S::kConsumers ? own_turn + 1 : 1;
+    const int own_turn = 1 + warpgroup;
+    const int next_turn = own_turn < S::kConsumers ? own_turn + 1 : 1;
     if (warpgroup == S::kConsumers - 1) barrier_arrive(next_turn, 256);  // the first turn
     int first_task = warpgroup;
     for (SampleCursor<S::kStages> cursor; cursor.sample < p.samples; cursor.next(p)) {
         float* const v = held + (cursor.place * p.out_channels + c) * p.plane + 2 * t;
         Deviations all = {};
-        int count = 0, task = first_task, line = first_task, column = 0;  // of the task's first pixel
+        int count = 0;
+        int task = first_task;
+        int line = first_task, column = 0;  // of the task's first pixel
         mbarrier_wait(&shared.x_full[cursor.stage], cursor.x_parity);
         for (; task < band.tasks; task += S::kConsumers, line += S::kConsumers) {
             for (; line >= band.lines; line -= band.lines) column += kTaskPixels;
             const int row = line * S::kTall;
             const uint32_t x_at = x_begin + cursor.stage * p.x_plane + row * p.width + column;
             float d[kTaskPixels / 2];
-            const bool first = task == first_task, last = task + S::kConsumers >= band.tasks;
+            const bool is_first = task == first_task;
+            const bool is_last = task + S::kConsumers >= band.tasks;
             barrier_sync(own_turn, 256);
             wgmma_fence();
 #pragma unroll
@@ -673,14 +685,20 @@ __device__ __forceinline__ void convolve(
             barrier_arrive(next_turn, 256);
             wgmma_wait<0>();  // .aligned, so here: later warps diverge on all_exist
 #pragma unroll
-            for (int i = 0; i < kTaskPixels / 2; ++i)
-                asm volatile("" : "+f"(d[i])::"memory");  // not read before the wait
-            if (last) mbarrier_arrive(&shared.x_empty[cursor.stage]);
+            for (int i = 0; i < kTaskPixels / 2; ++i) {
+                asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
+            }
+            if (is_last) mbarrier_arrive(&shared.x_empty[cursor.stage]);
             float sum = 0, square = 0;
-            const auto finish = [&](auto inside) {  // inside: only the last eight pixels need a check
-                const int upper = columns - column, lower = decltype(inside)::value || row + 1 < band.rows ? upper : 0;
+            // `inside`: the task's rows exist, and its columns but perhaps the last eight. Then only these need a
+            // check.
+            const auto finish = [&](auto inside) {
+                constexpr bool kInside = decltype(inside)::value;
+                const int upper = columns - column;  // columns that exist in the task's upper row, from the thread's on
+                const int lower = kInside || row + 1 < band.rows ? upper : 0;
                 const auto valid = [&](int j, int r) {
-                    return (decltype(inside)::value && j < kTaskPixels / 8 - 1) || 8 * j < (r == 0 ? upper : lower);
+                    if (kInside && j < kTaskPixels / 8 - 1) return true;
+                    return 8 * j < (r == 0 ? upper : lower);
                 };
 #pragma unroll
                 for (int j = 0; j < kTaskPixels / 8; ++j) {
@@ -689,7 +707,8 @@ __device__ __forceinline__ void convolve(
                         float* const pair = d + 4 * j + 2 * r;
                         pair[0] = activate(fmaf(S::kOne ? pair[0] : pair[0] + pair[2], slope, offset));
                         pair[1] = activate(fmaf(S::kOne ? pair[1] : pair[1] + pair[3], slope, offset));
-                        if (NORMALIZE && first && j + r == 0) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
+                        const bool finds_anchor = NORMALIZE && is_first && j + r == 0;
+                        if (finds_anchor) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
                         const float d0 = valid(j, r) ? pair[0] - all.anchor : 0.0f;
                         const float d1 = valid(j, r) ? pair[1] - all.anchor : 0.0f;
                         if (NORMALIZE) sum += d0 + d1;
@@ -697,7 +716,7 @@ __device__ __forceinline__ void convolve(
                         square = fmaf(d1, d1, square);
                     }
                 }
-                if (first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
+                if (is_first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
                 float* const to = v + row * p.columns + column;
 #pragma unroll
                 for (int j = 0; j < kTaskPixels / 8 * S::kTall; ++j) {
@@ -707,9 +726,11 @@ __device__ __forceinline__ void convolve(
                     *reinterpret_cast<float2*>(to + 8 * eight + r * p.columns) = make_float2(pair[0], pair[1]);
                 }
             };
-            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTall <= band.rows)
+            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTall <= band.rows) {
                 finish(std::true_type{});
-            else finish(std::false_type{});
+            } else {
+                finish(std::false_type{});
+            }
             all.sum += sum;
             all.square += square;
             count += min(kTaskPixels, p.columns - column) * min(S::kTall, band.rows - row);
@@ -739,25 +760,27 @@ __device__ __forceinline__ void convolve(
     }
 }
 
-// One warp, lane c for channel c: adds the band's sums of u = (v - kLowest) / (kHighest - kLowest), and of u^2, to
-// the totals in global memory. Waits for v_full; when it has read `made`, it arrives at norm_full, as `gather` does.
+// One warp, lane c for channel c: adds the band's sums of s and of s^2 to the totals, where s = (u - kLeast) / kRange
+// is u brought to [0, 1]. It waits for v_full. When it has read `made`, it arrives at norm_full, as `gather` does.
 template <typename T> __device__ __forceinline__ void post(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     const int c = threadIdx.x % 32;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
-        double2 own = {};  // the sums of the band's u and u^2
+        double2 own = {};  // the band's sums of u - kLeast and of its square
         mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
         for (int k = 0; k < kMostConsumers; ++k) {
             const Moments some = shared.made[cursor.place][k][c];
             const int count = shared.counts[cursor.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - H::kLeast;
-            own = {own.x + count * mean, own.y + (count * mean * mean + some.square)};
+            own.x += count * mean;
+            own.y += count * mean * mean + some.square;
         }
         mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read, and by this arrival the writers see v
         double2 all = own;
         for (int i = 1; i < p.group_channels; ++i) {
-            all = {all.x + __shfl_down_sync(~0u, own.x, i), all.y + __shfl_down_sync(~0u, own.y, i)};
+            all.x += __shfl_down_sync(~0u, own.x, i);
+            all.y += __shfl_down_sync(~0u, own.y, i);
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
@@ -767,9 +790,10 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
     }
 }
 
-// One warp, a lane a channel: the channel's norm from its group's totals. Waits until these have all bands' sums; wakes
-// the writers (norm_full). `centred`: output = (v - mean) * factor + beta, exact where v is constant, as eager is in 16
-// bits. In float32 eager is not exact either, and the subtraction would cost 1% of the time.
+// One warp, a lane a channel: computes the channel's norm from its group's totals. It waits until these have the sums
+// of all bands, and wakes the writers (norm_full). `centred`: output = (u - mean) * factor + beta, exact where v is
+// constant, as eager is in 16 bits. In float32 eager is not exact either, and the subtraction would cost 1% of the
+// time.
 template <typename T> __device__ __forceinline__ void gather(const ConvArguments& p, ConvShared& shared) {
     using H = Held<T>;
     constexpr bool centred = sizeof(T) == 2;
@@ -778,24 +802,27 @@ template <typename T> __device__ __forceinline__ void gather(const ConvArguments
     const double share = p.from_fixed / (double(p.group_channels) * p.rows * p.columns);
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
         const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-        const auto [of_v, of_square] = await_totals(p.totals + group * kLine, p.bands);
-        // share: the mean of `post`'s values, which lie in [0, 1]; of u; of v.
-        const double part = sum_of_total(of_v) * share, mean_u = H::kLeast + part * H::kRange;
-        const double mean = H::kShift + H::kScale * mean_u, range = H::kScale * H::kRange;
-        const double variance = (sum_of_total(of_square) * share - part * part) * (range * range);
+        const auto [of_s, of_square] = await_totals(p.totals + group * kLine, p.bands);
+        const double mean_s = sum_of_total(of_s) * share;  // of `post`'s s
+        const double mean_u = H::kLeast + mean_s * H::kRange;
+        const double mean = H::kShift + H::kScale * mean_u;  // of v
+        const double range = H::kScale * H::kRange;
+        const double variance = (sum_of_total(of_square) * share - mean_s * mean_s) * (range * range);
         const double spread = (variance < 0 ? 0 : variance) + p.eps;  // NaN stays
-        const float rounded = float(mean), factor = H::kScale * (gamma / sqrtf(float(spread)));
+        const float rounded = float(mean);
+        const float factor = H::kScale * (gamma / sqrtf(float(spread)));
         const float middle = centred ? float(mean_u) : 0.0f;
         const float offset = isfinite(factor) ? float(beta - (mean_u - middle) * factor) : NAN;  // as ATen
         shared.norm[cursor.place][c] = {middle, factor, offset};
         mbarrier_arrive(&shared.norm_full[cursor.place]);
-        // Where no writer waits: in double, rounded once, as all of a group's gradients have its error in common.
+        // For the backward rstd is computed in double and rounded once, because all gradients of a group share its
+        // error. No writer waits for this.
         if (blockIdx.x == 0) p.statistics[group] = {rounded, float(mean - rounded), float(rsqrt(spread))};
     }
 }
 
 // Six warps take the channels round-robin, across all samples, so that all have the same load. A lane stores four
-// adjacent values at once. Waits for norm_full; wakes the consumers (v_empty).
+// neighbouring values at once. They wait for norm_full, and wake the consumers (v_empty).
 template <typename T>
 __device__ __forceinline__ void write(
     const ConvArguments& p, ConvShared& shared, const Band& band, const float* held, int writer) {
@@ -1060,23 +1087,24 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The backward, for images of up to 256 columns; from here on h includes `bias`:
-//   1. convolve_and_normalize, NORMALIZE false, makes h again, in a workspace, finds the largest |x| of each sample,
-//      and measures h and grad by bands (write_and_measure);
-//   2. finish_groups adds up the bands. It makes of each group the means in the norm's gradient, and of each channel
-//      gamma's and beta's gradients and the power of two that keeps dh, h's gradient, within fp16;
-//   3. differentiate_rows reads h and grad: dh goes through shared memory into x's gradient, and into partial sums of
-//      the parameters' gradients, which ATen adds up.
+//   1. convolve_and_normalize, with NORMALIZE false, computes h again, to the workspace. It also finds the largest |x|
+//      of each sample, and sums and maxima over h and grad of each band (write_and_measure).
+//   2. finish_groups adds up the bands. For each group it computes the means in the norm's gradient, and for each channel
+//      the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
+//   3. differentiate_rows reads h and grad. It computes dh to shared memory, and from there x's gradient and partial
+//      sums of the parameters' gradients, which ATen adds up.
 // A block of differentiate_rows walks down a band of rows of a sample:
 //
-//   who, and what it does                                             waits for             wakes
+//   who, and what it does                                             waits for             signals
 //   make, 8 warps:      h, grad -> dh, and x's next row, in shared    empty                 full
 //   multiply, 8 warps:  dh, x -> x's gradient, sums of the weights'   full                  empty
 //
-// Float32 operands are split as in the forward, for mma.sync, without lo * lo. Tensor cores truncate, so a few products
-// at a time are summed from zero, then added in float32. Of 16-bit types hi is all there is of x and of the weights,
-// and dh's hi is at least as exact as eager's dh: one product, not three. All of these the tensor cores add up, as what
-// they truncate is small beside 16 bits. Powers of two keep x, by sample, and dh, by channel, finite. Last,
-// differentiate_plainly computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
+// The products are mma.sync's. Float32 operands are split as in the forward, and lo * lo is dropped. Tensor cores
+// truncate, so a few products at a time are summed from zero, and then added in float32. Of 16-bit types hi is all of x
+// and of the weights, and dh's hi is at least as exact as eager's dh. So there is one product, not three, and the
+// tensor cores alone add all of them up, because what they truncate is small beside 16 bits. x is multiplied by a power
+// of two for each sample, and dh by one for each channel, so that fp16 does not overflow. Last, differentiate_plainly
+// computes x's and the weights' gradients again for samples that `convolve` marked `remade`.
 //
 // A cell is 16 bytes of shared memory: eight channels of one column, in fp16. A row of x or dh is four sub-rows of
 // cells, and column c is cell c / 4 of sub-row c % 4:
@@ -1137,9 +1165,9 @@ template <typename T> struct alignas(2 * sizeof(T)) Pair { T a, b; };
 template <typename T> struct alignas(16) Fetched { Pair<T> h[4][kMostColumns / 2], grad[4][kMostColumns / 2]; };
 
 struct alignas(16) GradientTile {
-    uint4 x[kSlots][2 * kPlane];  // of row: hi, lo
-    uint4 dh[2][4][2 * kPlane];  // of row, 8 channels: hi, lo. Cell 0 of a sub-row is left of the image: zeros
-    uint4 weights[2][kTaps][32];  // of 16 output channels, tap, lane: as x's gradient needs them
+    uint4 x[kSlots][2 * kPlane];  // [row % kSlots][cells of hi, then of lo]
+    uint4 dh[2][4][2 * kPlane];  // [row % 2][8 channels][cells of hi, then of lo]
+    uint4 weights[2][kTaps][32];  // [16 output channels][tap][lane]: as add_to_x needs them
     Channel channels[kMostOut];
     Scales scales;
     float x_scale, grad_x_scale;
@@ -1167,30 +1195,36 @@ __device__ __forceinline__ void mma16(float (&d)[4], const uint32_t* a, const ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// A block for each group of a sample, a warp for each of its channels: adds up what the bands measured.
+// A block for each group of a sample, and a warp for each of its channels: it adds up what write_and_measure found in
+// each band, and fills in the group's channels.
 template <typename T>
 __global__ void __launch_bounds__(32 * kMostOut)
     finish_groups(const __grid_constant__ ConvArguments p, Channel* channels) {
     __shared__ double2 sums[kMostOut];  // of grad, and of grad * (v - mean) * rstd
     __shared__ float largest[kMostOut][2];  // |grad| and |dv/dz|
     const Statistics group = p.statistics[blockIdx.x];
-    const int64_t first = int64_t(blockIdx.x) * p.group_channels;
-    const int first_channel = int(first % p.out_channels), warp = threadIdx.x / 32;
-    double2 own = {};
-    float own_grad = 0, own_slope = 0;
+    const int64_t first = int64_t(blockIdx.x) * p.group_channels;  // channel, of all samples' channels
+    const int first_channel = int(first % p.out_channels);  // of the sample's
+    const int warp = threadIdx.x / 32;
+    double2 lane_sums = {};
+    float lane_grad = 0, lane_slope = 0;
     for (int band = threadIdx.x % 32; band < p.bands; band += 32) {
         const float4 some = p.measured[(first + warp) * p.bands + band];
-        own = {own.x + some.x, own.y + some.y};
-        own_grad = fmaxf(own_grad, some.z);
-        own_slope = fmaxf(own_slope, some.w);
+        lane_sums.x += some.x;
+        lane_sums.y += some.y;
+        lane_grad = fmaxf(lane_grad, some.z);
+        lane_slope = fmaxf(lane_slope, some.w);
     }
-    const double2 all = {sum_of_lanes(own.x, 32), sum_of_lanes(own.y, 32)};
-    // y: for the exact mean, mean + rest. NaN where grad is not finite, as in ATen.
-    sums[warp] = {all.x, (isfinite(all.x) ? all.y - group.mean_error * all.x : NAN) * group.rstd};
-    largest[warp][0] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(own_grad)));
-    largest[warp][1] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(own_slope)));
+    const double sum = sum_of_lanes(lane_sums.x, 32);
+    const double product = sum_of_lanes(lane_sums.y, 32);
+    // The bands subtracted `mean`; the exact mean is mean + mean_error. NaN where grad is not finite, as in ATen.
+    const double exact_product = isfinite(sum) ? product - group.mean_error * sum : NAN;
+    sums[warp] = {sum, exact_product * group.rstd};
+    largest[warp][0] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(lane_grad)));
+    largest[warp][1] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(lane_slope)));
     __syncthreads();
-    const int c = threadIdx.x, o = first_channel + c;
+    const int c = threadIdx.x;
+    const int o = first_channel + c;
     if (c >= p.group_channels) return;
     double grad_mean = 0, grad_per_v = 0;
     for (int i = 0; i < p.group_channels; ++i) {
@@ -1203,8 +1237,9 @@ __global__ void __launch_bounds__(32 * kMostOut)
     const float gamma = p.gamma[o], scale = p.scale[o];
     const float most_q =
         fabsf(gamma) * largest[c][0] + fabsf(float(grad_mean)) + (kHighest - kLowest) * fabsf(float(grad_per_v));
-    const double dh_per_q = double(group.rstd) * scale, most = fmaxf(most_q * largest[c][1], 0x1p-111f);
-    const float dh_scale = scale_below_overflow(float(most * fabs(dh_per_q)));  // 2^-111: so to_half is finite
+    const double dh_per_q = double(group.rstd) * scale;
+    const double most = fmaxf(most_q * largest[c][1], 0x1p-111f);  // not 0, so that to_half is finite
+    const float dh_scale = scale_below_overflow(float(most * fabs(dh_per_q)));
     channels[first + c] = {Held<T>::kFactor * scale, group.mean, gamma, float(grad_mean), float(grad_per_v),
         float(dh_per_q * dh_scale * kDhFactor), scale, group.rstd, dh_scale, float(sums[c].y), float(sums[c].x)};
 }
@@ -1260,13 +1295,18 @@ template <typename T>
 __device__ __forceinline__ void make(
     const BackwardArguments<T>& p, GradientTile& tile, const Piece& piece, Fetched<T>& fetched) {
     fewer_registers<kMakerRegisters>();
-    const int first = threadIdx.x / 32 % kWarps * 4, lane = threadIdx.x % 32, plane = p.rows * p.columns;
-    const int channels = min(p.out_channels - first, 4), end = min(piece.last_row, p.rows);
+    const int first = threadIdx.x / 32 % kWarps * 4;  // channel of the warp
+    const int lane = threadIdx.x % 32;
+    const int plane = p.rows * p.columns;
+    const int channels = min(p.out_channels - first, 4);
+    const int end = min(piece.last_row, p.rows);
     const int64_t begin = (int64_t(piece.sample) * p.out_channels + first) * plane;
-    const T *const own_h = p.h + begin, *const own_grad = static_cast<const T*>(p.grad) + begin;
+    const T* const warp_h = p.h + begin;
+    const T* const warp_grad = static_cast<const T*>(p.grad) + begin;
     const auto fetch = [&](int row, unsigned pair) {
-        const T *h = own_h + (row * p.columns + 2 * pair), *grad = own_grad + (row * p.columns + 2 * pair);
-        asm("" : "+l"(h), "+l"(grad));  // or the compiler computes both anew for each copy: 1% of the backward
+        const T* h = warp_h + (row * p.columns + 2 * pair);
+        const T* grad = warp_grad + (row * p.columns + 2 * pair);
+        asm("" : "+l"(h), "+l"(grad));  // keeps the compiler from computing both anew for each copy: saves 1%
         for (int k = 0; k < 4 && row < end; ++k) {
             if (k >= channels || int(2 * pair) >= p.columns) continue;
             __pipeline_memcpy_async(&fetched.h[k][pair], h + k * plane, sizeof(Pair<T>));
@@ -1287,7 +1327,10 @@ __device__ __forceinline__ void make(
     };
     float sums[2][4] = {};  // of q and of q * h, by channel
     for (int i = 0; i < 4; ++i) fetch(piece.begin, lane + 32 * i);
-    for (int row = piece.begin; row < piece.begin + 2; ++row) load_x(row), store_x(row);
+    for (int row = piece.begin; row < piece.begin + 2; ++row) {
+        load_x(row);
+        store_x(row);
+    }
     for (int row = piece.begin; row < piece.last_row; ++row) {
         load_x(row + 2);
         mbarrier_wait(&tile.empty[row & 1], ((row - piece.begin) / 2 & 1) ^ 1);
@@ -1299,10 +1342,12 @@ __device__ __forceinline__ void make(
                 float dh[2][4];
                 for (int k = 0; k < 4; ++k) {
                     const Channel& c = tile.channels[first + k];
-                    const Pair<T> two = fetched.h[k][pair], grads = fetched.grad[k][pair];
+                    const Pair<T> two_h = fetched.h[k][pair];
+                    const Pair<T> two_grads = fetched.grad[k][pair];
                     for (int i = 0; i < 2; ++i) {
-                        const float h = to_float(i == 0 ? two.a : two.b);
-                        const float q = c.template q<T>(h, to_float(i == 0 ? grads.a : grads.b));
+                        const float h = to_float(i == 0 ? two_h.a : two_h.b);
+                        const float grad = to_float(i == 0 ? two_grads.a : two_grads.b);
+                        const float q = c.template q<T>(h, grad);
                         of_row[0][k] += q;
                         of_row[1][k] = fmaf(q, h, of_row[1][k]);
                         dh[i][k] = q * c.to_half;
@@ -1310,7 +1355,7 @@ __device__ __forceinline__ void make(
                 }
                 for (int i = 0; i < 2; ++i) {
                     uint4* const cell = tile.dh[row & 1][first / 8] + (2 * pair + i) % 4 * kSub + pair / 2 + 1;
-                    uint2 hi, lo;
+                    uint2 hi, lo;  // four channels, half of a cell
                     split_two(dh[i][0], dh[i][1], hi.x, lo.x);
                     split_two(dh[i][2], dh[i][3], hi.y, lo.y);
                     reinterpret_cast<uint2*>(cell)[first / 4 % 2] = hi;
@@ -1347,12 +1392,14 @@ __device__ __forceinline__ void make(
 // output channel 16 half + 8 c + lane / 4 and input channel 2 (lane % 4) + i.
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row, float (&total)[2][kTaps][4]) {
-    const int of = threadIdx.x % 32 / 8, cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
+    const int of = threadIdx.x % 32 / 8;  // the matrix that this lane points ldmatrix at: 0 to 3
+    const int cell = threadIdx.x / 32 * 8 + threadIdx.x % 8;
 #pragma unroll 1  // spills, when unrolled
     for (int step = 0; step < 2; ++step) {  // 16 columns, of two sub-rows
         uint32_t hi[2][4], lo[2][4];  // of half: dh's channels by columns
         for (int half = 0; half < 2; ++half) {
-            const uint4* const from = tile.dh[row & 1][2 * half + of % 2] + (2 * step + of / 2) * kSub + cell + 1;
+            const uint4* const channels = tile.dh[row & 1][2 * half + of % 2];
+            const uint4* const from = channels + (2 * step + of / 2) * kSub + cell + 1;
             load_matrices<true>(hi[half], from);
             if (HAS_LOW) load_matrices<true>(lo[half], from + kPlane);
         }
@@ -1360,18 +1407,26 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
         for (int ky = 0; ky < 3; ++ky) {
             const uint4* const x = tile.x[(row + ky) % kSlots] + cell;
             const auto matrix = [&](int m) { return x + m % 4 * kSub + m / 4; };
-            uint32_t b[2][4], odd[4];  // b: hi, lo of matrices 2 step + 0 to 3; odd: + 1, + 2 of hi, then of lo
+            uint32_t b[2][4];  // hi and lo of matrices 2 step to 2 step + 3: the first two for kx 0, the last for kx 2
+            uint32_t odd[4];  // matrices 2 step + 1 and 2 step + 2, of hi and then of lo, for kx 1
             load_matrices<true>(b[0], matrix(2 * step + of));
             if (HAS_LOW) load_matrices<true>(b[1], matrix(2 * step + of) + kPlane);
             load_matrices<true>(odd, matrix(2 * step + 1 + of % 2) + of / 2 * kPlane);
             float sums[2][3][4] = {};
-            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {  // the smallest products first; six independent chains
-                const int kx = k % 3, half = k / 3 % 2, product = k / 6, lower = product == 1;
+            // dh's lo by x's hi, hi by lo, then hi by hi: the smallest products first. Six sums are independent of each
+            // other, so that the tensor cores need not wait for one.
+            for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {
+                const int product = k / 6, half = k / 3 % 2, kx = k % 3;
+                const int x_piece = product == 1 ? 1 : 0;  // 1: lo
+                const uint32_t* const of_dh = product == 0 ? lo[half] : hi[half];
+                const uint32_t* const of_x = kx == 1 ? odd + 2 * x_piece : b[x_piece] + kx;
                 float (&to)[4] = HAS_LOW ? sums[half][kx] : total[half][3 * ky + kx];
-                mma16(to, product == 0 ? lo[half] : hi[half], kx == 1 ? odd + 2 * lower : b[lower] + kx);
+                mma16(to, of_dh, of_x);
             }
-            for (int k = 0; k < 24 && HAS_LOW; ++k)
-                total[k / 12][3 * ky + k / 4 % 3][k % 4] += sums[k / 12][k / 4 % 3][k % 4];
+            for (int k = 0; k < 24 && HAS_LOW; ++k) {
+                const int half = k / 12, kx = k / 4 % 3, i = k % 4;
+                total[half][3 * ky + kx][i] += sums[half][kx][i];
+            }
         }
     }
 }
@@ -1380,8 +1435,11 @@ __device__ __forceinline__ void add_to_weights(const GradientTile& tile, int row
 // warp's column 4 (lane / 4) + j and input channel 2 (lane % 4) + i.
 template <bool HAS_LOW>
 __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, float (&total)[3][2][4]) {
-    const int lane = threadIdx.x % 32, of = lane / 8 % 2, cell = threadIdx.x / 32 * 8 + lane % 8;
-    float of_row[3][2][4] = {};  // summed alone: to add to total, which is larger, rounds off more
+    const int lane = threadIdx.x % 32;
+    const int of = lane / 8 % 2;
+    const int cell = threadIdx.x / 32 * 8 + lane % 8;
+    float of_row[3][2][4] =
+        {};  // the row's own sum: adding each part to total, which is larger, would lose more digits
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const uint4* const dh = tile.dh[row & 1][2 * half + lane / 16];
@@ -1395,16 +1453,25 @@ __device__ __forceinline__ void add_to_x(const GradientTile& tile, int row, floa
                 load_matrices<false>(hi[t], from);
                 if (HAS_LOW) load_matrices<false>(lo[t], from + kPlane);
             }
+            // dh's lo by the weights' hi, hi by lo, then hi by hi, as in add_to_weights.
             for (int k = HAS_LOW ? 0 : 12; k < 18; ++k) {
-                const int t = k % 2, ky = k / 2 % 3, product = k / 6;
+                const int product = k / 6, ky = k / 2 % 3, t = k % 2;
                 const uint4 w = tile.weights[half][3 * ky + kx][lane];
+                const uint32_t* const of_dh = product == 0 ? lo[t] : hi[t];
+                const uint32_t* const of_weights = product == 1 ? &w.z : &w.x;
                 float (&to)[4] = HAS_LOW ? sums[ky][t] : total[ky][t];
-                mma16(to, product == 0 ? lo[t] : hi[t], product == 1 ? &w.z : &w.x);
+                mma16(to, of_dh, of_weights);
             }
-            for (int k = 0; k < 24 && HAS_LOW; ++k) of_row[k / 8][k / 4 % 2][k % 4] += sums[k / 8][k / 4 % 2][k % 4];
+            for (int k = 0; k < 24 && HAS_LOW; ++k) {
+                const int ky = k / 8, t = k / 4 % 2, i = k % 4;
+                of_row[ky][t][i] += sums[ky][t][i];
+            }
         }
     }
-    for (int k = 0; k < 24 && HAS_LOW; ++k) total[k / 8][k / 4 % 2][k % 4] += of_row[k / 8][k / 4 % 2][k % 4];
+    for (int k = 0; k < 24 && HAS_LOW; ++k) {
+        const int ky = k / 8, t = k / 4 % 2, i = k % 4;
+        total[ky][t][i] += of_row[ky][t][i];
+    }
 }
 
 // By a warp: stores a row of x's gradient, of which a lane has four columns of two channels. Then total moves up one
@@ -1467,7 +1534,9 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
     if constexpr (BENCHMARK) static_cast<Plan&>(p) = benchmark_plan();
     extern __shared__ uint4 shared[];
     GradientTile& tile = *reinterpret_cast<GradientTile*>(shared);
-    const int band = blockIdx.x % bands, first_row = p.height * band / bands, last_row = p.height * (band + 1) / bands;
+    const int band = blockIdx.x % bands;
+    const int first_row = p.height * band / bands;
+    const int last_row = p.height * (band + 1) / bands;
     const Piece piece = {int(blockIdx.x) / bands, first_row, last_row, max(first_row - 2, 0)};
     prepare_tile(p, tile, piece);
     Fetched<T>* const fetched = reinterpret_cast<Fetched<T>*>(&tile + 1) + threadIdx.x / 32 % kWarps;
@@ -1481,11 +1550,14 @@ __global__ void __launch_bounds__(kRowsThreads, 1)
 // partial sums, where `multiply` left zeros.
 template <typename T>
 __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<T> p, int bands) {
-    const int sample = blockIdx.x, plane = p.rows * p.columns, image = p.height * p.width;
+    const int sample = blockIdx.x;
+    const int plane = p.rows * p.columns;
+    const int image = p.height * p.width;
     if (!p.remade[sample]) return;
     const T* const x = static_cast<const T*>(p.x) + p.x_at(sample, 0, 0, 0);
     const auto dh = [&](int o, int row, int column) {
-        const int64_t channel = int64_t(sample) * p.out_channels + o, at = channel * plane + row * p.columns + column;
+        const int64_t channel = int64_t(sample) * p.out_channels + o;
+        const int64_t at = channel * plane + row * p.columns + column;
         const Channel& c = p.channels[channel];
         return c.template q<T>(to_float(p.h[at]), to_float(static_cast<const T*>(p.grad)[at])) * c.rstd * c.scale;
     };
@@ -1494,7 +1566,8 @@ __global__ void differentiate_plainly(const __grid_constant__ BackwardArguments<
         float sum = 0;
         for (int k = 0; k < p.out_channels * kTaps; ++k) {
             const int o = k / kTaps, tap = k % kTaps;
-            const int row = i % image / p.width - tap / 3, column = i % p.width - tap % 3;
+            const int row = i % image / p.width - tap / 3;
+            const int column = i % p.width - tap % 3;
             if (row < 0 || row >= p.rows || column < 0 || column >= p.columns) continue;
             sum = fmaf(dh(o, row, column), weight_at(p, o, i / image, tap), sum);
         }
