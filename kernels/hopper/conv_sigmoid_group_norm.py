@@ -766,26 +766,26 @@ template <typename T> __device__ __forceinline__ void post(const ConvArguments& 
     using H = Held<T>;
     const int c = threadIdx.x % 32;
     for (SampleCursor<> cursor; cursor.sample < p.samples; cursor.next(p)) {
-        double2 own = {};  // the band's sums of u - kLeast and of its square
+        double2 band_sums = {};  // of the channel: of u - kLeast, and of its square
         mbarrier_wait(&shared.v_full[cursor.place], cursor.parity);
         for (int k = 0; k < kMostConsumers; ++k) {
             const Moments some = shared.made[cursor.place][k][c];
             const int count = shared.counts[cursor.place][k];
             if (count == 0 || c >= p.out_channels) continue;
             const double mean = double(some.mean) - H::kLeast;
-            own.x += count * mean;
-            own.y += count * mean * mean + some.square;
+            band_sums.x += count * mean;
+            band_sums.y += count * mean * mean + some.square;
         }
         mbarrier_arrive(&shared.norm_full[cursor.place]);  // `made` is read, and by this arrival the writers see v
-        double2 all = own;
+        double2 group_sums = band_sums;
         for (int i = 1; i < p.group_channels; ++i) {
-            all.x += __shfl_down_sync(~0u, own.x, i);
-            all.y += __shfl_down_sync(~0u, own.y, i);
+            group_sums.x += __shfl_down_sync(~0u, band_sums.x, i);
+            group_sums.y += __shfl_down_sync(~0u, band_sums.y, i);
         }
         if (c < p.out_channels && c % p.group_channels == 0) {
             const int64_t group = int64_t(cursor.sample) * p.groups + c / p.group_channels;
-            add_to_total(p.totals + group * kLine, all.x / H::kRange, p.to_fixed);
-            add_to_total(p.totals + group * kLine + 1, all.y / (H::kRange * H::kRange), p.to_fixed);
+            add_to_total(p.totals + group * kLine, group_sums.x / H::kRange, p.to_fixed);
+            add_to_total(p.totals + group * kLine + 1, group_sums.y / (H::kRange * H::kRange), p.to_fixed);
         }
     }
 }
@@ -1089,8 +1089,8 @@ extern "C" int conv_forward(void* const* pointers, const int64_t* sizes, double 
 // The backward, for images of up to 256 columns; from here on h includes `bias`:
 //   1. convolve_and_normalize, with NORMALIZE false, computes h again, to the workspace. It also finds the largest |x|
 //      of each sample, and sums and maxima over h and grad of each band (write_and_measure).
-//   2. finish_groups adds up the bands. For each group it computes the means in the norm's gradient, and for each channel
-//      the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
+//   2. finish_groups adds up the bands. For each group it computes the means in the norm's gradient, and for each
+//      channel the gradients of gamma and beta and the power of two that keeps dh, the gradient of h, within fp16.
 //   3. differentiate_rows reads h and grad. It computes dh to shared memory, and from there x's gradient and partial
 //      sums of the parameters' gradients, which ATen adds up.
 // A block of differentiate_rows walks down a band of rows of a sample:
