@@ -218,9 +218,9 @@ template <int OPERANDS> struct Norm {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Slices of up to 4096 places (backward 2048) are held in registers by a group of 1 to 512 threads, a power of two. A
-// thread holds ITEMS places of each of SLICES slices: of tiny slices one place of four, so that enough bytes are in
-// flight however small they are; else eight places of one. All is in float: first the mean, as the slice's first value
-// plus the mean distance from it; then sums around that mean, which also give what rounding left out of it.
+// thread holds ITEMS places of each of SLICES slices: of tiny slices one place of two, so that enough bytes are in
+// flight however small they are; else four or eight places of one. All is in float: first the mean, as the slice's
+// first value plus the mean distance from it; then sums around that mean, which also give what rounding left out of it.
 
 constexpr int kMaxGroup = 512;
 
@@ -233,6 +233,7 @@ template <int COUNT> __device__ void add_over_lanes(float (&value)[COUNT], int l
 }
 template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int group) {
     __shared__ float of_warp[kMaxGroup / 32][COUNT];
+    const int warps = group / 32, first = (threadIdx.x & -group) / 32;
     add_over_lanes(value, 32);
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -240,15 +241,13 @@ template <int COUNT> __device__ void add_over_warps(float (&value)[COUNT], int g
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) value[k] = 0;
-    for (int w = 0; w < group / 32; ++w) {
-#pragma unroll
-        for (int k = 0; k < COUNT; ++k) value[k] += of_warp[(threadIdx.x & -group) / 32 + w][k];
-    }
+    for (int k = 0; k < COUNT; ++k) value[k] = of_warp[first + threadIdx.x % warps][k];
+    add_over_lanes(value, warps);
 }
 
 template <typename T, int OPERANDS, int SLICES, int ITEMS, bool RAGGED>
-__global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> task, int group) {
+__global__ void __launch_bounds__(kMaxGroup, SLICES > OPERANDS ? 3 : 2)
+    norm_in_registers(const Task<T> task, int group) {
     constexpr int SUMS = 2 * OPERANDS;
     const int groups = blockDim.x / group, member = threadIdx.x & (group - 1);
     const int64_t first = int64_t(blockIdx.x) * groups * SLICES + threadIdx.x / group;
@@ -266,8 +265,8 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
             }
         }
     };
-    const auto mean_over_group = [&](auto& sum) {
-        for (float& value : sum) value *= float(task.share);
+    const float share = float(task.share);
+    const auto add_over_group = [&](auto& sum) {
         if (SLICES > 1 || group <= 32) add_over_lanes(sum, group);
         else add_over_warps(sum, group);
     };
@@ -285,23 +284,29 @@ __global__ void __launch_bounds__(kMaxGroup, 2) norm_in_registers(const Task<T> 
     each([&](const auto& slice, int s, const auto& place, int p) {
         add_distances(shift + s * OPERANDS, place, slice.ours(p), norm[s].centre);
     });
-    mean_over_group(shift);
+    for (float& value : shift) value *= share;
+    add_over_group(shift);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
         for (int o = 0; o < OPERANDS; ++o) norm[s].centre[o] += shift[s * OPERANDS + o];
         hide(held[s]);
     }
-    float mean[SLICES * SUMS] = {};
+    float sum[SLICES * SUMS] = {};
     each([&](const auto& slice, int s, const auto& place, int p) {
-        add_products(mean + s * SUMS, place, slice.ours(p), norm[s].centre);
+        add_products(sum + s * SUMS, place, slice.ours(p), norm[s].centre);
     });
-    mean_over_group(mean);
+#pragma unroll
+    for (int k = 1; k < SLICES * SUMS; k += 2)
+        sum[k] *= share;  // products: before they are added up, else they overflow
+    add_over_group(sum);
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) {
-        const float* const of = mean + s * SUMS;  // d, d * d, e, d * e
-        const float covariance = of[SUMS - 1] - of[0] * of[SUMS - 2];  // forward the variance
-        norm[s].set(of[0], of[SUMS - 2], of[1] - of[0] * of[0], covariance, task.eps);
+        const float* const of = sum + s * SUMS;  // d, d * d, e, d * e
+        // Distances after it: of the smallest numbers a thread's share is rounded to nothing. An overflow is left out.
+        const auto mean = [&](int k) { return fabsf(of[k]) < INFINITY ? of[k] * share : 0; };
+        const float x_lo = mean(0), g_lo = mean(SUMS - 2);
+        norm[s].set(x_lo, g_lo, of[1] - x_lo * x_lo, of[SUMS - 1] - x_lo * g_lo, task.eps);
         hide(held[s]);
     }
     each([&](const auto& slice, int s, const auto& place, int p) { slice.store(norm[s](place), p); });
@@ -369,8 +374,9 @@ __device__ __forceinline__ Sums<OPERANDS> sums_of_thread(const Slice<T, OPERANDS
 #pragma unroll
     for (int o = 0; o < OPERANDS; ++o) {
         const auto value = [&](int i) { return to_float(held[0].of[o].value[i]); };
-        const bool some = first < end && slice.ours(first) == slice.kAll;
-        pivot[o] = some ? median(value(0), value(V / 2), value(V - 1)) : anchor[o];
+        const float one = first == 0 ? value(V - 1) : value(0);  // of a pack that is not all ours
+        const bool whole = slice.ours(first) == slice.kAll;
+        pivot[o] = first >= end ? anchor[o] : whole ? median(value(0), value(V / 2), value(V - 1)) : one;
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -567,7 +573,10 @@ template <typename T, int OPERANDS, bool RAGGED> static cudaError_t launch(const
     constexpr int items = 8 / OPERANDS;
     if (places > kMaxGroup * items) return launch_many<T, OPERANDS, RAGGED>(task, places, needs);
     if (needs != nullptr) return cudaSuccess;
-    if (places <= 16) return launch_in_registers<T, OPERANDS, RAGGED, 4 / OPERANDS, 1>(task, places);
+    if (places <= 16) return launch_in_registers<T, OPERANDS, RAGGED, 2, 1>(task, places);
+    if constexpr (OPERANDS == 1 && !RAGGED) {
+        if (places <= 512) return launch_in_registers<T, OPERANDS, RAGGED, 1, 4>(task, places);
+    }
     return launch_in_registers<T, OPERANDS, RAGGED, 1, items>(task, places);
 }
 
@@ -636,24 +645,10 @@ struct Norm {
     }
 };
 
-// Slices that fit in the nearest cache.
-void normalize_small(const float* x, float* y, int64_t n, double eps) {
-    const double anchor = x[0];
-    double sum = 0;
-    double square = 0;
-#pragma omp simd reduction(+ : sum, square)
-    for (int64_t i = 0; i < n; ++i) {
-        const double d = x[i] - anchor;
-        sum += d;
-        square += d * d;
-    }
-    Norm(anchor, sum, square, n, eps).write(y, x, n, false);
-}
-
-// Larger slices: while one is written, the next is read and added up, 2 KiB of each in turn, so that memory is read and
-// written at the same time.
+// While one slice is written, the next is read and added up, 2 KiB of each in turn, so that memory is read and written
+// at the same time.
 constexpr int64_t kStep = 512;
-void normalize_large(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
+void normalize(const float* x, float* y, int64_t slices, int64_t n, double eps, bool stream) {
     Norm norm;
     for (int64_t slice = 0; slice <= slices; ++slice) {
         const float* const next = x + slice * n;
@@ -691,10 +686,8 @@ at::Tensor instance_norm_cpu(const at::Tensor& x, double eps) {
     // pages, which the kernel has just zeroed in the cache, 1.25.
     const bool aligned = n % 8 == 0 && reinterpret_cast<uintptr_t>(to) % 32 == 0;
     const bool stream = aligned && y.nbytes() >= size_t(8) << 20 && y.nbytes() < size_t(32) << 20;
-    at::parallel_for(0, x.numel() / n, 32768 / n + 1, [&](int64_t begin, int64_t end) {
-        if (n > kStep) return normalize_large(from + begin * n, to + begin * n, end - begin, n, eps, stream);
-        for (int64_t slice = begin; slice < end; ++slice) normalize_small(from + slice * n, to + slice * n, n, eps);
-    });
+    at::parallel_for(0, x.numel() / n, 32768 / n + 1,
+        [&](int64_t begin, int64_t end) { normalize(from + begin * n, to + begin * n, end - begin, n, eps, stream); });
     return y;
 }
 
@@ -718,11 +711,10 @@ at::Tensor run_on_gpu(const at::Tensor& grad, const at::Tensor& x, double eps) {
     at::Tensor out = at::empty_like(input, at::MemoryFormat::Contiguous);
     if (x.numel() == 0) return out;
     const int64_t n = x.size(-1) * x.size(-2), slices = x.numel() / n;
+    const int dtype = type == at::kFloat ? 0 : type == at::kHalf ? 1 : 2;
+    const void* const grad_data = grad.defined() ? gradient.data_ptr() : nullptr;
     const auto run = [&](void* workspace, int64_t* needs) {
-        const int error = instance_norm(type == at::kFloat ? 0
-                : type == at::kHalf                        ? 1
-                                                           : 2,
-            grad.defined() ? gradient.data_ptr() : nullptr, input.data_ptr(), out.data_ptr(), slices, n, eps, workspace,
+        const int error = instance_norm(dtype, grad_data, input.data_ptr(), out.data_ptr(), slices, n, eps, workspace,
             needs, c10::cuda::getCurrentCUDAStream().stream());
         TORCH_CHECK(error == 0, "instance_norm: ", cudaGetErrorString(cudaError_t(error)));
     };

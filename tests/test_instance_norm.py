@@ -20,7 +20,7 @@ SIZES = [  # samples, height, width; three channels
 # By what holds a slice: registers of one warp, of more, a cluster, nothing; whole packs of 16 bytes and not.
 KINDS = [
     (7, 2, 2), (9, 7, 7), (2, 6, 33), (3, 63, 64), (2, 64, 65), (1, 90, 90), (1, 182, 182), (1, 512, 512),
-    (1, 1100, 1000),
+    (1, 1100, 1000), (1, 255, 257),
 ]
 # fmt: on
 
@@ -59,6 +59,7 @@ CHANGES = {
     "an outlier in x": lambda x, grad: x[..., 0, 0].fill_(1e3),
     "a gradient far from zero": lambda x, grad: grad.add_(100),
     "an outlier in the gradient": lambda x, grad: grad[..., -1, -1].fill_(1e3),
+    "the smallest numbers": lambda x, grad: x.mul_(torch.finfo(x.dtype).tiny / 4),
     "no variance": lambda x, grad: x.fill_(5.25),  # dx = (g - mean(g)) / sqrt(eps)
     "few values": lambda x, grad: x.round_(),  # sums of equal terms, whose roundings all go one way
 }
