@@ -633,51 +633,6 @@ __device__ __forceinline__ void load_weights(const ConvArguments& p, float scale
     }
 }
 
-// What follows a task's wgmma: activations in d, their sums, and their stores to v, which begin after v_empty.
-struct Rest {
-    float slope, offset;
-    int upper, lower;  // columns that exist in the task's upper and lower row, from the thread's first on
-    int pitch;  // of v's rows
-    bool is_first;  // of the sample's tasks
-};
-template <typename T, bool NORMALIZE, bool INSIDE>
-__device__ __forceinline__ void finish_task(
-    float (&d)[kTaskPixels / 2], const Rest& rest, Deviations& all, uint64_t* v_empty, uint32_t parity, float* to) {
-    using S = Shape<T, NORMALIZE>;
-    float sum = 0, square = 0;
-    const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
-    const auto valid = [&](int j, int r) {
-        if (INSIDE && j < kTaskPixels / 8 - 1) return true;
-        return 8 * j < (INSIDE || r == 0 ? rest.upper : rest.lower);
-    };
-#pragma unroll
-    for (int j = 0; j < kTaskPixels / 8; ++j) {
-#pragma unroll
-        for (int r = 0; r < S::kTall; ++r) {
-            float* const pair = d + 4 * j + 2 * r;
-            pair[0] = activate(fmaf(S::kOne ? pair[0] : pair[0] + pair[2], rest.slope, rest.offset));
-            pair[1] = activate(fmaf(S::kOne ? pair[1] : pair[1] + pair[3], rest.slope, rest.offset));
-            const bool finds_anchor = NORMALIZE && rest.is_first && j + r == 0;
-            if (finds_anchor) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
-            const float d0 = valid(j, r) ? pair[0] - all.anchor : 0.0f;
-            const float d1 = valid(j, r) ? pair[1] - all.anchor : 0.0f;
-            if (NORMALIZE) sum += d0 + d1;
-            square = fmaf(d0, d0, square);
-            square = fmaf(d1, d1, square);
-        }
-    }
-    if (rest.is_first) mbarrier_wait(v_empty, parity ^ 1);
-#pragma unroll
-    for (int j = 0; j < kTaskPixels / 8 * S::kTall; ++j) {
-        const int r = j % S::kTall, eight = j / S::kTall;
-        const float* const pair = d + 4 * eight + 2 * r;
-        if (!valid(eight, r)) continue;
-        *reinterpret_cast<float2*>(to + 8 * eight + r * rest.pitch) = make_float2(pair[0], pair[1]);
-    }
-    all.sum += sum;
-    all.square += square;
-}
-
 // The consumers, which are warpgroups, take the tasks round-robin, across all samples. Named barriers 1 to 4 hand on
 // the turn to issue wgmma, so that one's wgmma runs during the others' activations. Lane t of four has pixels 2 t and 2
 // t + 1 of every eight of a task's rows, of one channel. A consumer waits for x_full, for its turn and, before a
@@ -697,6 +652,7 @@ __device__ __forceinline__ void convolve(
     const int own_channel = min(c, p.out_channels - 1);
     const float factor = NORMALIZE ? Held<T>::kFactor * p.scale[own_channel] : 1.0f;
     const float offset = factor * bias_at(p, own_channel);
+    const auto activate = [](float t) { return NORMALIZE ? Held<T>::u(t) : t; };
     const float slope = factor / (shared.scales.input * weight_scale);
     const bool all_exist = __all_sync(~0u, c < p.out_channels);
     const int columns = c < p.out_channels ? p.columns - 2 * t : 0;  // right of the thread's first
@@ -733,14 +689,50 @@ __device__ __forceinline__ void convolve(
                 asm volatile("" : "+f"(d[i])::"memory");  // keeps the compiler from reading d before the wait
             }
             if (is_last) mbarrier_arrive(&shared.x_empty[cursor.stage]);
-            const int exist = columns - column;  // columns of the task's upper row, from the thread's on
-            const Rest rest = {slope, offset, exist, row + 1 < band.rows ? exist : 0, p.columns, is_first};
-            uint64_t* const v_empty = &shared.v_empty[cursor.place];
-            float* const to = v + row * p.columns + column;
-            // Whether the task's rows exist, and its columns but perhaps the last eight. Then only these need a check.
-            const bool inside = column + kTaskPixels - 8 <= p.columns && row + S::kTall <= band.rows;
-            if (all_exist && inside) finish_task<T, NORMALIZE, true>(d, rest, all, v_empty, cursor.parity, to);
-            else finish_task<T, NORMALIZE, false>(d, rest, all, v_empty, cursor.parity, to);
+            float sum = 0, square = 0;
+            // `inside`: the task's rows exist, and its columns but perhaps the last eight. Then only these need a
+            // check.
+            const auto finish = [&](auto inside) {
+                constexpr bool kInside = decltype(inside)::value;
+                const int upper = columns - column;  // columns that exist in the task's upper row, from the thread's on
+                const int lower = kInside || row + 1 < band.rows ? upper : 0;
+                const auto valid = [&](int j, int r) {
+                    if (kInside && j < kTaskPixels / 8 - 1) return true;
+                    return 8 * j < (r == 0 ? upper : lower);
+                };
+#pragma unroll
+                for (int j = 0; j < kTaskPixels / 8; ++j) {
+#pragma unroll
+                    for (int r = 0; r < S::kTall; ++r) {
+                        float* const pair = d + 4 * j + 2 * r;
+                        pair[0] = activate(fmaf(S::kOne ? pair[0] : pair[0] + pair[2], slope, offset));
+                        pair[1] = activate(fmaf(S::kOne ? pair[1] : pair[1] + pair[3], slope, offset));
+                        const bool finds_anchor = NORMALIZE && is_first && j + r == 0;
+                        if (finds_anchor) all.anchor = anchor_of(pair[0], pair[1], valid(0, 0));
+                        const float d0 = valid(j, r) ? pair[0] - all.anchor : 0.0f;
+                        const float d1 = valid(j, r) ? pair[1] - all.anchor : 0.0f;
+                        if (NORMALIZE) sum += d0 + d1;
+                        square = fmaf(d0, d0, square);
+                        square = fmaf(d1, d1, square);
+                    }
+                }
+                if (is_first) mbarrier_wait(&shared.v_empty[cursor.place], cursor.parity ^ 1);
+                float* const to = v + row * p.columns + column;
+#pragma unroll
+                for (int j = 0; j < kTaskPixels / 8 * S::kTall; ++j) {
+                    const int r = j % S::kTall, eight = j / S::kTall;
+                    const float* const pair = d + 4 * eight + 2 * r;
+                    if (!valid(eight, r)) continue;
+                    *reinterpret_cast<float2*>(to + 8 * eight + r * p.columns) = make_float2(pair[0], pair[1]);
+                }
+            };
+            if (all_exist && column + kTaskPixels - 8 <= p.columns && row + S::kTall <= band.rows) {
+                finish(std::true_type{});
+            } else {
+                finish(std::false_type{});
+            }
+            all.sum += sum;
+            all.square += square;
             count += min(kTaskPixels, p.columns - column) * min(S::kTall, band.rows - row);
         }
         if (task == first_task) {  // no task for this warpgroup: wait and signal all the same
